@@ -58,6 +58,12 @@ class MoveReason(StrEnum):
 
     DRAIN = "drain"
     """The source is leaving."""
+    BALANCE = "balance"
+    """The source has much less free memory per sequence than the destination."""
+    FASTER = "faster"
+    """The streams of both workers end sooner."""
+    ROOM = "room"
+    """The next request in the queue needs the memory of the source."""
 
 
 class MoveEnd(StrEnum):

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 from draftgate.policies.types import (
     BatchView,
@@ -187,4 +188,25 @@ class RoutingPolicy(NamedPolicy, Protocol):
         """Learn which worker received a request.
 
         The worker is the chosen one, an alternative or the only candidate.
+        """
+
+
+@runtime_checkable
+class ReschedulingPolicy(NamedPolicy, Protocol):
+    """Decides which running streams move between workers, without mutating the policy."""
+
+    @property
+    def reschedules(self) -> bool:
+        """Whether the policy ever chooses a move.
+
+        Otherwise the gateway does not call it.
+        """
+
+    def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
+        """Return the next moves, most important first.
+
+        A worker takes part in at most one of the moves, and in none if it is `moving` already. A
+        stream moves only if it fits on its destination (`rescheduling.types.fits`), and if the
+        predicted gain exceeds the threshold. The policy reads only streams of workers that streams
+        should leave.
         """

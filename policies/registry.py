@@ -22,9 +22,13 @@ from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
+    ReschedulingPolicy,
     RoutingPolicy,
     SpeculationPolicy,
 )
+from draftgate.policies.rescheduling.least_time import LeastTime
+from draftgate.policies.rescheduling.llumnix import Llumnix
+from draftgate.policies.rescheduling.off import Off as NoRescheduling
 from draftgate.policies.routing.least_cost import LeastCost
 from draftgate.policies.routing.scoring import (
     least_loaded,
@@ -89,6 +93,18 @@ def _least_cost(argument: str) -> RoutingPolicy:
     if argument not in {"", "undrafted"}:
         raise ValueError(f"least_cost takes no argument but `undrafted`, not {argument!r}")
     return LeastCost("least_cost:undrafted", drafts=False) if argument else LeastCost()
+
+
+def _llumnix(argument: str) -> ReschedulingPolicy:
+    if not argument:
+        return Llumnix()
+    try:
+        low, high = map(float, argument.split(","))
+    except ValueError:
+        raise ValueError(
+            f"llumnix:LOW,HIGH needs two numbers of steps, as in llumnix:10,60, not {argument!r}"
+        ) from None
+    return Llumnix(f"llumnix:{argument}", low, high)
 
 
 def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
@@ -187,6 +203,17 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
 )
 
 
+_RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
+    "rescheduling",
+    {
+        "off": _without_argument(NoRescheduling),
+        "llumnix": _llumnix,
+        "least_time": _without_argument(LeastTime),
+    },
+    {"llumnix": "[:LOW,HIGH]"},
+)
+
+
 def speculation_policy(spec: str) -> SpeculationPolicy:
     """Return the policy for `NAME` or `NAME:ARGUMENT`, such as `auto` or `fixed:4`.
 
@@ -223,3 +250,8 @@ def routing_policy(spec: str) -> RoutingPolicy:
     if name == "price":  # the name of `least_cost` in 0.1.0
         name = "least_cost"
     return _ROUTING.build(f"{name}{colon}{argument}")
+
+
+def rescheduling_policy(spec: str) -> ReschedulingPolicy:
+    """Return the rescheduling policy for a name such as `llumnix` or `least_time`."""
+    return _RESCHEDULING.build(spec)

@@ -168,6 +168,9 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
             or 0 if it follows plans.
         age_s: age of the metrics in seconds if they arrive over HTTP, or None if they are always
             current.
+        head_tokens: tokens in KV memory that the first sequence in its queue needs, or 0 if no
+            sequence waits.
+        urgent: number of its open sequences with a priority class above the usual one.
     """
 
     running: int
@@ -188,6 +191,8 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     others: int = 0
     draft_tokens: float = 0.0
     age_s: float | None = None
+    head_tokens: int = 0
+    urgent: int = 0
 
 
 @immutable

@@ -29,6 +29,7 @@ class Queues:
         paused: sequences that wait for their reader, by key.
         leaving: paused sequences that run until the next step is planned, by key.
         num_sparing: number of sequences with pace `SPARING`.
+        num_urgent: number of sequences above the usual priority class.
         prefill_tokens: number of tokens that running and waiting sequences must still feed, except
             decodes. For waiting sequences this includes tokens that may be cached.
         blocks: KV blocks of all sequences.
@@ -40,13 +41,14 @@ class Queues:
         self.running: list[Sequence] = []
         self.paused: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
-        self.num_sparing = 0
+        self.num_sparing = self.num_urgent = 0
         self.prefill_tokens = 0
         self._pending = PendingPrefixes()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(sequence)
+        self.num_urgent += sequence.request.service.priority < 0
         self._set_prefill(sequence, sequence.pending_tokens)
         # Query the prefix now. The cache remembers the last query, so the next step gets its result
         # for free, and the work of a single call is halved.
@@ -62,6 +64,7 @@ class Queues:
         else:
             self.waiting.remove(sequence)
         self.num_sparing -= sequence.pace is Pace.SPARING
+        self.num_urgent -= sequence.request.service.priority < 0
         self._set_prefill(sequence, 0)
         sequence.move_to(SequenceState.FINISHED)
         self._free_blocks(sequence)
@@ -91,6 +94,11 @@ class Queues:
         for sequence in self.leaving.values():
             self._leave_batch(sequence)
         self.leaving.clear()
+
+    @property
+    def head_tokens(self) -> int:
+        """Number of tokens of the next waiting sequence, or 0 if none waits."""
+        return len(self.waiting[0].token_ids) if self.waiting else 0
 
     def next_blocks(self) -> int:
         """Return how many blocks the next waiting sequence needs, or 0 if it cannot run now."""

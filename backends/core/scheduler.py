@@ -176,8 +176,7 @@ class Scheduler:
             # is half the time of `load`: 9 us (one core, Zen 4, 2026-11-21).
             speed = self._speed.speed(self.cost, *self._decoding)
             self._measured = speed, self._drafts.price(self.cost)
-        speed, price = self._measured
-        queues = self._queues
+        (speed, price), queues = self._measured, self._queues
         return WorkerLoad(
             running=len(queues.running) - len(queues.leaving),
             waiting=len(queues.waiting),
@@ -194,6 +193,8 @@ class Scheduler:
             speed=speed,
             paused=len(queues.paused) + len(queues.leaving),
             steps=self._step,
+            head_tokens=queues.head_tokens,
+            urgent=queues.num_urgent,
         )
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
@@ -446,5 +447,4 @@ def _continues_blindly(work: SequenceWork) -> bool:
     # The number of accepted draft tokens determines the positions of the next step.
     if work.draft.token_ids:
         return False
-    sequence = work.sequence
-    return sequence.grammar is None and not sequence.request.sampling.reads_output
+    return work.sequence.grammar is None and not work.sequence.request.sampling.reads_output

@@ -82,7 +82,9 @@ def predict(
     acceptance = fmean(worker.load.acceptance for worker in workers)
     by_proposers = {worker.load.proposers: worker.load for worker in workers}
     chances = {
-        proposers: _acceptance_chance(request.request, load, acceptance) if drafts else 0.0
+        proposers: acceptance_chance(request.request, structs.replace(load, acceptance=acceptance))
+        if drafts
+        else 0.0
         for proposers, load in by_proposers.items()
     }
     ahead_s = _prompts_ahead_s(request, workers, speeds, gateways)
@@ -119,7 +121,7 @@ def _predict_on(
     ahead_s: float,
     chance: float,
 ) -> Prediction:
-    slots, tokens = _drafted(request.request, worker.load.price, chance)
+    slots, tokens = draft_gain(request.request, worker.load.price, chance)
     limit, own, on_worker = worker.load.max_sequences, request.sequences, worker.sequences
     batch = min(on_worker + own, limit or on_worker + own)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s
@@ -145,7 +147,7 @@ def _pulled(worker: Candidate, speed: WorkerSpeed) -> tuple[int, float]:
     return pull.tokens, pull.pull_s
 
 
-def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, float]:
+def draft_gain(request: RequestView, price: float, chance: float) -> tuple[int, float]:
     """Return the slots worth their price, and the tokens of a step less the cost to others."""
     slots, tokens, survival = 0, 1.0, chance
     most = capped(MAX_DRAFT_TOKENS, request)
@@ -156,13 +158,10 @@ def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, fl
     return slots, tokens
 
 
-def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float) -> float:
+def acceptance_chance(request: RequestView, load: WorkerLoad) -> float:
     """Return the probability of a draft token given all tokens before it, or 0 without drafts."""
     proposer = choose_proposer_or_any(request, load)
-    if proposer is None:
-        return 0.0
-    load = structs.replace(load, acceptance=acceptance)
-    return forecast_drafts(request, load, proposer).acceptance
+    return 0.0 if proposer is None else forecast_drafts(request, load, proposer).acceptance
 
 
 def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:

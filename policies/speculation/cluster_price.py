@@ -66,7 +66,7 @@ def project_load(load: WorkerLoad, behind_tokens: int, usual: CapacityNeed) -> W
         waiting=load.waiting + round(arriving) - round(joining),
         kv_blocks_free=max(load.kv_blocks_free - blocks, 0),
         prompt_tokens=load.prompt_tokens + prompt_tokens,
-        price=load.price + _price_rise(load, joining),
+        price=load.price + price_rise(load, joining),
     )
 
 
@@ -96,7 +96,7 @@ class MeanNeed:
         )
 
 
-def _price_rise(load: WorkerLoad, joining: float) -> float:
+def price_rise(load: WorkerLoad, joining: float) -> float:
     """Return by how much the price rises as sequences join, or 0 if no speed is known."""
     speed = load.speed
     if speed.step_s <= 0.0:

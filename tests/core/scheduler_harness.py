@@ -167,7 +167,10 @@ class SchedulerHarness:
             for s in [*unpaused, *leaving]
             if s.pending_tokens > 1 or s.state is SequenceState.WAITING
         ]
-        assert self.scheduler.load().prompt_tokens == sum(lacking)
+        load, waiting = self.scheduler.load(), self.scheduler.waiting
+        assert load.prompt_tokens == sum(lacking)
+        assert load.head_tokens == (len(waiting[0].token_ids) if waiting else 0)
+        assert load.urgent == sum(s.request.service.priority < 0 for s in self.open)
 
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config

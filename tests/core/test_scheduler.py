@@ -256,6 +256,17 @@ def test_load_reports_queue_memory_and_price() -> None:
     assert (idle.running, idle.waiting, idle.kv_blocks_free, idle.price) == (0, 0, 16, 0.0)
 
 
+def test_load_counts_urgent_sequences() -> None:
+    """The load counts the open sequences above the usual priority class until they end."""
+    harness = SchedulerHarness(max_num_seqs=1)
+    for priority in (-1, 0, -2):
+        urgent = replace(request(max_tokens=2), service=ServiceLevel(priority=priority))
+        harness.add_choices(urgent)
+    assert harness.scheduler.load().urgent == 2
+    harness.run()
+    assert harness.scheduler.load().urgent == 0
+
+
 def test_load_reports_speed() -> None:
     """The load reports the configured limits, and the speeds of a fake device with steps of 1
     ms."""

@@ -1,0 +1,1 @@
+"""Decisions about moves of running streams between workers that keep running."""

@@ -1,0 +1,119 @@
+"""`llumnix`: move streams from workers with little free memory per sequence to workers with much.
+
+    freeness = (memory - virtual usage) / running sequences          (Llumnix, arXiv 2406.03243)
+
+The unit of freeness is decode steps: the steps until the memory is full if every sequence adds a
+token in each step. The *virtual usage* of a worker is the sum of
+
+* the tokens in its memory,
+* the tokens that the first sequence in its queue needs, so that long prompts get room,
+* the headroom of urgent sequences, so that their steps stay short, and
+* infinity if the worker is leaving, so that every stream leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from draftgate.policies.moves import MoveReason
+from draftgate.policies.rescheduling.room import make_room, undecided
+from draftgate.policies.rescheduling.types import (
+    ChosenMove,
+    PoolState,
+    StreamsOf,
+    StreamView,
+    WorkerState,
+    can_exchange,
+    fits,
+    with_stream,
+)
+
+LOW_STEPS: Final = 10.0
+HIGH_STEPS: Final = 60.0
+"""Freeness below which a worker gives streams away, and above which a worker takes them, in steps.
+Llumnix adds and removes instances to keep the mean freeness in this range, and names no other
+thresholds. (`llumnix:LOW,HIGH` sets others.)"""
+
+IDEAL_SHARE: Final = 1 / 8
+"""Share of the memory that a worker with an urgent sequence should use at most. Llumnix keeps 1,600
+of about 13,000 tokens, at which a decode step takes as long as that of a lone sequence."""
+
+
+def freeness(worker: WorkerState) -> float:
+    """Return the freeness of a worker in steps, minus infinity if it is leaving."""
+    if worker.leaving:
+        return -math.inf
+    load = worker.load
+    usage = worker.used_tokens + load.head_tokens
+    if load.urgent:
+        usage += math.ceil((1.0 - IDEAL_SHARE) * worker.total_tokens)
+    return (worker.total_tokens - usage) / max(load.running, 1)
+
+
+class Llumnix:
+    """Pairs the workers of least and most freeness, and moves one stream of each pair.
+
+    A stream moves only if both workers then have more freeness than the source had. The stream of
+    the lowest priority moves, and among equals the shortest.
+    """
+
+    reschedules = True
+
+    def __init__(
+        self, name: str = "llumnix", low_steps: float = LOW_STEPS, high_steps: float = HIGH_STEPS
+    ) -> None:
+        """Use other thresholds than the default.
+
+        Raises:
+            ValueError: the lower threshold exceeds the upper one.
+        """
+        if not low_steps <= high_steps:
+            raise ValueError(f"the first threshold of {name} must not exceed the second one")
+        self.name = name
+        self._low_steps = low_steps
+        self._high_steps = high_steps
+
+    def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
+        moves = make_room(pool, streams_of)
+        for source, sink in self._pairs(undecided(pool, moves)):
+            move = _best_move(source, sink, streams_of(source.worker_id))
+            if move is not None:
+                moves.append(move)
+        return moves
+
+    def _pairs(self, workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, WorkerState]]:
+        """Yield the k-th least free source with the k-th most free destination."""
+        ranked = sorted(workers, key=lambda worker: (freeness(worker), worker.worker_id))
+        sources = [worker for worker in ranked if freeness(worker) < self._low_steps]
+        sinks = [worker for worker in reversed(ranked) if freeness(worker) > self._high_steps]
+        for source in sources:
+            sink = next((one for one in sinks if can_exchange(source, one)), None)
+            if sink is not None:
+                sinks.remove(sink)
+                yield source, sink
+
+
+def _best_move(
+    source: WorkerState, sink: WorkerState, streams: Sequence[StreamView]
+) -> ChosenMove | None:
+    """Return the move of the first stream that improves the less free worker, or None."""
+    before = freeness(source)
+    movable = [stream for stream in streams if stream.may_move and fits(stream, sink)]
+    for stream in sorted(movable, key=_victim_order):
+        after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
+        after = freeness(after_sink)
+        if not source.leaving:
+            after = min(after, freeness(after_source))
+        gain = after - before
+        if gain > 0.0:
+            reason = MoveReason.DRAIN if source.leaving else MoveReason.BALANCE
+            words = f"freeness {before:.1f} against {freeness(sink):.1f} steps"
+            ends = (source.worker_id, sink.worker_id)
+            return ChosenMove(stream.stream_id, *ends, reason, gain, 0.0, words)
+    return None
+
+
+def _victim_order(stream: StreamView) -> tuple[int, int, str]:
+    return -stream.request.service.priority, stream.tokens, stream.stream_id

@@ -1,0 +1,131 @@
+"""Room for the next request in the queue, by moving streams away from one worker.
+
+The memory that is free on all workers together may hold a prompt that no single worker can hold
+(fragmentation). The streams that release the missing memory of one worker at the least number of
+bytes then move. Requests in the queue keep their order, so the freed memory accumulates until the
+request at the head fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from statistics import fmean
+from typing import Final
+
+from draftgate.policies.moves import MoveReason
+from draftgate.policies.rescheduling.types import (
+    ChosenMove,
+    HeadOfQueue,
+    PoolState,
+    StreamsOf,
+    StreamView,
+    WorkerState,
+    can_exchange,
+    fits,
+    move_cost_s,
+    release_rate,
+    with_stream,
+)
+
+COST_FACTOR: Final = 2.0
+"""A move must save at least this many times its cost, because predictions have errors. The design
+requires 2."""
+
+MOST_COMPARED: Final = 4
+"""Workers whose streams are compared, those that lack the least memory. (Chosen, not tuned,
+2026-11-23.)"""
+
+
+def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
+    """Return a move that makes room for the request at the head of the queue, if one pays.
+
+    A worker may have to give several streams away. Later calls choose the further moves.
+    """
+    head = pool.head
+    if head is None:
+        return []
+    lacking = {
+        one.worker_id: missing_tokens(one, head)
+        for one in pool.workers
+        if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
+    }
+    if not all(lacking.values()):  # it does not wait for memory
+        return []
+    idle = [one for one in pool.workers if not one.moving]
+    able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
+    nearest = nsmallest(
+        MOST_COMPARED, able, key=lambda one: (lacking[one.worker_id], one.worker_id)
+    )
+    found = [
+        (num_bytes, move)
+        for source in nearest
+        for num_bytes, move in _clearing(source, lacking[source.worker_id], pool, idle, streams_of)
+    ]
+    return [min(found, key=lambda one: one[0])[1]] if found else []
+
+
+def undecided(pool: PoolState, moves: Sequence[ChosenMove]) -> list[WorkerState]:
+    """Return the workers that may take part in further moves."""
+    busy = {end for move in moves for end in (move.source, move.sink)}
+    return [one for one in pool.workers if not one.moving and one.worker_id not in busy]
+
+
+def missing_tokens(worker: WorkerState, head: HeadOfQueue) -> int:
+    """Return the tokens of memory that a worker lacks for a request."""
+    return max(0, worker.load.prompt_tokens + head.prompt_tokens - worker.free_tokens)
+
+
+def _has_sequences(worker: WorkerState, head: HeadOfQueue) -> bool:
+    load = worker.load
+    limit = load.max_sequences
+    return not limit or load.running + load.waiting + head.sequences <= limit
+
+
+def _clearing(
+    source: WorkerState,
+    missing: int,
+    pool: PoolState,
+    workers: Sequence[WorkerState],
+    streams_of: StreamsOf,
+) -> list[tuple[int, ChosenMove]]:
+    """Return the bytes that leave a worker until it has room, and the first move, if it pays."""
+    streams = [one for one in streams_of(source.worker_id) if one.may_move]
+    sinks = {one.worker_id: one for one in workers if can_exchange(source, one)}
+    placed = list[tuple[StreamView, WorkerState, float]]()
+    for stream in _victims(streams, missing):
+        able = [one for one in sinks.values() if fits(stream, one)]
+        if not able:
+            return []
+        sink = max(able, key=lambda one: (one.free_tokens, one.worker_id))
+        placed.append((stream, sink, move_cost_s(stream, source, sink, pool.link)))
+        sinks[sink.worker_id] = with_stream(sink, stream, 1)
+    rate = release_rate(source, fmean([one.left_tokens for one in streams])) if placed else 0.0
+    if not rate:
+        return []
+    gain_s, threshold_s = missing / rate, COST_FACTOR * sum(cost_s for _, _, cost_s in placed)
+    if gain_s <= threshold_s:
+        return []
+    stream, sink, _ = placed[0]
+    words = f"{missing} tokens are missing for the next request, {gain_s:.2f} s of releases"
+    move = ChosenMove(
+        *(stream.stream_id, source.worker_id, sink.worker_id, MoveReason.ROOM),
+        *(gain_s, threshold_s, words),
+    )
+    return [(sum(one.tokens * one.token_bytes for one, _, _ in placed), move)]
+
+
+def _victims(streams: Sequence[StreamView], missing: int) -> list[StreamView]:
+    """Return streams that release the missing tokens, few and short, or none if all are too few.
+
+    The last one is the shortest that suffices, and the others are the longest.
+    """
+    left = sorted(streams, key=lambda one: (one.tokens, one.stream_id))
+    if sum(one.tokens for one in left) < missing:
+        return []
+    chosen = list[StreamView]()
+    while missing > 0:
+        enough = next((place for place, one in enumerate(left) if one.tokens >= missing), -1)
+        chosen.append(left.pop(enough))
+        missing -= chosen[-1].tokens
+    return chosen

@@ -1,0 +1,196 @@
+"""The inputs and results of a rescheduling policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import structs
+
+from draftgate.policies.moves import MoveReason, MoveView, predict_move
+from draftgate.policies.types import RequestView, WorkerLoad
+from draftgate.policies.values import immutable, replace
+
+LEAST_INTERVAL_S: Final = 2.0
+"""Time in seconds between two moves of a stream. Loads are up to a heartbeat old, so a stream that
+moved on an old load must not move back on the next one. (Chosen, not tuned, 2026-11-23.)"""
+
+Link = Callable[[str, str], float]
+"""The expected bandwidth from one worker to another in bytes per second, by their ids."""
+
+
+@immutable
+class WorkerState:
+    """A worker of the pool.
+
+    Attributes:
+        load: its load, of all gateways.
+        kv_format: name of the format of its KV blocks. Workers exchange blocks if their formats are
+            equal and not empty.
+        leaving: whether the worker stops soon, so that every stream should leave it.
+        open: whether the worker accepts streams.
+        moving: whether a move to or from the worker is under way.
+    """
+
+    worker_id: str
+    load: WorkerLoad
+    kv_format: str
+    leaving: bool = False
+    open: bool = True
+    moving: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        """The tokens that the KV memory of the worker holds."""
+        return self.load.kv_blocks_total * self.load.kv_block_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """The tokens for which the worker has free KV memory."""
+        return self.load.kv_blocks_free * self.load.kv_block_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        """The tokens in the KV memory of the worker."""
+        return self.total_tokens - self.free_tokens
+
+
+@immutable
+class StreamView:
+    """A stream that decodes and may move.
+
+    Attributes:
+        tokens: tokens of prompt and output in KV memory, of all choices.
+        left_tokens: expected number of tokens that a choice will still generate, more than 0.
+        token_bytes: KV bytes of a token.
+        sequences: number of choices that run.
+        request: its limits, targets and record of drafts, as of its placement.
+        laxity_s: seconds until its next token is due, or None without a TPOT target.
+        moved_s: seconds since its last move, or infinity.
+        moves: number of its moves so far.
+    """
+
+    stream_id: str
+    tokens: int
+    left_tokens: float
+    token_bytes: int
+    request: RequestView
+    sequences: int = 1
+    laxity_s: float | None = None
+    moved_s: float = math.inf
+    moves: int = 0
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the last move of the stream is long enough ago."""
+        return self.moved_s >= LEAST_INTERVAL_S
+
+
+StreamsOf = Callable[[str], Sequence[StreamView]]
+"""The streams of this gateway on a worker that may move, by the worker's id. The views are built by
+this call, so a policy calls it only for workers that streams should leave."""
+
+
+@immutable
+class HeadOfQueue:
+    """The next request in the gateway's queue, while no worker has room for it.
+
+    Attributes:
+        prompt_tokens: tokens that must be free on one worker.
+        sequences: number of choices.
+    """
+
+    prompt_tokens: int
+    sequences: int = 1
+
+
+@immutable
+class PoolState:
+    """The workers of a pool.
+
+    Attributes:
+        workers: the workers, without repetition.
+        link: the bandwidth between two of them.
+        head: the request that waits for room, or None.
+    """
+
+    workers: tuple[WorkerState, ...]
+    link: Link
+    head: HeadOfQueue | None = None
+
+
+@immutable
+class ChosenMove:
+    """A move that a policy has chosen.
+
+    Attributes:
+        stream_id: the stream.
+        source, sink: ids of the workers.
+        reason: the reason for the move.
+        gain: predicted gain, in seconds, or for `MoveReason.BALANCE` in steps of freeness.
+        threshold: gain that `gain` must exceed.
+        explanation: the decision in words, with its figures.
+    """
+
+    stream_id: str
+    source: str
+    sink: str
+    reason: MoveReason
+    gain: float
+    threshold: float
+    explanation: str
+
+
+def can_exchange(source: WorkerState, sink: WorkerState) -> bool:
+    """Return whether streams may move from one worker to another."""
+    same = bool(source.kv_format) and source.kv_format == sink.kv_format
+    return same and sink.open and not sink.leaving and source.worker_id != sink.worker_id
+
+
+def fits(stream: StreamView, sink: WorkerState) -> bool:
+    """Return whether a worker has capacity for a stream besides the sequences that wait there.
+
+    A block for each choice stays free, because the stream continues to grow.
+    """
+    load = sink.load
+    needed = stream.tokens + stream.sequences * load.kv_block_tokens + load.head_tokens
+    if load.max_sequences:
+        sequences = load.running + load.waiting + stream.sequences
+        if sequences > load.max_sequences:
+            return False
+    return needed <= sink.free_tokens
+
+
+def with_stream(worker: WorkerState, stream: StreamView, sign: int) -> WorkerState:
+    """Return a worker after a stream has joined it (`sign` is 1) or left it (-1)."""
+    load, sequences = worker.load, sign * stream.sequences
+    blocks = sign * -(-stream.tokens // load.kv_block_tokens)
+    urgent = sequences if stream.request.service.priority < 0 else 0
+    after = structs.replace(
+        load,
+        running=max(load.running + sequences, 0),
+        kv_blocks_free=min(max(load.kv_blocks_free - blocks, 0), load.kv_blocks_total),
+        urgent=max(load.urgent + urgent, 0),
+    )
+    return replace(worker, load=after)
+
+
+def move_cost_s(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link) -> float:
+    """Return the predicted seconds of the transfer and of the gap of a move."""
+    speed = replace(sink.load.speed, tpot_s=source.load.speed.tpot_s)
+    view = MoveView(
+        *(stream.tokens, stream.request.max_tokens, stream.sequences, stream.token_bytes),
+        *(source.load.kv_block_tokens, link(source.worker_id, sink.worker_id), speed),
+    )
+    forecast = predict_move(view)
+    return forecast.copy_s + forecast.gap_s
+
+
+def release_rate(worker: WorkerState, left_tokens: float) -> float:
+    """Return the tokens per second of memory that ending sequences release, or 0 if unknown.
+
+    All sequences of the worker are taken as equal, with `left_tokens` expected further tokens each.
+    """
+    left_s = left_tokens * worker.load.speed.tpot_s
+    return worker.used_tokens / left_s if left_s > 0.0 else 0.0
