@@ -105,11 +105,16 @@ class KvSource(Protocol):
     async def held_blocks(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks of a hash chain the worker holds."""
 
-    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+    def pull_blocks(
+        self, hashes: Sequence[bytes], *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
         """Yield the blocks of a part of a hash chain, up to the first that the worker lacks.
 
         The worker copies a block when its turn comes, and keeps no block for the caller. Closing
         the generator ends the transfer.
+
+        Args:
+            urgent: whether the copies may delay sequences noticeably.
         """
 
 
@@ -122,13 +127,16 @@ class KvSink(Protocol):
         The worker keeps them while the rest of the chain arrives, for a bounded time.
         """
 
-    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+    async def adopt_blocks(
+        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
+    ) -> BlockCount:
         """Store the blocks of a chunk in the prefix cache, and hold them for a request.
 
         The worker takes only memory that no sequence and no other import uses.
 
         Args:
             parent: hash before those of the chunk, or empty.
+            urgent: as for `KvSource.pull_blocks`.
 
         Returns:
             The leading blocks of the chunk that the worker holds now.

@@ -167,8 +167,8 @@ class EngineLoop(threading.Thread):
         while not self._stopping:
             self._run_commands(engine)
             if pipeline.step():
-                turns.take(idle=False)
-            elif not turns.take(idle=True):
+                turns.take_busy()
+            elif not turns.take_idle():
                 self._events.stepped([], worker.load())
                 self._sleep()
 

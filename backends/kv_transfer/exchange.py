@@ -34,9 +34,15 @@ class CountBlocks(Struct, tag=True, frozen=True):
 
 
 class ExportBlocks(Struct, tag=True, frozen=True):
-    """Copy the blocks of consecutive hashes, up to the first that the worker does not hold."""
+    """Copy the blocks of consecutive hashes, up to the first that the worker does not hold.
+
+    Attributes:
+        urgent: whether a worker that is leaving waits for the operation, which may then delay
+            sequences (`turns.URGENT_SHARE`).
+    """
 
     hashes: tuple[bytes, ...]
+    urgent: bool = False
 
 
 class AdoptBlocks(Struct, tag=True, frozen=True):
@@ -44,10 +50,12 @@ class AdoptBlocks(Struct, tag=True, frozen=True):
 
     Attributes:
         parent: hash before those of the chunk, or empty.
+        urgent: as for `ExportBlocks`.
     """
 
     chunk: KvChunk
     parent: bytes = b""
+    urgent: bool = False
 
 
 class BlockCount(Struct, tag=True, frozen=True):

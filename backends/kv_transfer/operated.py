@@ -43,19 +43,23 @@ class OperatedBlocks(ABC):
         """Return how many leading blocks of a hash chain the worker holds, and keep them."""
         return (await self._count(CountBlocks(tuple(hashes), for_import=True))).blocks
 
-    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+    def pull_blocks(
+        self, hashes: Sequence[bytes], *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
         """Yield the blocks of a part of a hash chain, up to the first that the worker lacks."""
 
         async def export(part: tuple[bytes, ...]) -> KvChunk:
-            chunk = await self.operate(ExportBlocks(part))
+            chunk = await self.operate(ExportBlocks(part, urgent))
             assert isinstance(chunk, KvChunk)
             return chunk
 
         return export_chunks(export, hashes, self.block_bytes)
 
-    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+    async def adopt_blocks(
+        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
+    ) -> BlockCount:
         """Store the blocks of a chunk, and return how many the worker holds now."""
-        return await self._count(AdoptBlocks(chunk, parent))
+        return await self._count(AdoptBlocks(chunk, parent, urgent))
 
     async def _count(self, operation: CountBlocks | AdoptBlocks) -> BlockCount:
         count = await self.operate(operation)
@@ -72,9 +76,12 @@ async def operate_on(worker: KvEndpoint, operation: KvOperation) -> KvResult:
         BackendFailed: the worker failed.
     """
     if isinstance(operation, AdoptBlocks):
-        return await worker.adopt_blocks(operation.chunk, operation.parent)
+        chunk, parent, urgent = operation.chunk, operation.parent, operation.urgent
+        return await worker.adopt_blocks(chunk, parent, urgent=urgent)
     if isinstance(operation, ExportBlocks):
-        async with aclosing(worker.pull_blocks(operation.hashes)) as chunks:
+        async with aclosing(
+            worker.pull_blocks(operation.hashes, urgent=operation.urgent)
+        ) as chunks:
             return await anext(chunks, NO_BLOCKS)
     count = worker.begin_import if operation.for_import else worker.held_blocks
     return BlockCount(await count(operation.hashes))

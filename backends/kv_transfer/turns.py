@@ -6,27 +6,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from draftgate.backends.kv_transfer.exchange import KvExchange, KvOperation, KvResult
+from draftgate.backends.kv_transfer.exchange import CountBlocks, KvExchange, KvOperation, KvResult
 
 SERVING_SHARE: Final = 0.03
-"""Share of the time that a transfer may take from the steps of a busy worker. A move may lengthen a
-step by at most 3%, which is below the noise of steps. (Chosen as the acceptable loss, not tuned,
-2026-11-23.)"""
+"""Share of its time that a busy worker spends on transfers. They may lengthen a step by at most 3%,
+which is below the noise of steps. (Chosen as the acceptable loss, not tuned, 2026-11-23.)"""
 
-MOST_SHARE: Final = 0.25
-"""Share of the time that all transfers together may take. Several transfers run at once while a
-worker drains, and should then end soon. (Chosen, not tuned, 2026-11-23.)"""
+URGENT_SHARE: Final = 0.5
+"""Share of its time that a busy worker spends on urgent transfers, which empty a worker. Both
+workers then compute half as fast, until the streams have moved. (Chosen, not tuned, 2026-11-23.)"""
 
 QueuedOperation = tuple[KvOperation, Callable[[KvResult], None]]
 """An operation, and the receiver of its result."""
 
 
 class TransferTurns:
-    """Runs queued operations, one at a time.
+    """Runs queued operations.
 
-    While the worker is idle, operations follow each other without a pause. Between the steps of a
-    busy worker, each operation must first be earned: after an operation of 0.3 ms, the next one
-    waits for 10 ms. With four waiting operations it waits for a fourth of this time.
+    While the worker is idle, operations follow each other without a pause. After each step of a
+    busy worker, operations run for a share of the time of the step. An operation that takes longer
+    shortens the next turns.
     """
 
     def __init__(
@@ -39,18 +38,33 @@ class TransferTurns:
         self._exchange = exchange
         self._queue = queue
         self._clock = clock
-        self._next_s = 0.0  # earliest time of the next operation of a busy worker
+        self._last_s = clock()  # end of the last turn
+        self._unspent_s = 0.0  # time of steps of which transfers have not had their share
 
-    def take(self, *, idle: bool) -> bool:
-        """Run the next operation if it may run now, and return whether it did."""
-        if not self._queue:
-            return False
-        begun_s = self._clock()
-        if not idle and begun_s < self._next_s:
-            return False
+    def take_idle(self) -> bool:
+        """Run the next operation of an idle worker, and return whether there was one."""
+        ran = bool(self._queue)
+        if ran:
+            self._run(self._clock())
+        self._unspent_s, self._last_s = 0.0, self._clock()
+        return ran
+
+    def take_busy(self) -> None:
+        """Run the operations for which a busy worker has time after its step."""
+        now_s = self._clock()
+        self._unspent_s = min(self._unspent_s, 0.0) + now_s - self._last_s
+        while self._queue and self._unspent_s > 0.0:
+            share, begun_s = _share(self._queue[0][0]), now_s
+            now_s = self._run(begun_s)
+            self._unspent_s -= (now_s - begun_s) / share
+        self._last_s = now_s
+
+    def _run(self, begun_s: float) -> float:
         operation, done = self._queue.popleft()
         done(self._exchange.run(operation, begun_s))
-        ended_s = self._clock()
-        share = min(SERVING_SHARE * max(len(self._queue), 1), MOST_SHARE)
-        self._next_s = ended_s + (ended_s - begun_s) / share
-        return True
+        return self._clock()
+
+
+def _share(operation: KvOperation) -> float:
+    urgent = not isinstance(operation, CountBlocks) and operation.urgent
+    return URGENT_SHARE if urgent else SERVING_SHARE

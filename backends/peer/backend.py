@@ -273,12 +273,18 @@ class PeerBackend(OperatedBlocks):
         return await self._blocks.operate(operation)
 
     async def fetch_blocks(
-        self, source: KvSource, hashes: Sequence[bytes], first: int, most_s: float | None
+        self,
+        source: KvSource,
+        hashes: Sequence[bytes],
+        first: int,
+        most_s: float | None,
+        *,
+        urgent: bool,
     ) -> TransferOutcome | None:
         """Let the peer pull blocks directly from another peer, or return None if it cannot."""
         if self._blocks is None or not isinstance(source, PeerBackend):
             return None
-        return await self._blocks.fetch(source.url, hashes, first, most_s)
+        return await self._blocks.fetch(source.url, hashes, first, most_s, urgent=urgent)
 
     async def _stay_linked(self, session: aiohttp.ClientSession) -> None:
         """Connect, and connect again after each end of the link, unless its reason is final."""

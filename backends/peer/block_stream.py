@@ -51,6 +51,7 @@ class FetchBlocks(WorkerMessage, frozen=True):
         hashes: hash chain of the prefix.
         first: number of leading blocks that the worker holds already.
         most_s: time after which the transfer ends, in seconds, or None for no limit.
+        urgent: as for `KvSource.pull_blocks`.
     """
 
     id: int
@@ -58,6 +59,7 @@ class FetchBlocks(WorkerMessage, frozen=True):
     hashes: tuple[bytes, ...]
     first: int
     most_s: float | None
+    urgent: bool = False
 
 
 class FetchedBlocks(WorkerMessage, frozen=True):

@@ -93,7 +93,13 @@ class PeerBlocks(OperatedBlocks):
         return reply.result
 
     async def fetch(
-        self, source: str, hashes: Sequence[bytes], first: int, most_s: float | None
+        self,
+        source: str,
+        hashes: Sequence[bytes],
+        first: int,
+        most_s: float | None,
+        *,
+        urgent: bool,
     ) -> TransferOutcome | None:
         """Let the node pull blocks directly from the worker of a third node.
 
@@ -102,6 +108,7 @@ class PeerBlocks(OperatedBlocks):
             hashes: hash chain of the prefix.
             first: number of leading blocks that this worker holds already.
             most_s: time after which the transfer ends, in seconds, or None for no limit.
+            urgent: as for `KvSource.pull_blocks`.
 
         Returns:
             The outcome, or None if the node cannot reach the third node.
@@ -113,7 +120,7 @@ class PeerBlocks(OperatedBlocks):
         if now_s < self._unreachable.get(source, now_s):
             return None
         calls = await self.open()
-        call = FetchBlocks(next(self._call_ids), source, tuple(hashes), first, most_s)
+        call = FetchBlocks(next(self._call_ids), source, tuple(hashes), first, most_s, urgent)
         try:
             async with asyncio.timeout(None if most_s is None else most_s + OUTCOME_S):
                 report = await calls.run(call)

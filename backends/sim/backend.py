@@ -145,7 +145,9 @@ class SimBackend:
         """Return how many leading blocks of a hash chain the worker holds, and keep them."""
         return self._run_operation(CountBlocks(tuple(hashes), for_import=True), BlockCount).blocks
 
-    def pull_blocks(self, hashes: Sequence[bytes]) -> AsyncGenerator[KvChunk, None]:
+    def pull_blocks(
+        self, hashes: Sequence[bytes], *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
         """Yield the blocks of a part of a hash chain, each after its time on the link."""
         form = self._card.kv_format
         block_bytes = 0 if form is None else form.block_bytes
@@ -153,7 +155,7 @@ class SimBackend:
 
         async def export(part: tuple[bytes, ...]) -> KvChunk:
             nonlocal busy_until_s
-            chunk = self._run_operation(ExportBlocks(part), KvChunk)
+            chunk = self._run_operation(ExportBlocks(part, urgent), KvChunk)
             now_s = self._now_s()
             sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
             busy_until_s = max(busy_until_s, now_s) + sent_s
@@ -162,9 +164,11 @@ class SimBackend:
 
         return export_chunks(export, hashes, block_bytes)
 
-    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+    async def adopt_blocks(
+        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
+    ) -> BlockCount:
         """Store the blocks of a chunk, and return how many the worker holds now."""
-        return self._run_operation(AdoptBlocks(chunk, parent), BlockCount)
+        return self._run_operation(AdoptBlocks(chunk, parent, urgent), BlockCount)
 
     def _run_operation(self, operation: KvOperation, kind: type[Result]) -> Result:
         if self._failure is not None:

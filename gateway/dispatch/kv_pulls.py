@@ -181,7 +181,7 @@ class KvPulls:
         pull = _Pull(len(hashes), hashes[-1], num_bytes)
         under_way = self._under_way.setdefault(sink.worker_id, [])
         under_way.append(pull)
-        transfer = Transfer(source.kv, sink.kv, hashes, known)
+        transfer = Transfer(source.kv, sink.kv, hashes, known, urgent=source.leaving)
         begun_s = self._now_s()
         try:
             end = await transfer.run(most_s)

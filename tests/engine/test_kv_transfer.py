@@ -140,10 +140,10 @@ class Flipping:
         self._source = source
         self._block = block
 
-    async def pull_blocks(self, hashes):
+    async def pull_blocks(self, hashes, *, urgent=False):
         block_bytes = self._source.card.kv_format.block_bytes
         seen = 0
-        async with aclosing(self._source.pull_blocks(hashes)) as chunks:
+        async with aclosing(self._source.pull_blocks(hashes, urgent=urgent)) as chunks:
             async for chunk in chunks:
                 data = bytearray(chunk.data)
                 if seen <= self._block < seen + len(chunk.hashes):

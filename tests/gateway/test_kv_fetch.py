@@ -98,9 +98,11 @@ class Silent(CutOff):
 class Damaging(CutOff):
     """A worker whose third chunk is damaged on the way."""
 
-    async def pull_blocks(self, hashes: Any) -> AsyncGenerator[KvChunk, None]:
+    async def pull_blocks(
+        self, hashes: Any, *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
         number = 0
-        async with aclosing(super().pull_blocks(hashes)) as chunks:
+        async with aclosing(super().pull_blocks(hashes, urgent=urgent)) as chunks:
             async for chunk in chunks:
                 number += 1
                 wrong = tuple(one + 1 for one in chunk.checksums)
@@ -110,9 +112,11 @@ class Damaging(CutOff):
 class Dying(CutOff):
     """A worker that stops after its second chunk."""
 
-    async def pull_blocks(self, hashes: Any) -> AsyncGenerator[KvChunk, None]:
+    async def pull_blocks(
+        self, hashes: Any, *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
         number = 0
-        async with aclosing(super().pull_blocks(hashes)) as chunks:
+        async with aclosing(super().pull_blocks(hashes, urgent=urgent)) as chunks:
             async for chunk in chunks:
                 yield chunk
                 number += 1

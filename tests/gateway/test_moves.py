@@ -280,8 +280,10 @@ class Troubled(SimBackend):
         await self.script.step(self, as_source=False)
         return await super().begin_import(hashes)
 
-    async def pull_blocks(self, hashes: Any) -> AsyncGenerator[KvChunk, None]:
-        async with aclosing(super().pull_blocks(hashes)) as chunks:
+    async def pull_blocks(
+        self, hashes: Any, *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
+        async with aclosing(super().pull_blocks(hashes, urgent=urgent)) as chunks:
             async for chunk in chunks:
                 if await self.script.step(self, as_source=True):
                     wrong = tuple(one + 1 for one in chunk.checksums)
@@ -289,9 +291,11 @@ class Troubled(SimBackend):
                 else:
                     yield chunk
 
-    async def adopt_blocks(self, chunk: KvChunk, parent: bytes) -> BlockCount:
+    async def adopt_blocks(
+        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
+    ) -> BlockCount:
         await self.script.step(self, as_source=False)
-        return await super().adopt_blocks(chunk, parent)
+        return await super().adopt_blocks(chunk, parent, urgent=urgent)
 
 
 async def disturbed(job: Job, script: Script, drained_at: int) -> tuple[list[Choice], int]:

@@ -77,9 +77,9 @@ class Asked(SimBackend):
         self.calls["held_blocks"] += 1
         return await super().held_blocks(hashes)
 
-    def pull_blocks(self, hashes: Any) -> Any:
+    def pull_blocks(self, hashes: Any, *, urgent: bool = False) -> Any:
         self.calls["pull_blocks"] += 1
-        return super().pull_blocks(hashes)
+        return super().pull_blocks(hashes, urgent=urgent)
 
 
 def make_job(

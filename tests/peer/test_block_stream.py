@@ -32,7 +32,9 @@ messages = st.one_of(
     st.builds(KvCall, ids, st.builds(CountBlocks, hashes, st.booleans())),
     st.builds(KvCall, ids, st.builds(AdoptBlocks, chunks, st.binary(max_size=16))),
     st.builds(KvReply, ids, st.one_of(chunks, st.builds(BlockCount, ids, st.booleans()))),
-    st.builds(FetchBlocks, ids, st.text(max_size=9), hashes, ids, st.none() | st.just(0.5)),
+    st.builds(
+        FetchBlocks, ids, st.text(max_size=9), hashes, ids, st.none() | st.just(0.5), st.booleans()
+    ),
     st.builds(FetchedBlocks, ids, st.none() | outcomes),
     st.builds(KvCallFailed, ids, st.text(max_size=9)),
     st.builds(CancelKvCall, ids),

@@ -264,7 +264,7 @@ async def test_operations_of_a_node_are_limited() -> None:
 async def test_slow_destination_slows_down_the_source() -> None:
     """The source copies no more chunks than the credit while the destination stores none."""
     worker = BlockWorker()
-    hashes = await worker.fill(60)
+    hashes = await worker.fill((CREDIT + 2) * CHUNK_BLOCKS)
     async with remote(worker) as source, aclosing(source.pull_blocks(hashes)) as chunks:
         await anext(chunks)
         await until(lambda: worker.exports == CREDIT)

@@ -51,7 +51,7 @@ async def peers(
 def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no block pass through the gateway."""
 
-    def pull(self: PeerBackend, hashes: Sequence[bytes]) -> None:
+    def pull(self: PeerBackend, hashes: Sequence[bytes], *, urgent: bool) -> None:
         raise AssertionError("the gateway pulls blocks of a peer")
 
     monkeypatch.setattr(PeerBackend, "pull_blocks", pull)
@@ -77,7 +77,7 @@ async def test_blocks_pass_through_the_gateway_if_the_peers_cannot_meet() -> Non
     hashes = await workers[0].fill(30)
     async with peers(*workers) as (source, sink, _):
         source.url = "http://127.0.0.1:1/peer/v1/workers/0"  # the address that the peer gets
-        assert await sink.fetch_blocks(source, hashes, 0, None) is None
+        assert await sink.fetch_blocks(source, hashes, 0, None, urgent=False) is None
         assert await Transfer(source, sink, hashes).run() is TransferEnd.COMPLETE
     assert await workers[1].bytes_of(hashes) == await workers[0].bytes_of(hashes)
 

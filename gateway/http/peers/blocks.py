@@ -15,7 +15,7 @@ from yarl import URL
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.operated import operate_on
-from draftgate.backends.kv_transfer.transfer import Transfer, TransferOutcome
+from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BlockCommand,
     BlockStream,
@@ -38,9 +38,9 @@ REACH_S: Final = 0.25
 
 _WORKER: Final = re.compile(re.escape(WORKER_PATH) + "[0-9]{1,3}")
 
-MOST_CALLS: Final = 16
-"""Maximum calls of a stream that run at the same time. Two chunks of credit for each of a few
-transfers fit. Further calls wait in the socket. (Chosen, not tuned, 2026-11-23.)"""
+MOST_CALLS: Final = 4 * CREDIT
+"""Maximum calls of a stream that run at the same time, for a few transfers. Further calls wait in
+the socket. (Chosen, not tuned, 2026-11-23.)"""
 
 
 class BlockSession:
@@ -130,7 +130,8 @@ class BlockSession:
             try:
                 async with asyncio.timeout(REACH_S):
                     await source.open()
-                transfer = Transfer(source, self._worker.kv, call.hashes, call.first)
+                sink, urgent = self._worker.kv, call.urgent
+                transfer = Transfer(source, sink, call.hashes, call.first, urgent=urgent)
                 end = await transfer.run(call.most_s)
             except (BackendFailed, TimeoutError):
                 return None
