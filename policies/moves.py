@@ -33,6 +33,10 @@ MOST_COMPUTED_BLOCKS: Final = 3
 destination computes them in its first step, with the tokens of the last block. These are at most 64
 tokens, which take less time than a further transfer. (Chosen, not tuned, 2026-11-23.)"""
 
+WAIT_S: Final = 0.25
+"""Time in seconds for which a move waits until the source has filled a block, so that the
+destination computes few tokens. (Chosen, not tuned, 2026-11-23.)"""
+
 VERIFIED_TOKENS: Final = 8
 """Tokens of the source that the destination must compute too before the switch. Both workers run
 the stream meanwhile. (Chosen, not tuned, 2026-11-23.)"""
@@ -163,24 +167,64 @@ class MoveStep(StrEnum):
 
     COPY = "copy"
     """Copy the blocks that were filled meanwhile."""
+    WAIT = "wait"
+    """Wait for the next token of the source."""
     STOP = "stop"
     """Stop the source, and continue on the destination."""
     GIVE_UP = "give_up"
     """Leave the stream on its source."""
 
 
-def next_step(stages: int, missing_blocks: int) -> MoveStep:
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The part of a choice that the destination lacks after a stage.
+
+    Attributes:
+        tokens: tokens that are in none of its blocks, at least 1.
+        context_tokens: all tokens of the choice.
+        block_tokens: tokens of a block.
+        speed: speed of the source, which the destination is expected to have too.
+    """
+
+    tokens: int
+    context_tokens: int
+    block_tokens: int
+    speed: WorkerSpeed
+
+    @property
+    def blocks(self) -> int:
+        """Number of full blocks. The last token of a context is always computed."""
+        return (self.tokens - 1) // self.block_tokens
+
+    @property
+    def lead_s(self) -> float:
+        """Seconds that the destination needs longer for these tokens than for one token."""
+        return self.tokens * (self.speed.step_token_s + self.context_tokens * self.speed.pair_s)
+
+
+def next_step(stages: int, missing: Missing | None) -> MoveStep:
     """Return how a move continues.
+
+    The source gets ahead while the destination computes the missing tokens, and the client waits
+    for the destination to catch up. A move therefore waits for a full block if this matters.
 
     Args:
         stages: number of stages so far.
-        missing_blocks: full blocks of a choice that the destination lacks, at most.
+        missing: what the destination lacks, at most, or None before the first stage.
     """
-    if stages and missing_blocks <= 0:
-        return MoveStep.STOP
-    if stages < MOST_STAGES:
+    if missing is None:
         return MoveStep.COPY
-    return MoveStep.STOP if missing_blocks <= MOST_COMPUTED_BLOCKS else MoveStep.GIVE_UP
+    if stages < MOST_STAGES:
+        if missing.blocks:
+            return MoveStep.COPY
+        return MoveStep.WAIT if _is_worth_waiting(missing) else MoveStep.STOP
+    return MoveStep.STOP if missing.blocks <= MOST_COMPUTED_BLOCKS else MoveStep.GIVE_UP
+
+
+def _is_worth_waiting(missing: Missing) -> bool:
+    tpot_s = missing.speed.tpot_s
+    wait_s = (missing.block_tokens - missing.tokens + 1) * tpot_s
+    return wait_s <= WAIT_S and missing.lead_s > tpot_s / 2
 
 
 def may_switch(verified_tokens: int, *, ended: bool) -> bool:

@@ -22,7 +22,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
-from draftgate.gateway.dispatch.kv_pulls import KvFetch, can_supply
+from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.moving import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
@@ -36,6 +36,7 @@ from draftgate.policies.moves import (
     MOVE_S,
     RETRY_S,
     ROOM_S,
+    Missing,
     MoveEnd,
     MoveReason,
     MoveStep,
@@ -226,17 +227,22 @@ class Moves:
     async def _copy(self, stream: Stream, sink: FleetWorker, move: Migration) -> MoveEnd:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
         kv, run, source = self._parts.kv, stream.run, _worker(stream)
-        missing = 0
-        while (step := next_step(move.stages, missing)) is MoveStep.COPY:
-            request = stream.output.rest("")
-            fetches = await kv.copy(run, request, source, sink)
-            move.add_stage(fetches)
-            ends = {fetch.end for fetch in fetches}
-            if TransferEnd.FULL in ends:
-                return MoveEnd.NO_ROOM
-            if TransferEnd.FAILED in ends or sink not in self._fleet.open:
-                return MoveEnd.FAILED
-            missing = _missing_blocks(stream, fetches, sink)
+        missing: Missing | None = None
+        held = 0
+        while (step := next_step(move.stages, missing)) in (MoveStep.COPY, MoveStep.WAIT):
+            if step is MoveStep.WAIT:
+                await _boundary(stream.attempt)
+            else:
+                request = stream.output.rest("")
+                fetches = await kv.copy(run, request, source, sink)
+                move.add_stage(fetches)
+                ends = {fetch.end for fetch in fetches}
+                if TransferEnd.FULL in ends:
+                    return MoveEnd.NO_ROOM
+                if TransferEnd.FAILED in ends or sink not in self._fleet.open:
+                    return MoveEnd.FAILED
+                held = min(fetch.known_blocks + fetch.blocks for fetch in fetches)
+            missing = _missing(stream, held)
         return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
 
     async def _overlap(self, stream: Stream, successor: Attempt, move: Migration) -> MoveEnd:
@@ -295,13 +301,13 @@ def _worker(stream: Stream) -> FleetWorker:
     return stream.attempt.placed.worker
 
 
-def _missing_blocks(stream: Stream, fetches: list[KvFetch], sink: FleetWorker) -> int:
-    """Return the full blocks of a choice that the destination lacks, at most."""
-    form, prompt = sink.kv_format, len(stream.run.requests[stream.index].prompt_ids)
+def _missing(stream: Stream, held_blocks: int) -> Missing:
+    """Return what a destination lacks of the longest choice if it holds some leading blocks."""
+    source, prompt = _worker(stream), len(stream.run.requests[stream.index].prompt_ids)
+    form, context = source.kv_format, prompt + max(stream.output.lengths, default=0)
     assert form is not None
-    held = min(fetch.known_blocks + fetch.blocks for fetch in fetches)
-    longest = max(stream.output.lengths, default=0)
-    return (prompt + longest - 1) // form.block_tokens - held
+    tokens = context - held_blocks * form.block_tokens
+    return Missing(tokens, context, form.block_tokens, source.backend.load().speed)
 
 
 def _is_exact(stream: Stream, successor: Attempt) -> bool:

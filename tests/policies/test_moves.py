@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from draftgate.policies.moves import (
     MOST_COMPUTED_BLOCKS,
     MOST_FAILURES,
     MOST_STAGES,
+    WAIT_S,
+    Missing,
     MoveStep,
     MoveView,
     next_move,
@@ -20,7 +23,8 @@ from draftgate.policies.moves import (
 from draftgate.policies.types import WorkerSpeed
 
 SPEED = WorkerSpeed(tpot_s=0.01, step_s=0.01, step_token_s=1e-4)
-VIEW = MoveView(4000, 1000, 1, 6144, 16, 1e8, SPEED)
+BLOCK_TOKENS = 16
+VIEW = MoveView(4000, 1000, 1, 6144, BLOCK_TOKENS, 1e8, SPEED)
 
 
 @given(tokens=st.lists(st.integers(1, 100_000), min_size=1, max_size=20))
@@ -51,14 +55,39 @@ def test_a_faster_link_never_lengthens_a_move(tokens: int, bandwidth: float, cho
     assert faster.gap_s <= found.gap_s + choices * view.block_tokens * SPEED.step_token_s
 
 
-@given(missing=st.lists(st.integers(0, 100), min_size=MOST_STAGES, max_size=MOST_STAGES))
-def test_every_move_stops_or_is_given_up(missing: list[int]) -> None:
-    """A move copies at least once and at most `MOST_STAGES` times, and the source stops only if the
-    destination computes few blocks."""
-    stages, left = 0, 0
-    while (step := next_step(stages, left)) is MoveStep.COPY:
-        left = missing[stages]
-        stages += 1
+@given(
+    added=st.lists(st.integers(0, 1000), min_size=MOST_STAGES, max_size=MOST_STAGES),
+    pair_s=st.sampled_from([0.0, 1e-7, 1e-6]),
+)
+def test_every_move_stops_or_is_given_up(added: list[int], pair_s: float) -> None:
+    """A move copies at least once and at most `MOST_STAGES` times, waits less than `WAIT_S` for
+    each block, and the source stops only if the destination computes few blocks."""
+    context, stages, waits, missing = 4000, 0, 0, None
+    speed = replace(SPEED, pair_s=pair_s)
+    while (step := next_step(stages, missing)) in (MoveStep.COPY, MoveStep.WAIT):
+        if step is MoveStep.COPY:
+            held = (context - 1) // BLOCK_TOKENS
+            context += added[stages]
+            stages, waits = stages + 1, 0
+        else:
+            context, waits = context + 1, waits + 1
+            assert waits * speed.tpot_s <= WAIT_S
+        missing = Missing(context - held * BLOCK_TOKENS, context, BLOCK_TOKENS, speed)
     assert 1 <= stages <= MOST_STAGES
     most = 0 if stages < MOST_STAGES else MOST_COMPUTED_BLOCKS
-    assert (step is MoveStep.STOP) == (left <= most)
+    assert (step is MoveStep.STOP) == (missing.blocks <= most)
+
+
+@pytest.mark.parametrize(("tokens", "step"), [(1, MoveStep.STOP), (12, MoveStep.WAIT)])
+def test_move_waits_if_the_source_would_get_far_ahead(tokens: int, step: MoveStep) -> None:
+    """A move waits for a full block only if its tokens take longer than half a step."""
+    speed = replace(SPEED, pair_s=1e-7)
+    assert next_step(1, Missing(tokens, 7600, BLOCK_TOKENS, speed)) is step
+    assert next_step(1, Missing(tokens, 7600, BLOCK_TOKENS, SPEED)) is MoveStep.STOP
+
+
+def test_move_of_a_slow_stream_does_not_wait() -> None:
+    """A move does not wait longer than `WAIT_S` for a full block."""
+    speed = replace(SPEED, tpot_s=WAIT_S / 4, pair_s=1e-5)
+    assert next_step(1, Missing(12, 7600, BLOCK_TOKENS, speed)) is MoveStep.STOP
+    assert next_step(1, Missing(13, 7600, BLOCK_TOKENS, speed)) is MoveStep.WAIT
