@@ -18,6 +18,7 @@ from draftgate.backends.peer.channel import PREFIX
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.openapi.document import document
 from draftgate.gateway.http.openapi.operations import OPERATIONS
+from draftgate.gateway.http.openapi.schemas import components
 from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
 from draftgate.gateway.http.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, events, running
@@ -272,3 +273,30 @@ async def test_405_lists_the_allowed_methods(http: httpx.AsyncClient) -> None:
     responses = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))
     assert [response.status_code for response in responses] == [405, 405]
     assert [response.headers["allow"] for response in responses] == ["POST", "GET, HEAD"]
+
+
+def _lone_references(schema: Any) -> Iterator[str]:
+    """Yield the names of the schemas that are not one of several alternatives."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _lone_references(part)
+    if not isinstance(schema, dict):
+        return
+    if "$ref" in schema:
+        yield schema["$ref"].rsplit("/", 1)[1]
+    forms = schema.get("anyOf", [])
+    alternatives = [form for form in forms if "$ref" in form]
+    for key, part in schema.items():
+        if key != "anyOf" or len(alternatives) < 2:
+            yield from _lone_references(part)
+
+
+async def test_type_with_one_value_is_optional_without_alternatives() -> None:
+    """An object's `type` is required only if it has several values or selects one of several
+    forms, as the node decodes it."""
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    _, schemas = components(bodies, None)
+    lone = {name for schema in schemas.values() for name in _lone_references(schema)}
+    required = {name for name in lone if "type" in schemas[name].get("required", ())}
+    assert "Tool" in lone
+    assert all(len(schemas[name]["properties"]["type"]["enum"]) > 1 for name in required)

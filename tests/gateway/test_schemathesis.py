@@ -38,7 +38,7 @@ VALID_IS_ACCEPTED = "positive_data_acceptance"
 INVALID_IS_REJECTED = "negative_data_rejection"
 """The check that a node rejects every request that does not satisfy the document."""
 
-TOOL_NAMES = r"tool_choice\S*: '.*' is not one of the tools$|tools\[\d+\]\S*: '.*' occurs twice$"
+TOOL_NAMES = r"tool_choice\S*: .* is not one of the tools$|tools\[\d+\]\S*: .* occurs twice$"
 
 CONDITIONS = {
     "the prompt and the output fit into the context": r"maximum context length is",

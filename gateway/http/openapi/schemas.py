@@ -62,8 +62,8 @@ _PROMPTS: Final = {
 """The largest number of prompts, by struct and field."""
 
 _TYPE_IS_OPTIONAL: Final = {
-    *("AllowedTool", "FlatAllowedTool", "FlatTool", "Prediction", "TextPart", "Tool"),
-    "ToolCallMessage",
+    *("AllowedTool", "FlatAllowedTool", "FlatTool", "JsonSchemaOutput", "Prediction", "TextPart"),
+    *("Tool", "ToolCallMessage"),
 }
 """Structs whose `type` has only one value and is therefore optional."""
 
