@@ -19,6 +19,8 @@ SETUP := $(VENV)/.setup-done
 # Python compiles modules when they are first imported, which is quicker than compiling all of them.
 pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile \
   --disable-pip-version-check -c constraints.txt
+# Otherwise every process of the tests would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-long coverage check docs format clean
@@ -50,7 +52,7 @@ $(SERVE): pyproject.toml constraints.txt
 	$(pip_install) pip setuptools  # a current pip resolves three times as fast as Python's own
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[engine]'
 	@# Compiles the modules that serving imports, so that the first start need not.
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import draftgate.backends.engine.load, draftgate.gateway.cli.server'
+	@$(BIN)/python -c 'import draftgate.backends.engine.load, draftgate.gateway.cli.server'
 	@touch $@
 
 $(SETUP): $(SERVE)
