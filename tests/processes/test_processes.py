@@ -61,7 +61,7 @@ def _listens(pid: int, port: int) -> bool:
 
 def client(node: NodeProcess) -> httpx.AsyncClient:
     """Return a client with a new connection."""
-    return httpx.AsyncClient(base_url=node.url, timeout=60)
+    return httpx.AsyncClient(base_url=node.url, verify=False, timeout=60)
 
 
 async def completion(node: NodeProcess, tokens: int = 4) -> str:
@@ -225,19 +225,19 @@ def _exists(pid: int) -> bool:
 
 
 async def test_a_quota_holds_for_all_processes_together(tmp_path: Path) -> None:
-    """A key of 60 requests a minute gets 60 requests at once, and then one more each second."""
+    """A key of 30 requests a minute gets 30 requests at once, and one more every two seconds."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text("keys: [{name: t, key: sk-t, requests_per_minute: 60}]")
+    keys.write_text("keys: [{name: t, key: sk-t, requests_per_minute: 30}]")
+    headers = {"authorization": "Bearer sk-t"}
+    body = {"prompt": "x", "max_tokens": 1}
+    granted, status = -1, httpx.codes.OK
     async with running(tmp_path, "--api-keys-file", str(keys)) as node:
-        headers = {"authorization": "Bearer sk-t"}
-        body = {"prompt": "x", "max_tokens": 1}
         begin_s = time.monotonic()
-        statuses = []
-        for _ in range(80):
+        while status == httpx.codes.OK:
+            granted += 1
             async with client(node) as http:
                 response = await http.post("/v1/completions", json=body, headers=headers)
-            statuses.append(response.status_code)
+            status = response.status_code
         elapsed_s = time.monotonic() - begin_s
-    granted = statuses.count(httpx.codes.OK)
-    assert set(statuses) == {httpx.codes.OK, httpx.codes.TOO_MANY_REQUESTS}
-    assert 60 <= granted <= 60 + elapsed_s
+    assert status == httpx.codes.TOO_MANY_REQUESTS
+    assert 30 <= granted <= 30 + elapsed_s / 2
