@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import httpx
 import pytest
 from anthropic import AsyncAnthropic
 
+from draftgate.backends.sim import assembly
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
-from tests.gateway.harness import ScriptedBackend, client, running
+from draftgate.gateway.dispatch import kv_fetch
+from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
+from tests.gateway.clients import anthropic_client
+from tests.gateway.harness import ScriptedBackend, client, running, shared_tokenizer
 from tests.gateway.redis_server import RedisServer, redis_running
 from tests.gateway.tool_models import with_template
+from tests.gateway.troubles import NEVER_S
+
+shared_vocabulary = cache(assembly.printable_vocabulary)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_starts() -> Iterator[None]:
+    """Read the tokenizer of simulated workers only once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "Tokenizer", shared_tokenizer)
+        patch.setattr(assembly, "printable_vocabulary", shared_vocabulary)
+        yield
+
+
+@pytest.fixture
+def _always_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pull whenever a worker holds KV blocks, however slow this machine is."""
+
+    def decide(view: PullView) -> PullDecision:
+        decision = decide_pull(view)
+        if decision.reason is PullReason.NOTHING:
+            return decision
+        return replace(decision, reason=PullReason.FASTER, compute_s=NEVER_S)
+
+    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
+    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
 
 
 @pytest.fixture
@@ -53,7 +85,7 @@ def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
 @pytest.fixture
 async def anthropic_api(node: Listening) -> AsyncIterator[AsyncAnthropic]:
     """Anthropic's client of the node under test."""
-    async with AsyncAnthropic(base_url=node.url, api_key="none", max_retries=0) as opened:
+    async with anthropic_client(node.url) as opened:
         yield opened
 
 

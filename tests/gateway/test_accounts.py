@@ -15,6 +15,7 @@ from draftgate.gateway.accounts import ANONYMOUS, Account, Accounts, read_accoun
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.policies.types import ServiceLevel
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 BODY = {"prompt": "x", "max_tokens": 5}
@@ -96,7 +97,7 @@ async def test_account_caps_priority_and_targets_of_its_requests(
     guarded: Listening, scripted: ScriptedBackend
 ) -> None:
     """The worker receives the request with the account's tenant and the capped service level."""
-    api = openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key="sk-search", max_retries=0)
+    api = openai_client(guarded.url, "sk-search")
     headers = {"x-slo-ttft-ms": "10", "x-slo-tpot-ms": "100"}
     completion = asyncio.create_task(
         api.completions.create(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,6 @@ from tests.gateway.stores import offer, report
 from tests.gateway.troubles import (
     Choice,
     RecordingWatch,
-    quick_starts,
     run_job,
     run_scenario,
     simulated,
@@ -39,13 +38,6 @@ CONFIG = WorkerConfig(kv_bytes=16 << 20, speculation="off")
 
 LONG_PROMPT, LONG_OUTPUT = 1200, 900
 CLIENTS = 40
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 def job(number: int, prompt: int = 60, output: int = 150) -> Job:

@@ -26,6 +26,7 @@ from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.types import ServiceLevel, SpeculationMode
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -57,7 +58,7 @@ async def gateway() -> AsyncIterator[Listening]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the node."""
-    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
+    async with openai_client(gateway.url) as opened:
         yield opened
 
 

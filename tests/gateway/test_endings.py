@@ -8,11 +8,12 @@ from contextlib import aclosing, asynccontextmanager
 
 import httpx
 import pytest
-from openai import APIError, AsyncOpenAI
+from openai import APIError
 
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import stream
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, events, post_raw, running, until
 
 FINAL = Delta(0, (1,), "", (), FinishReason.STOP)
@@ -124,7 +125,7 @@ async def test_openais_client_raises_on_the_error_event(
     node: Listening, scripted: ScriptedBackend
 ) -> None:
     """OpenAI's client yields the chunks before the error event and then raises the error."""
-    async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x", max_retries=0) as api:
+    async with openai_client(node.url) as api:
         opening = asyncio.create_task(
             api.completions.create(model="scripted", prompt="x", stream=True)
         )

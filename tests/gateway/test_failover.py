@@ -4,7 +4,6 @@ client."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -35,7 +34,6 @@ from tests.gateway.troubles import (
     after_tokens,
     dispatching,
     in_step,
-    quick_starts,
     read_rest,
     run_job,
     run_scenario,
@@ -49,13 +47,6 @@ KV_BYTES = 200 * 16 * load_profile("cpu-demo").kv_token_bytes
 CONFIG = WorkerConfig(kv_bytes=KV_BYTES, speculation="fixed:3")
 PROMPTS = ("def area(r):\n    return", "import os\n")
 MOST_TOKENS = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 def make_job(prompts: int = 1, n: int = 1, **sampling: object) -> Job:

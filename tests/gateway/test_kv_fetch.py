@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,18 +26,18 @@ from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.dispatch import kv_fetch
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
-from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
+from draftgate.policies.kv_transfer import PullReason
 from tests.gateway.harness import client, eventually, needs_engine, running
 from tests.gateway.troubles import (
     NEVER_S,
     Choice,
     RecordingWatch,
     dispatching,
-    quick_starts,
+    first_deltas,
+    lose_first_stream,
     run_job,
     run_scenario,
 )
@@ -47,26 +47,16 @@ CONFIG = WorkerConfig(kv_bytes=1000 * 16 * CPU.kv_token_bytes, speculation="off"
 BLOCK_BYTES = 16 * CPU.kv_token_bytes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
-
-
 class CutsOff:
     """A worker that ends its first stream after some deltas, and lives on."""
 
     cut_after = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        left = self.cut_after
-        async with aclosing(super().generate(request)) as deltas:
+        stream = super().generate(request)
+        async with aclosing(first_deltas(stream, self.cut_after)) as deltas:
             async for delta in deltas:
                 yield delta
-                left -= 1
-                if left == 0:
-                    return
 
 
 class CutOff(CutsOff, SimBackend):
@@ -251,22 +241,8 @@ def test_all_choices_take_their_blocks_along() -> None:
     assert second.known_blocks >= 62
 
 
-@pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pull whenever a worker holds blocks, however slow this machine is."""
-
-    def decide(view: PullView) -> PullDecision:
-        decision = decide_pull(view)
-        if decision.reason is PullReason.NOTHING:
-            return decision
-        return replace(decision, reason=PullReason.FASTER, compute_s=NEVER_S)
-
-    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
-    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
-
-
 @needs_engine
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_always_pulls")
 @pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
 async def test_engines_resume_on_transferred_blocks(own_process: bool) -> None:
     """An engine that gets a stream of another engine computes one block, and the text stays the
@@ -282,23 +258,10 @@ async def test_engines_resume_on_transferred_blocks(own_process: bool) -> None:
     assert outcome.cached_tokens == 800
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_always_pulls")
 async def test_trace_and_metrics_describe_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a resumed request has a span `kv.transfer`, and metrics count its bytes."""
-    generate, streams = SimBackend.generate, iter([5])
-
-    async def cut_first(
-        self: SimBackend, request: GenerationRequest
-    ) -> AsyncGenerator[Delta, None]:
-        left = next(streams, 0)
-        async with aclosing(generate(self, request)) as deltas:
-            async for delta in deltas:
-                yield delta
-                left -= 1
-                if left == 0:
-                    return
-
-    monkeypatch.setattr(SimBackend, "generate", cut_first)
+    lose_first_stream(monkeypatch, after_deltas=5)
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     async with running(tracing=tracing, devices=(0, 1)) as gateway, client(gateway) as http:

@@ -14,6 +14,7 @@ from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.upstream_testing import check_upstream
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import client, running, until
 from tests.gateway.llama_server import SLOT_TOKENS, SLOTS, LlamaServer, find_server, llama_server
 from tests.gateway.random_gguf import write_random_gguf
@@ -57,7 +58,7 @@ async def gateway(plain: LlamaServer) -> AsyncIterator[Listening]:
 @pytest.fixture
 async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the node."""
-    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
+    async with openai_client(gateway.url) as opened:
         yield opened
 
 
@@ -135,7 +136,7 @@ async def test_slots_and_load_are_read(
     assert (worker.load().max_sequences, worker.card.max_model_len) == (SLOTS, SLOT_TOKENS)
     assert worker.load().age_s is not None
     assert worker.load().proposers == ()
-    async with AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", max_retries=0) as direct_api:
+    async with openai_client(plain.url) as direct_api:
         requests = [
             direct_api.completions.create(model="m", prompt="x", **ENDLESS) for _ in range(3)
         ]
@@ -198,7 +199,7 @@ async def test_restarted_server_serves_again(model: Path) -> None:
         worker = OpenAIUpstream(WorkerConfig(upstream=first.url), probe_s=0.05)
         async with (
             running(backends=[worker]) as gateway,
-            AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as api,
+            openai_client(gateway.url) as api,
         ):
             stream = await api.completions.create(model="m", prompt="x", stream=True, **ENDLESS)
             chunks = aiter(stream)

@@ -12,6 +12,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import anthropic_client
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.tool_models import ANTHROPIC_TOOLS
 
@@ -128,7 +129,7 @@ async def test_both_forms_of_keys_are_accepted(scripted: ScriptedBackend, tmp_pa
                 count = await api.messages.count_tokens(model="scripted", messages=HI)
                 assert count.input_tokens > 0
                 assert [model.id async for model in await api.models.list()] == ["scripted"]
-        async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="sk-no") as api:
+        async with anthropic_client(gateway.url, "sk-no") as api:
             with pytest.raises(anthropic.AuthenticationError) as refused:
                 await api.messages.create(model="scripted", max_tokens=5, messages=HI)
     assert refused.value.type == "authentication_error"

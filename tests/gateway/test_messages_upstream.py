@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from anthropic import APIStatusError, AsyncAnthropic
+from anthropic import APIStatusError
 
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import anthropic_client
 from tests.gateway.harness import client, running
 from tests.gateway.upstreams import Handler, cut_after, forwarding, refusal, stream_of, upstream
 
@@ -39,7 +40,7 @@ async def test_messages_of_the_upstream_pass_whole_and_streamed(sim: Listening) 
     texts, counts = set(), set()
     async with running(backend="openai", upstream=(sim.url,)) as gateway:
         for node in (sim, gateway):
-            async with AsyncAnthropic(base_url=node.url, api_key="none", max_retries=0) as api:
+            async with anthropic_client(node.url) as api:
                 message = await api.messages.create(**fields)
                 async with api.messages.stream(**fields) as stream:
                     texts |= {message.content[0].text, await stream.get_final_text()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -41,19 +41,11 @@ from tests.gateway.troubles import (
     Dispatched,
     RecordingWatch,
     dispatching,
-    quick_starts,
     run_job,
     run_scenario,
 )
 
 OUTPUT_TOKENS = 400
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 @dataclass

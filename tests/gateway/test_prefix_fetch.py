@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,25 +25,19 @@ from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.dispatch import kv_fetch
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.kv_transfer import (
     MEASURED_S,
-    PullDecision,
     PullReason,
-    PullView,
-    decide_pull,
 )
 from tests.gateway.harness import client, needs_engine, running
 from tests.gateway.troubles import (
-    NEVER_S,
     Choice,
     Dispatched,
     RecordingWatch,
     dispatching,
-    quick_starts,
     run_job,
     run_scenario,
 )
@@ -55,13 +49,6 @@ ONE_AT_A_TIME = structs.replace(CONFIG, max_num_seqs=1)
 PREFIX_TOKENS = 2048
 HELD_TOKENS = 800
 """Output of a request that keeps its worker full for the length of a test."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 class Asked(SimBackend):
@@ -269,27 +256,13 @@ def test_routing_counts_on_a_pull_over_a_measured_link(link: KvLink, counts: boo
     run_scenario(scenario())
 
 
-@pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pull whenever a worker holds blocks, however slow this machine is."""
-
-    def decide(view: PullView) -> PullDecision:
-        decision = decide_pull(view)
-        if decision.reason is PullReason.NOTHING:
-            return decision
-        return replace(decision, reason=PullReason.FASTER, compute_s=NEVER_S)
-
-    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
-    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
-
-
 async def bytes_of(backend: EngineBackend, hashes: list[bytes]) -> bytes:
     """Return the bytes of the blocks that an engine holds."""
     return b"".join([bytes(chunk.data) async for chunk in backend.pull_blocks(hashes)])
 
 
 @needs_engine
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_always_pulls")
 async def test_engine_with_a_fetched_prefix_gives_the_same_text() -> None:
     """An engine that pulls a prefix computes only the tail. Text and block bytes are equal to those
     of an engine that computes the whole prompt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -34,7 +34,7 @@ from tests.gateway.harness import (
     running,
     until,
 )
-from tests.gateway.troubles import DeviceFault, quick_starts, run_job, run_scenario, simulated
+from tests.gateway.troubles import DeviceFault, run_job, run_scenario, simulated
 from tests.gateway.upstreams import after, forwarding, refusal, upstream
 
 TIMEOUT_S = 60.0
@@ -49,13 +49,6 @@ PATHS = {
     "responses": ("/v1/responses", {"input": "x", "max_output_tokens": 9}),
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 9}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 def job(number: int) -> Job:

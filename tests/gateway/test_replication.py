@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
-import pytest
 from msgspec import structs
 
 from draftgate.backends.kv_transfer.transfer import TransferEnd
@@ -17,19 +15,11 @@ from tests.gateway.troubles import (
     Dispatched,
     RecordingWatch,
     dispatching,
-    quick_starts,
     run_job,
     run_scenario,
 )
 
 EIGHT = structs.replace(CONFIG, max_num_seqs=8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 async def run_together(dispatched: Dispatched, count: int) -> RecordingWatch:

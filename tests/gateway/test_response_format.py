@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.types import GrammarSpec
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import client, events, is_idle, needs_engine, running, until
 
 pytestmark = [
@@ -62,7 +63,7 @@ async def gateway() -> AsyncIterator[Listening]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the node."""
-    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
+    async with openai_client(gateway.url) as opened:
         yield opened
 
 

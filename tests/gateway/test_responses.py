@@ -20,6 +20,7 @@ from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.requests.decoding import client_name
 from draftgate.gateway.http.requests.responses import PARAMS
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, needs_engine, running
 from tests.gateway.tool_models import NOW, WEATHER
 
@@ -38,7 +39,7 @@ def node(qwen_node: Listening) -> Listening:
 @pytest.fixture
 async def api(node: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the node."""
-    async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0) as opened:
+    async with openai_client(node.url) as opened:
         yield opened
 
 
@@ -339,7 +340,7 @@ async def test_responses_parse_returns_a_pydantic_model() -> None:
     `text.format`."""
     async with (
         running(backend="engine", kv_bytes=32 << 20, threads=1) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as api,
+        openai_client(gateway.url) as api,
     ):
         name = gateway.node.served.name
         parsed = await api.responses.parse(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,7 +23,6 @@ from tests.gateway.troubles import (
     RecordingWatch,
     after_tokens,
     dispatching,
-    quick_starts,
     run_job,
     run_scenario,
     simulated,
@@ -34,13 +32,6 @@ BLOCKS = 20
 TOKENS = BLOCKS * 16
 CONFIG = WorkerConfig(kv_bytes=TOKENS * load_profile("cpu-demo").kv_token_bytes)
 """Settings of workers with KV memory for 320 tokens."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 def job(max_tokens: int = 8, request_id: str = "r") -> Job:

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 from openai.types.responses import Response
 from openai.types.responses.response_item_list import ResponseItemList
 
@@ -17,6 +16,7 @@ from draftgate.gateway.http import generation
 from draftgate.gateway.state.redis.responses import RedisResponseStore
 from draftgate.gateway.state.response_store import MemoryResponseStore, StoreUsage
 from draftgate.gateway.state.store import StoreError
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.tool_models import NOW, WEATHER
@@ -221,7 +221,7 @@ async def test_input_items_have_the_form_of_openais_types(
 ) -> None:
     """OpenAI's client reads all input items, page by page, in both orders."""
     _, sent = await respond(qwen, http, input=ITEMS)
-    api = AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0)
+    api = openai_client(node.url)
     pages = {
         order: [
             item async for item in api.responses.input_items.list(sent["id"], order=order, limit=2)

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, client, events, needs_engine, running
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER, with_template
 
@@ -36,7 +37,7 @@ async def api(qwen: ScriptedBackend) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of a node with that worker."""
     async with (
         running(backends=[qwen]) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened,
+        openai_client(gateway.url) as opened,
     ):
         yield opened
 
@@ -305,7 +306,7 @@ async def test_forced_call_satisfies_its_schema(tmp_path: Path, template: str) -
     schema = WEATHER["function"]["parameters"]
     async with (
         running(**settings) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as api,
+        openai_client(gateway.url) as api,
     ):
         request_body = {
             "model": gateway.node.served.name, "messages": HI, "max_tokens": 400, "n": 3,

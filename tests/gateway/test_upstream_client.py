@@ -23,6 +23,7 @@ from draftgate.gateway.app import Listening, StartError, build_node, start_worke
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import WorkerLoad
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import client, is_idle, load_of, running, until
 from tests.gateway.upstreams import (
     DONE,
@@ -50,7 +51,7 @@ async def gateway(sim: Listening) -> AsyncIterator[Listening]:
 @pytest.fixture
 async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the forwarding node."""
-    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as opened:
+    async with openai_client(gateway.url) as opened:
         yield opened
 
 
@@ -121,7 +122,7 @@ async def test_cut_stream_raises_in_the_client() -> None:
     async with (
         upstream(cut_after(TOKEN)) as engine,
         forwarding(engine) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as api,
+        openai_client(gateway.url) as api,
     ):
         stream = await api.completions.create(model="theirs", prompt="x", stream=True)
         assert (await anext(aiter(stream))).choices[0].text == " a"

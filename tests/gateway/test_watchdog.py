@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,7 +25,6 @@ from tests.gateway.troubles import (
     after_tokens,
     dispatching,
     in_step,
-    quick_starts,
     read_rest,
     run_job,
     run_scenario,
@@ -38,13 +36,6 @@ LATEST_S = LEAST_PATIENCE_S + 2.5 * CHECK_INTERVAL_S
 """Latest time at which the watchdog detects a silence that starts after a check, in seconds."""
 
 DECODING = Phases(0.0, 0.0, (), 0.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 def now_s() -> float:

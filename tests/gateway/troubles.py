@@ -6,10 +6,16 @@ The workers run on any clock, and only their devices are under the control of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from random import Random
 from typing import Any, TypeVar
 
@@ -18,12 +24,18 @@ from msgspec import structs
 
 from draftgate.backends.base import Backend
 from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.model import SimExecutor
 from draftgate.backends.sim.virtual_time import run_virtual
-from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
+from draftgate.backends.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    SpeculationOutcome,
+    TokenLogprob,
+)
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
 from draftgate.gateway.cluster.heartbeat import Heartbeat
@@ -132,6 +144,33 @@ def simulated(
     return factory
 
 
+async def first_deltas(
+    deltas: AsyncGenerator[Delta, None], count: int
+) -> AsyncGenerator[Delta, None]:
+    """Yield this many deltas of a stream, or all of them if the count is 0."""
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield delta
+            count -= 1
+            if count == 0:
+                return
+
+
+def lose_first_stream(monkeypatch: pytest.MonkeyPatch, after_deltas: int) -> None:
+    """Let the first stream of all simulated workers fail after some deltas."""
+    generate, counts = SimBackend.generate, iter([after_deltas])
+
+    async def lose(self: SimBackend, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        count = next(counts, 0)
+        async with aclosing(first_deltas(generate(self, request), count)) as deltas:
+            async for delta in deltas:
+                yield delta
+        if count:
+            raise BackendFailed("the stream was lost")
+
+    monkeypatch.setattr(SimBackend, "generate", lose)
+
+
 def run_scenario(scenario: Coroutine[Any, Any, T]) -> T:
     """Run a scenario in virtual time, with a limit of `PLAY_S` seconds."""
 
@@ -140,15 +179,6 @@ def run_scenario(scenario: Coroutine[Any, Any, T]) -> T:
             return await scenario
 
     return run_virtual(timed())
-
-
-@contextmanager
-def quick_starts() -> Iterator[None]:
-    """Read the simulator's tokenizer only once for all workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "Tokenizer", cache(Tokenizer))
-        patch.setattr(assembly, "printable_vocabulary", cache(assembly.printable_vocabulary))
-        yield
 
 
 @dataclass

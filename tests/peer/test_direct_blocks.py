@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import ExportBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.block_stream import BLOCKS_PATH
 from draftgate.backends.peer.channel import WORKER_PATH
-from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.types import Delta, GenerationRequest
-from draftgate.gateway.dispatch import kv_fetch
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.peers.blocks import BlockSession
-from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
 from tests.gateway.harness import client, running, until
 from tests.gateway.tcp_proxy import TcpProxy
-from tests.gateway.troubles import NEVER_S
+from tests.gateway.troubles import lose_first_stream
 from tests.peer.blocks import (
     CHUNK_BLOCKS,
     FORM,
@@ -42,7 +36,7 @@ PATH = WORKER_PATH + "0" + BLOCKS_PATH
 async def peers(
     *workers: BlockWorker,
 ) -> AsyncIterator[tuple[PeerBackend, PeerBackend, TcpProxy]]:
-    """Yield backends of a source behind a proxy and of a destination, and the proxy."""
+    """Connect to two peers, and yield the source, the destination, and the source's proxy."""
     async with remote_behind_proxy(workers[0]) as (source, proxy), remote(workers[1]) as sink:
         yield source, sink, proxy
 
@@ -155,29 +149,12 @@ async def test_cancelled_direct_transfer_ends_at_both_peers() -> None:
         await until(lambda: workers[0].stalled == 0)
 
 
+@pytest.mark.usefixtures("_always_pulls")
 async def test_resumed_request_takes_its_blocks_to_another_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request that loses its stream resumes on another node with the blocks of the first."""
-    generate, streams = SimBackend.generate, iter([5])
-
-    async def fail_first(
-        self: SimBackend, request: GenerationRequest
-    ) -> AsyncGenerator[Delta, None]:
-        left = next(streams, 0)
-        async with aclosing(generate(self, request)) as deltas:
-            async for delta in deltas:
-                yield delta
-                left -= 1
-                if left == 0:
-                    raise BackendFailed("the stream was lost")
-
-    def decide(view: PullView) -> PullDecision:
-        return replace(decide_pull(view), reason=PullReason.FASTER, compute_s=NEVER_S)
-
-    monkeypatch.setattr(SimBackend, "generate", fail_first)
-    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
-    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
+    lose_first_stream(monkeypatch, after_deltas=5)
     body = {"prompt": [7 + place * 31 % 500 for place in range(600)], "max_tokens": 20, "seed": 1}
     async with (
         running() as first,

@@ -9,6 +9,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from draftgate.gateway.app import Listening
+from tests.gateway.clients import openai_client
 from tests.gateway.harness import needs_engine, running
 
 ENGINE = pytest.param(
@@ -36,7 +37,7 @@ async def gateway(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of the node."""
-    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai_client(gateway.url) as client:
         yield client
 
 

@@ -6,6 +6,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.gateway.clients import openai_client
 from tests.gateway.conformance.asks import CHAT
 from tests.gateway.harness import ScriptedBackend, running
 
@@ -88,7 +89,7 @@ async def test_loading_node_responds_with_503_and_retry_after(api: AsyncOpenAI) 
     backend.gate.clear()
     async with (
         running(backends=[backend], start=False) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as early,
+        openai_client(gateway.url) as early,
     ):
         with pytest.raises(openai.InternalServerError) as unavailable:
             await early.completions.create(model="scripted", prompt="x")
@@ -100,7 +101,7 @@ async def test_too_large_body_raises_the_clients_status_error(api: AsyncOpenAI) 
     """The client raises a status error with code `body_too_large` for a large body."""
     async with (
         running(max_body_bytes=2000) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as small,
+        openai_client(gateway.url) as small,
     ):
         with pytest.raises(openai.APIStatusError) as large:
             await small.completions.create(model="draftgate-demo", prompt="x" * 3000)
