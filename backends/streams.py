@@ -4,6 +4,9 @@ A worker delivers one batch of deltas per step, and each reader takes the deltas
 Waiting deltas of a choice are merged into one. So a slow reader gets fewer and larger chunks, and
 the request's own output limits the memory.
 
+Most deltas consist of tokens and text only. A reader may leave a function that takes such deltas
+while the reader waits (`pass_directly`). They then need no switch to the task of the reader.
+
 A stream has four states. While it is *open*, the worker still produces deltas. When it is
 *complete*, every choice has finished, and deltas may be waiting. When it has *failed*, deltas may
 be waiting, and then the error is raised. The last state is *closed*.
@@ -13,11 +16,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Delta, GenerationRequest
+
+Take = Callable[[Delta], bool]
+"""A function that takes a delta immediately, or returns False to leave it to the reader."""
+
+MOST_DIRECT: Final = 256
+"""Maximum deltas of a batch that are passed directly. Each takes about 10 us, and no callback may
+hold the event loop for longer than 5 ms (AMD EPYC with AVX2, 2026-11-23)."""
+
+_ONLY_TEXT: Final = Delta(0, (), "")[3:]
+
+
+def pass_directly(deltas: AsyncGenerator[Delta, None], take: Take) -> None:
+    """Let a function take the deltas of tokens and text while the reader waits.
+
+    The reader gets all other deltas, the last delta of each choice among them. If the function
+    raises an error, the stream ends with this error. Streams of other kinds are left unchanged.
+    """
+    if isinstance(deltas, DeltaStream):
+        deltas.take = take
 
 
 class DeltaStreams:
@@ -31,7 +54,7 @@ class DeltaStreams:
                 while the worker still produces deltas.
         """
         self._on_abandon = on_abandon
-        self._open: dict[str, _Stream] = {}
+        self._open: dict[str, DeltaStream] = {}
 
     def open(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Return a new stream. Submit the request to the worker afterwards.
@@ -45,13 +68,18 @@ class DeltaStreams:
         """
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is already running")
-        stream = _Stream(self, request.request_id, len(request.choices))
+        stream = DeltaStream(self, request.request_id, len(request.choices))
         self._open[request.request_id] = stream
         return stream
 
     def deliver(self, batch: Iterable[tuple[str, Delta]]) -> None:
         """Deliver the deltas of a step, and drop deltas without an open stream."""
-        for request_id, delta in batch:
+        left = iter(batch)
+        for request_id, delta in islice(left, MOST_DIRECT):
+            stream = self._open.get(request_id)
+            if stream is not None and not stream.passed(delta) and stream.put(delta):
+                del self._open[request_id]
+        for request_id, delta in left:
             stream = self._open.get(request_id)
             if stream is not None and stream.put(delta):
                 del self._open[request_id]
@@ -85,11 +113,16 @@ class DeltaStreams:
         return request_id in self._open
 
 
-class _Stream(AsyncGenerator[Delta, None]):
+class DeltaStream(AsyncGenerator[Delta, None]):
     """The deltas of one request.
 
     This is not a native generator, because `aclose` of one that never ran would do nothing.
+
+    Attributes:
+        take: takes deltas of tokens and text while the reader waits, or None (`pass_directly`).
     """
+
+    take: Take | None = None
 
     def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
         self._owner = owner
@@ -98,8 +131,20 @@ class _Stream(AsyncGenerator[Delta, None]):
         self._unfinished = choices
         self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
         self._reader: asyncio.Future[None] | None = None  # at most one reader waits
-        self._failure: BackendFailed | None = None
+        self._failure: Exception | None = None
         self._closed = False
+
+    def passed(self, delta: Delta) -> bool:
+        """Pass a delta directly if possible, and return whether it needs no reader any more."""
+        reader = self._reader
+        if reader is None or self.take is None or delta[3:] != _ONLY_TEXT or reader.done():
+            return False
+        try:
+            return self.take(delta)
+        except Exception as error:  # noqa: BLE001 - the reader raises the error
+            self._owner.close(self._request_id)
+            self.fail(error)
+            return True
 
     def put(self, delta: Delta) -> bool:
         """Add a delta, and return whether it was the last delta."""
@@ -118,7 +163,7 @@ class _Stream(AsyncGenerator[Delta, None]):
         # Counted on demand, because deltas arrive far more often.
         return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
 
-    def fail(self, error: BackendFailed) -> None:
+    def fail(self, error: Exception) -> None:
         """Raise an error after the waiting deltas."""
         self._failure = error
         self._wake()

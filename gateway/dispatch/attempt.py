@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from draftgate.backends.errors import StreamMoved
+from draftgate.backends.streams import Take, pass_directly
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
@@ -51,9 +52,9 @@ class Parts(NamedTuple):
 class Attempt:
     """A context in which a prompt runs on the worker that was reserved for it.
 
-    The context yields the deltas of the worker. Their reader sets `reading.waiting` before each
-    delta and calls `observe` after it. The end of the context cancels the request and releases its
-    capacity.
+    The context yields the deltas of the worker, except those that `Run.take` takes. Their reader
+    sets `reading.waiting` before each delta and calls `observe` after it. The end of the context
+    cancels the request and releases its capacity.
 
     Attributes:
         placed: the worker and the speculation plan.
@@ -115,7 +116,10 @@ class Attempt:
                     cached_blocks = self._routed.cached_blocks
                     await self._parts.kv.fetch_new(self._run, self.placed, cached_blocks)
             self._run.place(self._index, self.placed)
-            return self._send()
+            deltas = self._send()
+            if self._run.take is not None and len(self._run.requests) == 1:
+                pass_directly(deltas, partial(self._take, self._run.take))
+            return deltas
         except BaseException as error:
             await self._end(error)
             raise
@@ -173,9 +177,8 @@ class Attempt:
         self._worker.generating.set_pace(self._request.request_id, pace)
 
     def observe(self, delta: Delta) -> None:
-        """Pass a delta to output, account, watchdog, queue, trace and acceptance history."""
+        """Pass a delta to output, watchdog, queue, trace and acceptance history."""
         self._output.add(delta)
-        self._entry.output_tokens += len(delta.token_ids)
         self.reading.waiting = False
         self.reading.deltas += 1
         if delta.phases is not None:
@@ -189,6 +192,16 @@ class Attempt:
             self._parts.placer.record_outcome(self.placed, delta.outcome)
         if self.on_delta is not None:
             self.on_delta(delta)
+
+    def _take(self, take: Take, delta: Delta) -> bool:
+        """Pass a delta of tokens and text on, unless it has further consequences."""
+        reading = self.reading
+        # The first delta, and deltas during a move, have further consequences.
+        if not (self._begun and reading.waiting and self.on_delta is None and take(delta)):
+            return False
+        self._output.add(delta)
+        reading.deltas += 1
+        return True
 
     async def _prepare(self) -> None:
         self._reservation = await self._reserve()

@@ -129,6 +129,7 @@ class Failover:
                 need = need_of(request)
                 waiting = waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
         finally:
+            run.entry.output_tokens += output.tokens
             await stream.close()
 
     async def _turn(

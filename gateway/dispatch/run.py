@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Final, Protocol
 
+from draftgate.backends.streams import Take
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
@@ -130,11 +131,14 @@ class Run:
         placements: the latest placement of each prompt, or None before the first.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
+        take: takes deltas of tokens and text of a job with one prompt directly, or None
+            (`backends.streams.pass_directly`). These deltas are not among `deltas`.
         deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`. They
             end when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
     """
 
     deltas: AsyncGenerator[Delta, None]
+    take: Take | None = None
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
-from draftgate.gateway.http.replies.rendering import Choices, Rendering, WholeChoice
+from draftgate.gateway.http.replies.rendering import Choices, Rendering, TextFrame, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     CompletionTokensDetails,
     PromptMetrics,
@@ -49,6 +49,7 @@ class Answer:
         self.watch = watch
         self.run: Run
         self._store = store
+        self._frames: dict[int, TextFrame] = {}  # by choice
         prompts = len(parsed.job.prompts)
         self._outcomes = [NO_OUTCOME] * prompts
         self._open_choices = parsed.job.n * prompts
@@ -117,6 +118,21 @@ class Answer:
         metrics = self.metrics() if last and not parsed.include_usage else UNSET
         return self.rendering.chunk(delta, usage, metrics)
 
+    def take(self, delta: Delta) -> bytes:
+        """Record a delta of nothing but tokens and text, and return its events."""
+        self.watch.observe_text(delta)
+        if self._reasoning:
+            self._reasoning[delta.choice].add(delta.token_ids)
+        if not delta.text:
+            return b""  # the worker holds the text back
+        frame = self._frames.get(delta.choice)
+        if frame is None:
+            frame = self.rendering.text_frame(delta.choice)
+            if frame is None:
+                return self.chunk(delta)
+            self._frames[delta.choice] = frame
+        return frame.event(delta.text)
+
     async def ending(self) -> bytes:
         """Return the events after the last delta."""
         if not self.parsed.include_usage:
@@ -132,9 +148,15 @@ class Answer:
             BackendFailed: the worker failed.
         """
         choices = [WholeChoice() for _ in range(self._open_choices)]
-        async for delta in self.run.deltas:
+
+        def collect(delta: Delta) -> bool:
             self.observe(delta)
             choices[delta.choice].append(delta)
+            return True
+
+        self.run.take = collect
+        async for delta in self.run.deltas:
+            collect(delta)
         await self._store_response(choices)
         return await self._render(self.rendering.response, choices)
 

@@ -95,6 +95,7 @@ class Metrics:
 
     Attributes:
         recent: values of the last minute, for the live page.
+        before_reading: a callback that makes all values current.
     """
 
     def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
@@ -107,6 +108,7 @@ class Metrics:
         self._loads = loads
         self._model = model
         self.recent = Recent()
+        self.before_reading: Callable[[], None] = lambda: None
         self._gauges: dict[MetricDefinition, Callable[[], float]] = {}
         self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
         self._scalars: defaultdict[MetricDefinition, dict[Labels, Scalar]] = defaultdict(dict)
@@ -198,6 +200,7 @@ class Metrics:
 
     def _all_rows(self) -> list[tuple[MetricDefinition, Rows]]:
         """Return a snapshot of each series of each metric."""
+        self.before_reading()
         for metric, value in self._gauges.items():
             self.set(metric, float(value()))
         return [(metric, self._rows(metric)) for metric in METRICS]

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
+
+
+class Counting(Protocol):
+    """An observer that has not counted all of its deltas yet."""
+
+    def count(self) -> None:
+        """Count the deltas since the last call."""
+        ...
 
 
 class RequestSeries:
@@ -11,11 +21,15 @@ class RequestSeries:
 
     Attributes:
         metrics: all metrics of the node.
+        watches: the observers of running requests, which count their deltas before the metrics are
+            read.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         """Find the series, which start at zero."""
         self.metrics = metrics
+        self.watches: set[Counting] = set()
+        metrics.before_reading = self._count
         self.prompt_tokens = metrics.scalar(metric.PROMPT_TOKENS)
         self.cached_tokens = metrics.scalar(metric.CACHED_TOKENS)
         self.generation_tokens = metrics.scalar(metric.GENERATION_TOKENS)
@@ -27,3 +41,7 @@ class RequestSeries:
         self.prefill = metrics.histogram(metric.PREFILL)
         self.decode = metrics.histogram(metric.DECODE)
         self.gaps = metrics.histogram(metric.GAPS)
+
+    def _count(self) -> None:
+        for watch in self.watches:
+            watch.count()

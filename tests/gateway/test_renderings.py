@@ -182,6 +182,31 @@ def test_chunk_is_json_with_the_fields_of_delta_and_request(
     assert shown == {"index": choice, "logprobs": None, "finish_reason": end and end.value}
 
 
+@pytest.mark.parametrize("rendering", [ChatRendering, CompletionRendering])
+@given(model=CHARACTERS, begin=CHARACTERS, text=CHARACTERS.filter(bool), choice=st.integers(0, 200))
+def test_frame_gives_the_bytes_of_a_chunk(rendering, model, begin, text, choice) -> None:
+    """A text in its frame is the chunk of a delta with this text, for any characters."""
+    job = Job("1f", (), SamplingParams(1, 0), None)
+    parsed = ParsedRequest(job, ServedModel(model, None, 9))  # type: ignore[arg-type]
+    made = rendering(parsed, 7)
+    assert made.text_frame(choice) is None  # the first chunk differs
+    made.chunk(Delta(choice, (1,), begin, (), FinishReason.STOP))
+    frame = made.text_frame(choice)
+    assert frame is not None
+    event = frame.event(text)
+    assert event == made.chunk(Delta(choice, (1,), text))
+    (shown,) = json.loads(event.removeprefix(b"data: "))["choices"]
+    assert (shown.get("text") or shown["delta"]["content"]) == text
+
+
+@pytest.mark.parametrize("kind", ["chat", "chat with reasoning", "message", "response"])
+def test_text_that_is_parsed_has_no_frame(kind: str) -> None:
+    """Calls and reasoning are found in all of the text, so no part of it bypasses the parsers."""
+    rendering = maker(kind)()
+    rendering.chunk(Delta(0, (1,), "x"))
+    assert rendering.text_frame(0) is None
+
+
 @pytest.mark.parametrize("kind", BODIES)
 def test_stream_adds_up_to_the_whole_response(kind: str) -> None:
     """The chunks of a stream add up to the whole response for any division into deltas."""

@@ -74,11 +74,17 @@ class DeltaOutbox:
 
     async def put(self, link_id: str, delta: Delta) -> None:
         """Add a delta, after waiting while the outbox is full."""
-        while len(self._deltas) >= MOST_DELTAS:
+        while not self.put_now(link_id, delta):
             self._space.clear()
             await self._space.wait()
+
+    def put_now(self, link_id: str, delta: Delta) -> bool:
+        """Add a delta, and return whether the outbox had space."""
+        if len(self._deltas) >= MOST_DELTAS:
+            return False
         self._deltas.append((link_id, delta))
         self.news.set()
+        return True
 
     def put_failure(self, link_id: str, reason: str) -> None:
         """Record the error of a request, to be sent after its deltas."""
@@ -185,7 +191,8 @@ class PeerSession:
     async def _run(self, link_id: str, stream: PeerStream) -> None:
         """Run a request to its end, and report its error."""
         try:
-            await stream.run(partial(self._outbox.put, link_id))
+            outbox = self._outbox
+            await stream.run(partial(outbox.put, link_id), partial(outbox.put_now, link_id))
         except _EXPLAINED as error:
             self._outbox.put_failure(link_id, str(error))
         except Exception as error:  # noqa: BLE001 - the other node must get every error

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.remote_worker import Submit
+from draftgate.backends.streams import Take, pass_directly
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS, need_of
 from draftgate.gateway.fleet import FleetWorker
@@ -49,10 +50,13 @@ class PeerStream:
         if self._runs:
             self._worker.generating.set_pace(self._request.request_id, pace)
 
-    async def run(self, deliver: Callable[[Delta], Awaitable[None]]) -> None:
+    async def run(self, deliver: Callable[[Delta], Awaitable[None]], take: Take) -> None:
         """Run the request and deliver its deltas.
 
         A cancel frees the capacity of the request within one step.
+
+        Args:
+            take: delivers a delta immediately, if possible (`backends.streams.pass_directly`).
 
         Raises:
             Unavailable: this node accepts no requests at present.
@@ -71,6 +75,7 @@ class PeerStream:
                         self._runs = True
                         if self._pace is not Pace.FULL:
                             self.set_pace(self._pace)
+                        pass_directly(deltas, lambda delta: self._has_output and take(delta))
                         async for delta in deltas:
                             await deliver(self._observed(delta, spans))
                 finally:

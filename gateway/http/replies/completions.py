@@ -44,8 +44,6 @@ class CompletionRendering(ChunkRendering):
         super().__init__(parsed, created_s)
         self._offsets: dict[int, int] = {}  # number of characters sent, by choice
         self._prompts = PromptReplies(parsed)
-        self._begun: set[int] = set()  # choices whose prompt was sent
-        self._shown: set[int] = set()  # choices whose prompt was sent as token ids
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole response, as `Rendering.response` describes."""
@@ -87,14 +85,12 @@ class CompletionRendering(ChunkRendering):
         """Return the text of the prompt, once for each choice, or nothing without `echo`."""
         if not self._parsed.echoed or choice in self._begun:
             return ""
-        self._begun.add(choice)
         return self._parsed.echoed[choice // self._parsed.job.n]
 
     def _prompt_ids(self, choice: int) -> OptionalIds:
         """Return the tokens of the prompt once for each choice, if the request asks for them."""
-        if not self._parsed.return_token_ids or choice in self._shown:
+        if not self._parsed.return_token_ids or choice in self._begun:
             return UNSET
-        self._shown.add(choice)
         n = self._parsed.kept_choices or self._parsed.job.n
         return self._parsed.job.prompts[choice // n].tolist()
 
@@ -137,13 +133,9 @@ class ChatRendering(ChunkRendering):
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
-        self._begun: set[int] = set()  # choices whose role was sent
         self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if the request has tools
         self._reasoning: dict[int, ReasoningParser] = {}  # by choice, if the model marks it
         self._sent_prompt = False
-        self._is_plain = not (
-            parsed.tools or parsed.reasoning or self._wants_logprobs or parsed.return_token_ids
-        )
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice:
         finish = choice.finish_reason
@@ -165,17 +157,12 @@ class ChatRendering(ChunkRendering):
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
         finish = delta.finish_reason
-        if self._is_plain and delta.text and not delta.steps and delta.choice in self._begun:
-            return ChatChunkChoice(delta.choice, ChatDelta(UNSET, delta.text), None, finish)
         reasoning, text = self._split_reasoning(delta.choice, delta.text, finish)
         text, calls, reason = self._read(delta.choice, text, finish)
         ids, parts = self._ids(delta), text or calls or reasoning
         if not (parts or delta.logprobs or delta.steps or reason or ids):
             return None  # the parsers hold back text that may begin a call or end the reasoning
-        role: str | UnsetType = UNSET
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            role = "assistant"
+        role: str | UnsetType = UNSET if delta.choice in self._begun else "assistant"
         content: str | UnsetType = text if text or (role and not parts) else UNSET
         return ChatChunkChoice(
             delta.choice,
