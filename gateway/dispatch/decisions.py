@@ -131,6 +131,7 @@ class Decisions:
             now_s: the clock, in Unix time.
         """
         self._latest: deque[tuple[str, Decision]] = deque(maxlen=KEPT)  # with tenants
+        self._changed: set[int] | None = None  # ids of objects, once someone takes changes
         self._file = file
         self._now_s = now_s
 
@@ -153,6 +154,8 @@ class Decisions:
             *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
         )
         self._latest.append((tenant, decision))
+        if self._changed is not None:
+            self._changed.add(id(decision))
         if self._file is not None:
             self._file.append(decision)
         return decision
@@ -160,6 +163,8 @@ class Decisions:
     def add_outcome(self, decision: Decision, outcome: SpeculationOutcome) -> None:
         """Record the outcome of a choice that has ended."""
         decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome)
+        if self._changed is not None:
+            self._changed.add(id(decision))
         if self._file is not None:
             line = OutcomeLine(
                 decision.request_id, decision.decided_s, decision.worker_id, decision.outcome
@@ -174,6 +179,16 @@ class Decisions:
         """
         newest = reversed(self._latest)
         return list(islice((one for owner, one in newest if tenant in {None, owner}), most))
+
+    def take_changed(self) -> list[tuple[str, Decision]]:
+        """Return the decisions that are new or have a new outcome since the last call.
+
+        The list is in the order of the decisions, and contains the tenant of each.
+        """
+        changed, self._changed = self._changed, set()
+        if changed is None:
+            return list(self._latest)
+        return [(tenant, one) for tenant, one in self._latest if id(one) in changed]
 
 
 def read_decisions(path: Path) -> Iterator[Decision]:

@@ -74,7 +74,7 @@ def _run(order: Order, notices: _NoticeWriter) -> None:
         watching = set[asyncio.Task[None]]()
 
         def on_ready(where: Listening) -> None:
-            _share_metrics(where.node, order)
+            _set_siblings(where.node, order)
             watching.add(asyncio.create_task(_report(where, notices)))
 
         runner.run(serve(config, partial(_loading, config), on_ready, _inherited(order)))
@@ -87,10 +87,11 @@ def _inherited(order: Order) -> Inherited | None:
     return Inherited(socket.socket(fileno=order.listener), accepts_early=not order.restarted)
 
 
-def _share_metrics(node: Node, order: Order) -> None:
-    """Let a node share its metrics with the other processes, if its parent has several."""
+def _set_siblings(node: Node, order: Order) -> None:
+    """Let a node share what it shows with the other processes, if its parent has several."""
     if order.parent is not None:
-        node.siblings = Siblings(Path(order.parent), order.process, node.metrics)
+        shown = node.metrics, node.live, node.decisions
+        node.siblings = Siblings(Path(order.parent), order.process, *shown)
 
 
 def _loading(config: ServeConfig, fleet: Fleet) -> AbstractAsyncContextManager[None]:

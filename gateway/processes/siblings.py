@@ -1,24 +1,34 @@
-"""The metrics that the processes of a node share."""
+"""The other processes of a node, which share what `/metrics`, `/live` and `/decisions` show."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 from pathlib import Path
-from typing import cast
+from typing import Any
 
+import msgspec
+
+from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecision
 from draftgate.gateway.state.local.client import Client
 from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.metrics import Metrics
 
 
 class Siblings:
-    """The other processes of a node, as one of them sees them."""
+    """The other processes of a node, as one of them sees them.
 
-    def __init__(self, path: Path, process: str, metrics: Metrics) -> None:
-        """Share metrics over a socket.
+    What it returns is at most about a second old, and empty if the parent does not respond.
+    """
+
+    def __init__(
+        self, path: Path, process: str, metrics: Metrics, live: Live, decisions: Decisions
+    ) -> None:
+        """Share what one process shows over a socket.
 
         Args:
             path: path of the socket of the parent.
@@ -28,22 +38,41 @@ class Siblings:
         self._process = process
         self._run = secrets.token_hex(8)
         self._metrics = metrics
+        self._live = live
+        self._decisions = decisions
 
     async def share(self) -> None:
-        """Send a snapshot of this process's metrics to the others. Errors are logged."""
-        snapshot = self._metrics.snapshot()
+        """Send a snapshot of this process to the others. Errors are logged."""
+        changed = [_shared(*one) for one in self._decisions.take_changed()]
+        snapshot = ProcessSnapshot(self._metrics.snapshot(), self._live.activity, changed)
         try:
             await self._client.call("snapshots.share", self._process, self._run, snapshot)
         except StoreError as error:
             log(logging.WARNING, "cannot share metrics with other processes", reason=str(error))
 
-    async def snapshots(self) -> list[list[Row]]:
-        """Return the latest snapshots of the others, at most about a second old.
+    async def metrics(self) -> list[list[Row]]:
+        """Return the metrics of the others."""
+        return await self._found("metrics", self._process)
 
-        The list is empty if the parent does not respond.
+    async def activities(self) -> list[Activity]:
+        """Return the activities of the others."""
+        return await self._found("activities", self._process)
+
+    async def decisions(self, most: int, tenant: str | None) -> list[tuple[float, bytes]]:
+        """Return the latest decisions of the others with their Unix time, newest first.
+
+        Args:
+            tenant: the tenant of the decisions, or None for all tenants.
         """
+        return await self._found("decisions", self._run, most, tenant)
+
+    async def _found(self, kind: str, *arguments: Any) -> list[Any]:
         try:
-            found = await self._client.call("snapshots.others", self._process)
+            return list(await self._client.call(f"snapshots.{kind}", *arguments))
         except StoreError:
             return []
-        return cast(list[list[Row]], found)
+
+
+def _shared(tenant: str, decision: Decision) -> SharedDecision:
+    key = f"{decision.request_id} {decision.decided_s} {decision.worker_id}"
+    return SharedDecision(key, decision.decided_s, tenant, msgspec.json.encode(decision))

@@ -1,6 +1,7 @@
 """The data of the live page, with samples and values of the last minute's requests.
 
-The node takes a sample each second, and keeps the samples of the last minutes for new pages.
+The node takes a sample each second, and keeps the samples of the last minutes for new pages. If a
+node has several processes, a sample includes the activity of all of them.
 """
 
 from __future__ import annotations
@@ -104,20 +105,18 @@ class Recent:
         if steps > 0:
             self._steps.add((steps, outcome.num_drafted_tokens))
 
-    def ttft_s(self) -> LatencyPercentiles | None:
-        """Return the percentiles of the times to first token, or None without requests."""
-        return percentiles(self._ttft_s.values())
+    def ttft_s(self) -> list[float]:
+        """Return the times to first token."""
+        return self._ttft_s.values()
 
-    def tpot_s(self) -> LatencyPercentiles | None:
-        """Return the percentiles of the requests' TPOT, or None without requests."""
-        return percentiles(self._tpot_s.values())
+    def tpot_s(self) -> list[float]:
+        """Return the TPOT of the requests."""
+        return self._tpot_s.values()
 
-    def chosen_k(self) -> float | None:
-        """Return the mean draft tokens per step of ended requests, or None without requests."""
+    def steps(self) -> tuple[int, int]:
+        """Return the numbers of decode steps, and of their draft tokens, of ended requests."""
         found = self._steps.values()
-        if not found:
-            return None
-        return sum(drafted for _, drafted in found) / sum(steps for steps, _ in found)
+        return sum(steps for steps, _ in found), sum(drafted for _, drafted in found)
 
 
 SAMPLE_S: Final = 1.0
@@ -129,11 +128,30 @@ RATE_S: Final = 5
 """Window of the rates in seconds. A shorter window flickers with requests of about a second."""
 
 
+class Activity(msgspec.Struct, frozen=True, array_like=True):
+    """The requests of one process, as they count in a sample.
+
+    Attributes:
+        queued: requests in its queue.
+        requests_per_s, tokens_per_s: rates over `RATE_S` seconds.
+        steps, drafted_tokens: decode steps of the last minute's requests, and their draft tokens.
+        ttft_s, tpot_s: values of the last minute's requests.
+    """
+
+    queued: int = 0
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    steps: int = 0
+    drafted_tokens: int = 0
+    ttft_s: list[float] = []
+    tpot_s: list[float] = []
+
+
 class NodeSample(msgspec.Struct, frozen=True):
     """The state of a node at one time.
 
     Counts are sums over the workers, while price and acceptance are means over the workers that
-    draft. Failed workers are excluded.
+    draft. Failed workers are excluded. Figures of requests cover all processes of the node.
 
     Attributes:
         at_s: Unix time.
@@ -167,10 +185,43 @@ class NodeSample(msgspec.Struct, frozen=True):
     workers: int
 
 
+def node_sample(
+    at_s: float, loads: Sequence[WorkerLoad], activities: Sequence[Activity]
+) -> NodeSample:
+    """Return the sample of a node.
+
+    Args:
+        loads: the loads of the workers that have not failed, at least one.
+        activities: the activity of each process of the node.
+    """
+    blocks = sum(load.kv_blocks_total for load in loads)
+    drafting = [load for load in loads if load.proposers]
+    steps = sum(one.steps for one in activities)
+    drafted = sum(one.drafted_tokens for one in activities)
+    return NodeSample(
+        at_s=at_s,
+        price=fmean(load.price for load in drafting) if drafting else None,
+        chosen_k=drafted / steps if drafting and steps else None,
+        acceptance=fmean(load.acceptance for load in drafting) if drafting else None,
+        running=sum(load.running for load in loads),
+        waiting=sum(load.waiting for load in loads),
+        queued=sum(one.queued for one in activities),
+        kv_usage=1 - sum(load.kv_blocks_free for load in loads) / blocks if blocks else None,
+        ttft_s=percentiles([value for one in activities for value in one.ttft_s]),
+        tpot_s=percentiles([value for one in activities for value in one.tpot_s]),
+        requests_per_s=sum(one.requests_per_s for one in activities),
+        tokens_per_s=sum(one.tokens_per_s for one in activities),
+        workers=len(loads),
+    )
+
+
 class Live:
     """The samples of a node as JSON, numbered from 1.
 
     Use the object only on the thread of the event loop.
+
+    Attributes:
+        activity: the requests of this process at the last sample.
     """
 
     def __init__(
@@ -188,6 +239,7 @@ class Live:
             queued: a function that returns the number of requests in the gateway's queue.
             now_s: the clock, in Unix time.
         """
+        self.activity = Activity()
         self._loads = loads
         self._recent = recent
         self._queued = queued
@@ -198,20 +250,21 @@ class Live:
         self._closed = False
         self._changed = asyncio.Event()
 
-    def take(self) -> None:
-        """Take a sample, unless all workers have failed."""
-        sample = self._sample()
-        if sample is None:
+    def take(self, others: Sequence[Activity] = ()) -> None:
+        """Take a sample, unless all workers have failed.
+
+        Args:
+            others: the activities of the other processes of the node.
+        """
+        now_s = self._now_s()
+        self.activity = self._current_activity(now_s)
+        loads = [load for load in self._loads() if load is not None]
+        if not loads:
             return
+        sample = node_sample(now_s, loads, [self.activity, *others])
         self._samples.append(msgspec.json.encode(sample))
         self._taken += 1
         self._wake()
-
-    async def run(self) -> None:
-        """Take a sample each second, until cancelled."""
-        while True:
-            self.take()
-            await asyncio.sleep(SAMPLE_S)
 
     def close(self) -> None:
         """End the streams of all readers."""
@@ -235,28 +288,16 @@ class Live:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _sample(self) -> NodeSample | None:
-        loads = [load for load in self._loads() if load is not None]
-        if not loads:
-            return None
-        now_s, recent = self._now_s(), self._recent
+    def _current_activity(self, now_s: float) -> Activity:
+        recent = self._recent
         self._totals.append((now_s, recent.requests, recent.tokens))
         then_s, requests, tokens = self._totals[0]
         span_s = max(now_s - then_s, SAMPLE_S)
-        blocks = sum(load.kv_blocks_total for load in loads)
-        drafting = [load for load in loads if load.proposers]
-        return NodeSample(
-            at_s=now_s,
-            price=fmean(load.price for load in drafting) if drafting else None,
-            chosen_k=recent.chosen_k() if drafting else None,
-            acceptance=fmean(load.acceptance for load in drafting) if drafting else None,
-            running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads),
-            queued=self._queued(),
-            kv_usage=1 - sum(load.kv_blocks_free for load in loads) / blocks if blocks else None,
-            ttft_s=recent.ttft_s(),
-            tpot_s=recent.tpot_s(),
-            requests_per_s=(recent.requests - requests) / span_s,
-            tokens_per_s=(recent.tokens - tokens) / span_s,
-            workers=len(loads),
+        return Activity(
+            self._queued(),
+            (recent.requests - requests) / span_s,
+            (recent.tokens - tokens) / span_s,
+            *recent.steps(),
+            recent.ttft_s(),
+            recent.tpot_s(),
         )

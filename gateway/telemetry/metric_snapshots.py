@@ -37,30 +37,6 @@ def add_snapshots(snapshots: Iterable[Sequence[Row]]) -> list[Row]:
     return [(name, labels, numbers) for (name, labels), numbers in found.items()]
 
 
-class SharedSnapshots:
-    """The latest snapshot of each process. Its calls never suspend."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, tuple[str, list[Row]]] = {}  # by process, with its run
-        self._ended: list[Row] = []  # the counters of runs that have ended
-
-    async def share(self, process: str, run: str, snapshot: list[Row]) -> None:
-        """Replace the snapshot of a process.
-
-        Args:
-            run: an id of this run of the process. The counters of its earlier runs are kept.
-        """
-        before = self._latest.get(process)
-        if before is not None and before[0] != run:
-            self._ended = add_snapshots([self._ended, _without_gauges(before[1])])
-        self._latest[process] = run, snapshot
-
-    async def others(self, process: str) -> list[list[Row]]:
-        """Return the snapshots of all other processes, and of runs that have ended."""
-        others = [rows for name, (_, rows) in self._latest.items() if name != process]
-        return [self._ended, *others] if self._ended else others
-
-
-def _without_gauges(snapshot: Iterable[Row]) -> list[Row]:
+def without_gauges(snapshot: Iterable[Row]) -> list[Row]:
     """Return the counters and histograms of a snapshot, which outlive their process."""
     return [row for row in snapshot if row[0] not in _GAUGES]

@@ -54,10 +54,11 @@ def test_old_values_are_dropped() -> None:
     recent = Recent(clock)
     recent.add_ttft(0.5)
     recent.add_ended(0.01, 10, SpeculationOutcome(2, 6, 4))
-    assert recent.ttft_s().p99 == 0.5
-    assert recent.chosen_k() == 1.0  # 6 drafted in 10 - 4 steps
+    assert recent.ttft_s() == [0.5]
+    assert recent.steps() == (6, 6)  # 6 drafted in 10 - 4 steps
     clock.now_s = WINDOW_S + 0.1
-    assert recent.ttft_s() is recent.tpot_s() is recent.chosen_k() is None
+    assert recent.ttft_s() == recent.tpot_s() == []
+    assert recent.steps() == (0, 0)
 
 
 def test_number_of_kept_values_is_bounded() -> None:
@@ -65,7 +66,7 @@ def test_number_of_kept_values_is_bounded() -> None:
     recent = Recent(Clock())
     for value in range(3 * MOST_KEPT):
         recent.add_ttft(value)
-    assert recent.ttft_s().p50 == 2 * MOST_KEPT + MOST_KEPT // 2 - 1
+    assert recent.ttft_s() == list(range(2 * MOST_KEPT, 3 * MOST_KEPT))
 
 
 async def test_counts_are_summed_and_prices_averaged_over_workers() -> None:

@@ -100,8 +100,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-async def test_all_processes_serve_and_share_their_metrics(tmp_path: Path) -> None:
-    """Both fronts serve the same worker, and the metrics of either include both."""
+async def test_all_processes_serve_and_show_the_whole_node(tmp_path: Path) -> None:
+    """Both fronts serve the same worker, and metrics and decisions of either include both."""
     async with running(tmp_path) as node:
         assert len(fronts(node)) == 2
         texts = {await completion(node) for _ in range(16)}
@@ -111,6 +111,12 @@ async def test_all_processes_serve_and_share_their_metrics(tmp_path: Path) -> No
             return await node.metric_sum("draftgate_requests_total") == 16
 
         await eventually(counted)
+
+        async def listed() -> bool:
+            found = [await _decisions(node) for _ in range(8)]
+            return all(len(decisions) == 16 for decisions in found)
+
+        await eventually(listed)
         assert await node.stop() == 0
         assert "Traceback" not in node.log_text
 
@@ -179,32 +185,33 @@ async def test_processes_share_stored_responses(tmp_path: Path) -> None:
 
 
 async def test_processes_share_the_acceptance_of_drafts(tmp_path: Path) -> None:
-    """A front decides with the acceptance of drafts in requests of the other front."""
-    body = {"prompt": "x", "max_tokens": 64, "ignore_eos": True}
-    undrafted = {**body, "speculation": {"mode": "off"}}
-    async with running(tmp_path, "--speculation", "fixed:4") as node, client(node) as first:
-        await first.post("/v1/completions", json=body)
-        assert (await _latest_decision(first))["outcome"]["accepted_tokens"] > 0
-        second = client(node)
-        while await _latest_decision(second) is not None:  # the connection is to the same front
-            await second.aclose()
-            second = client(node)
+    """All fronts decide with the acceptance of drafts in a request of one of them."""
+    drafted = {"prompt": "x", "max_tokens": 64, "ignore_eos": True}
+    async with running(tmp_path, "--speculation", "fixed:4") as node:
+        async with client(node) as http:
+            await http.post("/v1/completions", json=drafted)
 
         async def shared() -> bool:
-            response = await second.post("/v1/completions", json=undrafted)
-            assert response.status_code == httpx.codes.OK, response.text
-            decision = await _latest_decision(second)
-            assert decision is not None
-            return decision["request"]["tenant_drafts"]["agreed"] > 0
+            found = [await _agreed_drafts(node) for _ in range(8)]
+            return all(agreed > 0 for agreed in found)
 
         await eventually(shared)
-        await second.aclose()
 
 
-async def _latest_decision(http: httpx.AsyncClient) -> dict | None:
-    """Return the latest decision of the front that serves a connection, or None without any."""
-    decisions = (await http.get("/decisions")).json()["decisions"]
-    return decisions[0] if decisions else None
+async def _agreed_drafts(node: NodeProcess) -> int:
+    """Return how many accepted drafts a front knows when it decides about a request."""
+    body = {"prompt": "x", "max_tokens": 4, "speculation": {"mode": "off"}}
+    async with client(node) as http:  # the list of the same connection is up to date
+        request_id = (await http.post("/v1/completions", json=body)).json()["id"]
+        decisions = (await http.get("/decisions")).json()["decisions"]
+    (decision,) = (one for one in decisions if request_id.endswith(one["request_id"]))
+    return decision["request"]["tenant_drafts"]["agreed"]
+
+
+async def _decisions(node: NodeProcess) -> list[dict]:
+    """Return the decisions that a front lists, over a new connection."""
+    async with client(node) as http:
+        return (await http.get("/decisions")).json()["decisions"]
 
 
 async def test_a_setting_that_cannot_work_is_one_line(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
     await _set_stored(node)
-    others = [] if node.siblings is None else await node.siblings.snapshots()
+    others = [] if node.siblings is None else await node.siblings.metrics()
     write, content_type = node.metrics.page(request.headers.get("Accept", ""), others)
     body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})

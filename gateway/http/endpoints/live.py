@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from heapq import nlargest
+from operator import itemgetter
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
 from draftgate.gateway.http.context import ACCOUNT, NODE, SLOW_READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.live import SAMPLE_S
 
 MOST_INTERVAL_S: Final = 60
 
@@ -49,23 +54,38 @@ async def live(request: web.Request) -> web.StreamResponse:
 async def list_decisions(request: web.Request) -> web.Response:
     """List the latest decisions, newest first. Tenants see only their own.
 
-    The query `?limit=N` sets their number.
+    The query `?limit=N` sets their number. The list includes the decisions of the other processes
+    of the node, which are up to a second late.
 
     Raises:
         InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
     """
-    limit = query_number(request, "limit", SHOWN, KEPT)
-    return json_response(
-        DecisionList(request.app[NODE].decisions.latest(limit, request[ACCOUNT].sees_tenant))
-    )
+    node, limit = request.app[NODE], query_number(request, "limit", SHOWN, KEPT)
+    query = limit, request[ACCOUNT].sees_tenant
+    own = node.decisions.latest(*query)
+    others = [] if node.siblings is None else await node.siblings.decisions(*query)
+    if not others:
+        return json_response(DecisionList(own))
+    encoded = [(one.decided_s, msgspec.json.encode(one)) for one in own]
+    latest = nlargest(limit, encoded + others, key=itemgetter(0))
+    return json_response(b'{"decisions":[' + b",".join(map(itemgetter(1), latest)) + b"]}")
 
 
 async def sampling(app: web.Application) -> AsyncIterator[None]:
     """Take samples while the application runs."""
-    task = asyncio.create_task(app[NODE].live.run())
+    task = asyncio.create_task(_sample(app[NODE]))
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def _sample(node: Node) -> None:
+    """Take a sample of all processes each second, until cancelled."""
+    while True:
+        others = [] if node.siblings is None else await node.siblings.activities()
+        node.metrics.before_reading()
+        node.live.take(others)
+        await asyncio.sleep(SAMPLE_S)
 
 
 async def end_streams(app: web.Application) -> None:

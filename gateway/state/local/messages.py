@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from draftgate.gateway.processes.snapshots import ProcessSnapshot
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.response_store import StoreUsage
 from draftgate.gateway.state.store import (
@@ -21,6 +22,7 @@ from draftgate.gateway.state.store import (
     Snapshot,
     WorkerReport,
 )
+from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
@@ -87,8 +89,10 @@ METHODS: Final = {
     "responses.get": _method(tuple[str, str], bytes | None),
     "responses.delete": _method(tuple[str, str], bool),
     "responses.usage": _method(tuple[()], StoreUsage),
-    "snapshots.share": _method(tuple[str, str, list[Row]], None),
-    "snapshots.others": _method(tuple[str], list[list[Row]]),
+    "snapshots.share": _method(tuple[str, str, ProcessSnapshot], None),
+    "snapshots.metrics": _method(tuple[str], list[list[Row]]),
+    "snapshots.activities": _method(tuple[str], list[Activity]),
+    "snapshots.decisions": _method(tuple[str, int, str | None], list[tuple[float, bytes]]),
 }
 """The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
 

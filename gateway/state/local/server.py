@@ -12,12 +12,12 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from draftgate.gateway.processes.snapshots import SharedSnapshots
 from draftgate.gateway.state.local.messages import METHODS, NOTICE, Call, Frames, framed
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.response_store import MemoryResponseStore
 from draftgate.gateway.telemetry.logs import log
-from draftgate.gateway.telemetry.metric_snapshots import SharedSnapshots
 
 _call_decoder: Final = msgspec.msgpack.Decoder(Call)
 
