@@ -87,7 +87,8 @@ def build_dispatcher(
     queue = CentralQueue(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
-        fleet, queue, policy_of_admission, Quotas(store.quotas, quotas), bounds, loop_time_s
+        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s)),
+        *(bounds, loop_time_s),
     )
     history = AcceptanceHistory()
     placer = Placer(fleet, policy, decisions, history, reads_prompts=routing.reads_prompts)

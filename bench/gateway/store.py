@@ -3,9 +3,9 @@
     draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
 
 Each lane runs a single request at a time. A request reserves one of eight workers through a
-gateway's guarded store and releases it. Another measurement reserves a part of a quota and settles
-it. Each round runs with memory, with the shared store of a node's processes, and with Redis in
-turn.
+gateway's guarded store and releases it. Other measurements reserve a part of a quota and settle it,
+or reserve both in one call. Each round runs with memory, with the shared store of a node's
+processes, and with Redis in turn.
 
 The study measures the time that a request waits for its reservation. A request does not wait for a
 release or settlement. The study also measures requests per second of this process, and commands per
@@ -49,7 +49,7 @@ REPORT_S: Final = 1.0
 QUOTA: Final = Quota(requests_per_minute=10**7, tokens_per_minute=10**8)
 """A quota of requests and of tokens that no measurement exhausts."""
 
-RESERVATIONS: Final = ("lease", "quota")
+RESERVATIONS: Final = ("lease", "quota", "lease and quota")
 """What a request reserves."""
 
 
@@ -97,29 +97,27 @@ class Subject:
             await self.store.publish(report)
 
     async def request(self, name: str, kind: str, waits: Waits) -> None:
-        """Reserve capacity or a part of a quota for a request, and release or settle it.
+        """Reserve capacity, a part of a quota or both for a request, and release or settle it.
 
         Raises:
             ValueError: the quota is exhausted.
         """
-        if kind == "quota":
-            await self._reserve_quota(name, waits)
-            return
+        quota = None if kind == "lease" else QuotaReservation(name, "t", TOKENS, QUOTA)
         begun_s = time.perf_counter()
-        found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S)
+        if quota is not None and kind == "quota":
+            shortage = await self.store.quotas.reserve(quota, LEASE_S)
+            degraded = self.store.outage is not None
+        else:
+            found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S, quota)
+            shortage, degraded = found.shortage, found.degraded
         waits.seconds.append(time.perf_counter() - begun_s)
-        waits.degraded += found.degraded
-        await self.store.release((name,))
-
-    async def _reserve_quota(self, name: str, waits: Waits) -> None:
-        reservation = QuotaReservation(name, "t", TOKENS, QUOTA)
-        begun_s = time.perf_counter()
-        shortage = await self.store.quotas.reserve(reservation, LEASE_S)
-        waits.seconds.append(time.perf_counter() - begun_s)
+        waits.degraded += degraded
         if shortage is not None:
             raise ValueError("the quota of the benchmark is exhausted")
-        waits.degraded += self.store.outage is not None
-        await self.store.quotas.settle((Settlement(name, TOKENS),))
+        if kind != "quota":
+            await self.store.release((name,))
+        if quota is not None:
+            await self.store.quotas.settle((Settlement(name, TOKENS),))
 
     @asynccontextmanager
     async def reporting(self) -> AsyncIterator[None]:

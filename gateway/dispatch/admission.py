@@ -1,8 +1,8 @@
 """Admission, which checks quotas and deadlines before a request is queued.
 
-The policies decide. A rejected request gets the time after which to retry. Admission reserves the
-maximum tokens of an admitted request. When the request ends, the used tokens are charged and the
-others are released.
+The policies decide. A rejected request gets the time after which to retry. An admitted request
+reserves its maximum tokens, at the latest with its lease. When the request ends, the used tokens
+are charged and the others are released.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftgate.policies.admission.types import AdmissionView, Admitted, QueueVie
 from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
-from draftgate.policies.quotas import Shortage
+from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket, WorkerLoad
 from draftgate.policies.values import immutable, replace
 
@@ -64,6 +64,7 @@ class Entry:
         ended: number of its sequences that ended by themselves or at their limit.
         expected_tokens: expected output tokens of each sequence.
         ticket_s: work of each prompt for its ticket (`AdmissionController._pool_scale`).
+        quota: what the request has to reserve together with its lease, or None.
     """
 
     request: AdmissionRequest
@@ -75,6 +76,7 @@ class Entry:
     ended: int = 0
     expected_tokens: float = 0.0
     ticket_s: float = 0.0
+    quota: QuotaReservation | None = None
 
 
 @immutable
@@ -132,15 +134,23 @@ class AdmissionController:
         self._keys = count()
         self._ticket_sequences = 0
 
-    async def admit(self, request: AdmissionRequest) -> Entry:
-        """Admit a request and reserve its tokens until `settle`.
+    async def admit(self, request: AdmissionRequest, *, leases: bool = False) -> Entry:
+        """Admit a request until `settle`.
+
+        Args:
+            leases: whether the request will take a lease. If it need not wait, it reserves its
+                quota with its lease (`Entry.quota`). Otherwise it reserves its quota now.
 
         Raises:
             InvalidRequest: the request can never fit into its quota.
             QuotaExceeded, Overloaded: the request is rejected for now. The error has the retry
                 time.
         """
-        await self._reserve(request)
+        tokens = sum([need.most_tokens for need in request.needs])
+        quota = self.quotas.needed(request.tenant, request.request_id, tokens)
+        if quota is not None and not (leases and self._may_start(request)):
+            _check_quota(request, await self.quotas.reserve(quota))
+            quota = None
         try:
             now_s, loads = self._now_s(), self._loads()
             view = self._view(request, now_s, loads)
@@ -155,6 +165,7 @@ class AdmissionController:
                 now_s,
                 expected_tokens=view.output_tokens,
                 ticket_s=ticket_s,
+                quota=quota,
             )
         except BaseException:  # policies can be third-party code
             await self.quotas.release(request.request_id)
@@ -170,6 +181,16 @@ class AdmissionController:
             request.needs[index],
             reconsider=partial(self._reconsider, request),
         )
+
+    def record_quota(self, entry: Entry, shortage: Shortage | None) -> None:
+        """Record the result of a call that reserved the quota of a request with its lease.
+
+        Raises:
+            InvalidRequest, QuotaExceeded: the quota is too small, as for `admit`.
+        """
+        quota, entry.quota = entry.quota, None
+        if quota is not None:
+            _check_quota(entry.request, self.quotas.record(quota, shortage))
 
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
@@ -201,11 +222,14 @@ class AdmissionController:
         refused = self._policy.reconsider(view, waited_s, now_s)
         return refused and _capped(refused)
 
-    async def _reserve(self, request: AdmissionRequest) -> None:
-        tokens = sum(need.most_tokens for need in request.needs)
-        shortage = await self.quotas.reserve(request.tenant, request.request_id, tokens)
-        if shortage is not None:
-            raise _quota_error(shortage, request)
+    def _may_start(self, request: AdmissionRequest) -> bool:
+        """Return whether a request will get a worker at once, and perhaps fits into its quota.
+
+        A tenant that exceeds its quota neither waits nor counts in the forecasts of others. Several
+        prompts would reserve their quota in several calls.
+        """
+        first, *others = request.needs
+        return not (others or self.quotas.is_short(request.tenant)) and self._queue.has_room(first)
 
     def _view(
         self,
@@ -302,6 +326,11 @@ class AdmissionController:
 def _capped(refused: Refused) -> Refused:
     """Return a refusal whose delay is at most `MOST_RETRY_S`."""
     return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
+
+
+def _check_quota(request: AdmissionRequest, shortage: Shortage | None) -> None:
+    if shortage is not None:
+        raise _quota_error(shortage, request)
 
 
 def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:

@@ -63,6 +63,7 @@ class Attempt:
 
     Raises:
         NoCapacity: other gateways have filled the workers. The request was not sent.
+        InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         BackendFailed: the worker failed or stalled.
         StreamMoved: the prompt moves to another worker.
     """
@@ -215,19 +216,24 @@ class Attempt:
         self._parts.queue.pump()
 
     async def _reserve(self) -> Reservation:
-        """Lease capacity of a worker.
+        """Lease capacity of a worker, and reserve the quota of the request if that is still due.
 
         The reservation may choose another worker than the router did, if other gateways have leased
         the first choice in the meantime.
 
         Raises:
             NoCapacity: other gateways have filled the workers.
+            InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         """
+        parts, entry = self._parts, self._entry
         request_id, claims = self._request.request_id, self._parts.queue.claims
         record_route(self._run.span, self._routed)
         with self._run.span.child("reserve") as span:
-            tokens = lease_tokens(self._request, self._entry.expected_tokens)
-            found = await self._parts.leases.reserve(request_id, tokens, self._routed)
+            tokens = lease_tokens(self._request, entry.expected_tokens)
+            found = await parts.leases.reserve(request_id, tokens, self._routed, entry.quota)
+            parts.admission.record_quota(entry, found.shortage)
+            if parts.leases.must_wait(found):
+                raise NoCapacity
             if request_id in claims:
                 await claims.end(request_id, leased=found.lease is not None)
             describe_reservation(span, found)

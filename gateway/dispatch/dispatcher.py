@@ -118,7 +118,8 @@ class RunningJob:
 
     Raises:
         InvalidRequest, RequestRejected: the job can never run on this node.
-        Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
+        Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time. The
+            deltas of the run raise `QuotaExceeded`, too, before the job is sent to a worker.
         BackendFailed: no worker is left.
     """
 
@@ -144,7 +145,7 @@ class RunningJob:
         job, prompt = self._job, self._failover.deltas
         with self._span.child("admit") as admit:
             requests = await self._placer.size(job)
-            entry = await self._admission.admit(_admission_request(job, requests))
+            entry = await self._admission.admit(_admission_request(job, requests), leases=True)
             if admit.recording:
                 admit.set(admission_attributes(entry))
         self._run = run = Run(job, requests, entry, self._span, self._watch)

@@ -10,6 +10,7 @@ from typing import Final
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Refusal, Reservation, Store
+from draftgate.policies.quotas import QuotaReservation
 
 LEASE_S: Final = 30.0
 """A lease expires after this time without a renewal."""
@@ -38,24 +39,32 @@ class Leases:
         self._shared = shared
         self._held: dict[str, Lease] = {}
 
-    async def reserve(self, request_id: str, tokens: int, routed: Routed) -> Reservation:
+    async def reserve(
+        self,
+        request_id: str,
+        tokens: int,
+        routed: Routed,
+        quota: QuotaReservation | None = None,
+    ) -> Reservation:
         """Reserve tokens of prompt and output for a request.
 
         Any earlier lease of the request ends. If the store does not know the worker, or knows
         another epoch of it, the request gets no lease but may still run there.
 
-        Raises:
-            NoCapacity: every offered worker is full, and the request should wait.
+        Args:
+            quota: what the request reserves of its tenant's quota in the same call.
         """
         self._held.pop(request_id, None)
         choices = MOST_OFFERS if self._shared and self._store.outage is None else 1
         offers = tuple(_offers(routed, choices))
-        found = await self._store.reserve(request_id, tokens, offers, LEASE_S)
-        if found.refusal is Refusal.FULL and self._shared:
-            raise NoCapacity
+        found = await self._store.reserve(request_id, tokens, offers, LEASE_S, quota)
         if found.lease is not None:
             self._held[request_id] = found.lease
         return found
+
+    def must_wait(self, found: Reservation) -> bool:
+        """Return whether every offered worker is full, so that the request has to wait."""
+        return self._shared and found.refusal is Refusal.FULL
 
     async def release(self, request_id: str) -> None:
         """End the lease of a request, even after a failed reservation.

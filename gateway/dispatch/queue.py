@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,10 +19,10 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.claims import Claimant, Claims, preferred
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.errors import Overloaded, QueueTimeout
-from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
 from draftgate.policies.admission.types import Refused
-from draftgate.policies.capacity import CapacityNeed, has_capacity
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
 from draftgate.policies.values import immutable, replace
@@ -139,6 +140,12 @@ class CentralQueue:
         """Return the number of waiting requests."""
         return len(self._places)
 
+    def has_room(self, need: CapacityNeed) -> bool:
+        """Return whether a new request would get a worker at once."""
+        if self._places or self._held:
+            return False
+        return bool(self._usable(self._fleet.open, self.claims.taken(""), need))
+
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
@@ -245,14 +252,24 @@ class CentralQueue:
         if self._held and not waiting.claim_tokens:
             return None
         need, open_ = waiting.need, preferred(self._fleet.open, waiting.avoid)
-        taken = self.claims.taken(waiting.request_id)
-        usable = [(worker, worker.usage) for worker in open_ if worker.worker_id not in taken]
-        usable = [(worker, at) for worker, at in usable if has_capacity(at, need)]
+        usable = self._usable(open_, self.claims.taken(waiting.request_id), need)
         if not usable:
             return None
         routed = self.router.choose(view, usable, self._fleet.workers, rivals=self._fleet.rivals)
         routed.worker.reserve(waiting.request_id, need)
         return routed
+
+    @staticmethod
+    def _usable(
+        workers: list[FleetWorker], taken: AbstractSet[str], need: CapacityNeed
+    ) -> list[tuple[FleetWorker, WorkerUsage]]:
+        """Return the workers with capacity that no other request has claimed, and their usage.
+
+        Args:
+            taken: ids of the claimed workers.
+        """
+        usable = [(worker, worker.usage) for worker in workers if worker.worker_id not in taken]
+        return [(worker, at) for worker, at in usable if has_capacity(at, need)]
 
     def _waited_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request has waited before this call of `turn`."""

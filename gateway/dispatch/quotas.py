@@ -1,13 +1,16 @@
-"""The quotas of tenants, and the reservations of this node's requests on them."""
+"""The quotas of tenants, and the reservations of this node's requests on them.
+
+A request that need not wait reserves its quota in the same call of the store as its lease. Any
+other request reserves its quota before it waits, in a call of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.quotas import (
-    UNLIMITED,
     Quota,
     QuotaReservation,
     Settlement,
@@ -19,33 +22,57 @@ from draftgate.policies.quotas import (
 class Quotas:
     """The quotas of tenants, which hold for all nodes that share the store."""
 
-    def __init__(self, store: QuotaStore, quotas: Mapping[str, Quota]) -> None:
+    def __init__(
+        self, store: QuotaStore, quotas: Mapping[str, Quota], now_s: Callable[[], float]
+    ) -> None:
         """Start without reservations.
 
         Args:
             quotas: quotas by tenant. Other tenants have no quota.
+            now_s: a monotonic clock, in seconds.
         """
         self._store = store
         self._quotas = quotas
+        self._now_s = now_s
         self._held: dict[str, QuotaReservation] = {}
+        self._short_until_s: dict[str, float] = {}  # by tenant
 
     @property
     def open(self) -> int:
-        """Number of requests that have reserved a part of a limited quota."""
-        return sum(reservation.quota.is_limited for reservation in self._held.values())
+        """Number of requests that have reserved a part of a quota."""
+        return len(self._held)
 
-    async def reserve(self, tenant: str, request_id: str, tokens: int) -> Shortage | None:
-        """Reserve a request and its maximum number of tokens, or reserve nothing.
+    def needed(self, tenant: str, request_id: str, tokens: int) -> QuotaReservation | None:
+        """Return what a request reserves, or None for a tenant without a quota.
+
+        Args:
+            tokens: the maximum number of tokens of the request.
+        """
+        quota = self._quotas.get(tenant)
+        if quota is None or not quota.is_limited:
+            return None
+        return QuotaReservation(request_id, tenant, tokens, quota)
+
+    def is_short(self, tenant: str) -> bool:
+        """Return whether the quota of a tenant was too small a moment ago, and may be still."""
+        return self._now_s() < self._short_until_s.get(tenant, 0.0)
+
+    async def reserve(self, reservation: QuotaReservation) -> Shortage | None:
+        """Reserve what a request may use, or reserve nothing.
 
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
         """
-        reservation = QuotaReservation(
-            request_id, tenant, tokens, self._quotas.get(tenant, UNLIMITED)
-        )
-        shortage = await self._store.reserve(reservation, LEASE_S)
+        return self.record(reservation, await self._store.reserve(reservation, LEASE_S))
+
+    def record(self, reservation: QuotaReservation, shortage: Shortage | None) -> Shortage | None:
+        """Record the result of a call that made a reservation, and return the result."""
+        tenant = reservation.tenant
         if shortage is None:
-            self._held[request_id] = reservation
+            self._held[reservation.request_id] = reservation
+            self._short_until_s.pop(tenant, None)
+        elif shortage.retry_after_s is not None:
+            self._short_until_s[tenant] = self._now_s() + shortage.retry_after_s
         return shortage
 
     async def settle(self, request_id: str, used_tokens: int) -> None:
@@ -67,7 +94,8 @@ class Quotas:
         tenant's next request on.
         """
         self._quotas = quotas
+        self._short_until_s.clear()
 
     async def _end(self, used: Settlement) -> None:
-        self._held.pop(used.request_id, None)
-        await self._store.settle((used,))
+        if self._held.pop(used.request_id, None) is not None:
+            await self._store.settle((used,))

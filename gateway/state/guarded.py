@@ -38,6 +38,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
+from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.resilience.breaker import Patience
 
 AT_ONCE: Final = 200
@@ -132,16 +133,28 @@ class GuardedStore:
         return replace(found, workers=tuple(workers))
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
         self._pending.pop(request_id, None)
         self._mirror.end_lease(request_id)
-        call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s)
+        call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s, quota)
+        when_late = partial(self._schedule_release, (request_id,))
         try:
-            found = await self._calls.run(call, partial(self._schedule_release, (request_id,)))
+            if quota is None:
+                found = await self._calls.run(call, when_late)
+            else:
+                found = await self.quotas.reserve_by(quota, call, _shortage_in, when_late)
         except StoreError:
             found = None
+            shortage = None if quota is None else self.quotas.reserve_alone(quota)
+            if shortage is not None:
+                return Reservation(None, degraded=True, shortage=shortage)
         if found is None or found.refusal in _FORGETFUL:
             local = await self._mirror.reserve(request_id, tokens, offers, ttl_s)
             return replace(local, degraded=True)
@@ -268,6 +281,10 @@ class GuardedStore:
         self.quotas.start_sending()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
+
+
+def _shortage_in(found: Reservation) -> Shortage | None:
+    return found.shortage
 
 
 def open_store(join: str | None, pool: str) -> Store:

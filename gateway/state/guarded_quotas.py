@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from draftgate.gateway.state.calls import GuardedCalls
+from draftgate.gateway.state.calls import Call, GuardedCalls, T
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.store import FORGET_S, StoreError
 from draftgate.policies.quotas import (
@@ -64,30 +64,59 @@ class GuardedQuotas:
         self._writing = asyncio.Lock()
 
     async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
-        """Reserve what a request may use, as `QuotaStore.reserve` describes.
-
-        A reservation on an unlimited quota stays in this process.
-        """
-        request_id, now_s = reservation.request_id, self._clock()
-        if not reservation.quota.is_limited:
-            return self._mirror.reserve(reservation, now_s)
+        """Reserve what a request may use, as `QuotaStore.reserve` describes."""
         call = partial(self._remote.reserve, reservation, ttl_s)
         try:
-            shortage = await self._calls.run(call, partial(self._end_if_ended, reservation))
-        except asyncio.CancelledError:
-            self._schedule(release_of(request_id))
-            raise
+            return await self.reserve_by(reservation, call, lambda shortage: shortage)
         except StoreError:
-            return self._reserve_alone(reservation)
-        if shortage is None:
+            return self.reserve_alone(reservation)
+
+    async def reserve_by(
+        self,
+        reservation: QuotaReservation,
+        call: Call[T],
+        shortage_of: Callable[[T], Shortage | None],
+        when_late: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Return the result of a call that reserves what a request may use, among other things.
+
+        Args:
+            shortage_of: returns the shortage in the result.
+            when_late: a callback for a call that succeeds after its deadline.
+
+        Raises:
+            StoreError: the remote store did not respond. `reserve_alone` must follow.
+        """
+        now_s = self._clock()
+
+        def on_late() -> None:
+            self._end_if_ended(reservation)
+            when_late()
+
+        try:
+            found = await self._calls.run(call, on_late)
+        except asyncio.CancelledError:
+            self._schedule(release_of(reservation.request_id))
+            raise
+        if shortage_of(found) is None:
             self._mirror.restore(reservation, now_s)
+        return found
+
+    def reserve_alone(self, reservation: QuotaReservation) -> Shortage | None:
+        """Reserve from this gateway's share of the quota."""
+        share = reservation._replace(
+            quota=reservation.quota.share(self._gateways, reservation.tokens)
+        )
+        shortage = self._mirror.reserve(share, self._clock())
+        if shortage is None:
+            self._alone[reservation.request_id] = reservation
         return shortage
 
     async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
         """Extend reservations, as `QuotaStore.renew` describes."""
         self._ttl_s = ttl_s
         async with self._writing:
-            open_ = [one for one in reservations if one.quota.is_limited and self._is_open(one)]
+            open_ = [one for one in reservations if self._is_open(one)]
             if self._calls.outage is None:
                 self._take_debts()
             try:
@@ -105,7 +134,7 @@ class GuardedQuotas:
         now_s = self._clock()
         for used in settlements:
             reservation = self._mirror.settle(used, now_s)
-            if reservation is None or not reservation.quota.is_limited:
+            if reservation is None:
                 continue
             alone = self._alone.pop(used.request_id, None)
             if alone is None:
@@ -131,16 +160,6 @@ class GuardedQuotas:
 
     def _is_open(self, reservation: QuotaReservation) -> bool:
         return self._mirror.holds(reservation.request_id)
-
-    def _reserve_alone(self, reservation: QuotaReservation) -> Shortage | None:
-        """Reserve from this gateway's share of the quota."""
-        share = reservation._replace(
-            quota=reservation.quota.share(self._gateways, reservation.tokens)
-        )
-        shortage = self._mirror.reserve(share, self._clock())
-        if shortage is None:
-            self._alone[reservation.request_id] = reservation
-        return shortage
 
     def _owe(self, reservation: QuotaReservation, used: Settlement) -> None:
         """Note what a reservation has used that the remote store may not know."""

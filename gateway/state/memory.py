@@ -20,6 +20,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
+from draftgate.policies.quotas import QuotaReservation
 
 
 @dataclass(slots=True)
@@ -109,9 +110,17 @@ class MemoryStore:
         return Snapshot(tuple(views), self.gateways)
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
+        shortage = None if quota is None else await self.quotas.reserve(quota, ttl_s)
+        if shortage is not None:
+            return Reservation(None, shortage=shortage)
         now_s = self._clock()
         self._prune(now_s)
         self._leases.drop(request_id)

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.values import immutable
 
 STALE_S: Final = 3.0
@@ -152,16 +153,18 @@ class Reservation:
     """The result of `Store.reserve`.
 
     Attributes:
-        lease: the new lease, or None if every offer was refused.
+        lease: the new lease, or None if every offer was refused or the quota is too small.
         refusal: the reason if every offer was refused.
         behind_tokens: tokens leased after the offer's watermark, without this lease.
         degraded: whether this gateway decided alone, because the store did not respond.
+        shortage: the quota that is too small for the request, or None.
     """
 
     lease: Lease | None
     refusal: Refusal | None = None
     behind_tokens: int = 0
     degraded: bool = False
+    shortage: Shortage | None = None
 
 
 class StoreError(Exception):
@@ -206,7 +209,12 @@ class Store(Protocol):
         ...
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         """Lease tokens of one of the offered workers to a request, in one atomic step.
 
@@ -218,6 +226,11 @@ class Store(Protocol):
         Any earlier lease of the request ends, on any worker. The new lease ends at `release`, or
         after `ttl_s` seconds (at most `FORGET_S`). A new lease ends the claim of its request, and a
         refusal does not.
+
+        Args:
+            quota: what the store reserves first in the same step, as `QuotaStore.reserve` does. It
+                stays reserved even if every offer is refused. If the quota is too small, nothing
+                else changes.
         """
         ...
 

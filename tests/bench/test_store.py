@@ -31,7 +31,7 @@ async def test_rounds_are_measured_and_the_pool_is_removed(redis_server: RedisSe
     found = await measure(redis_server.url, rounds=2, requests=40)
     assert [(row["reserves"], row["lanes"], row["store"]) for row in found["rows"]] == [
         (kind, lanes, store)
-        for kind in ("lease", "quota")
+        for kind in ("lease", "quota", "lease and quota")
         for lanes in LANES
         for store in ("processes", "redis")
     ]

@@ -61,10 +61,15 @@ class FlakyStore:
         return Snapshot((await self.inner.snapshot()).workers, self.gateways)
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         await self.trouble("reserve")
-        return await self.inner.reserve(request_id, tokens, offers, ttl_s)
+        return await self.inner.reserve(request_id, tokens, offers, ttl_s, quota)
 
     async def claim(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float

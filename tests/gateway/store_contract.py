@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
+from draftgate.gateway.state.store import (
+    FORGET_S,
+    STALE_S,
+    Lease,
+    Refusal,
+    Reservation,
+    Store,
+)
+from draftgate.policies.quotas import (
+    Limit,
+    Quota,
+    QuotaReservation,
+    Settlement,
+    Shortage,
+    Totals,
+)
 from tests.gateway.stores import (
     Timed,
     claimed,
@@ -15,6 +30,13 @@ from tests.gateway.stores import (
     reserve,
     views,
 )
+
+TOKENS = Limit.TOKENS
+
+
+def ten_tokens(request_id: str, tokens: int) -> QuotaReservation:
+    """Return a reservation of a tenant with ten tokens a minute."""
+    return QuotaReservation(request_id, "t", tokens, Quota(tokens_per_minute=10))
 
 
 class StoreContract:
@@ -290,6 +312,46 @@ class StoreContract:
     async def test_reservation_without_offers_is_refused(self, store: Store) -> None:
         """The store refuses a reservation without offers as `unknown`."""
         assert (await store.reserve("r", 1, (), 30.0)).refusal is Refusal.UNKNOWN
+
+    # --- leases with quota ------------------------------------------------------------------------
+
+    async def test_a_lease_and_a_quota_are_reserved_together(self, store: Store) -> None:
+        """One call leases a worker and reserves quota, which leases without quota leave alone."""
+        await store.publish(report())
+        found = await store.reserve("r-0", 100, [offer()], 30.0, ten_tokens("r", 4))
+        assert found.lease is not None
+        assert found.shortage is None
+        await granted(store, "other", 100)
+        assert await leased_tokens(store) == 200
+        assert await store.quotas.totals("t") == Totals(4, 0, 0, 4)
+
+    async def test_a_short_quota_leases_nothing(self, timed: Timed, store: Store) -> None:
+        """A request beyond its quota gets no lease, and its shortage names the same wait as without
+        a lease."""
+        await store.publish(report())
+        await store.reserve("a-0", 1, [offer()], 30.0, ten_tokens("a", 8))
+        await timed.pass_time(6.0)
+        found = await store.reserve("b-0", 1, [offer()], 30.0, ten_tokens("b", 5))
+        assert found == Reservation(None, shortage=Shortage(TOKENS, pytest.approx(12.001), 5, 10))
+        assert found.shortage == await store.quotas.reserve(ten_tokens("b", 5), 30.0)
+        never = await store.reserve("b-0", 1, [offer()], 30.0, ten_tokens("b", 11))
+        assert never == Reservation(None, shortage=Shortage(TOKENS, None, 11, 10))
+        assert await leased_tokens(store) == 1
+        assert await store.quotas.totals("t") == Totals(8, 0, 0, 8)
+
+    async def test_a_full_worker_refuses_no_quota(self, timed: Timed, store: Store) -> None:
+        """A request that no worker has room for keeps its quota, and pays it once when it
+        returns."""
+        await store.publish(report())
+        await granted(store, "other", 1000)
+        for _ in range(3):
+            found = await store.reserve("r-0", 1, [offer()], 30.0, ten_tokens("r", 10))
+            assert found == Reservation(None, Refusal.FULL)
+        assert await store.quotas.totals("t") == Totals(10, 0, 0, 10)
+        await store.release(["other"])
+        assert await granted(store, "r-0")
+        await store.quotas.settle([Settlement("r", 3)])
+        assert await store.quotas.totals("t") == Totals(10, 3, 7, 0)
 
     # --- claims -----------------------------------------------------------------------------------
 

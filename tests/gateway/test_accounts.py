@@ -17,6 +17,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+from tests.gateway.troubles import AMPLE
 
 BODY = {"prompt": "x", "max_tokens": 5}
 KEYS = """
@@ -156,6 +157,7 @@ async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listenin
 async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
     """The ledger refunds the reserved tokens that a disconnected client did not use."""
     quotas = guarded.node.store.quotas
+    guarded.node.dispatcher.admission.quotas.change({"search": AMPLE})
     headers = "authorization: Bearer sk-search\r\n"
     body = {**BODY, "max_tokens": 20, "stream": True}
     _, writer = await post_raw(guarded, "/v1/completions", body, headers)

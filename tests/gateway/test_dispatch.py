@@ -17,6 +17,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport
 from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.policies.quotas import UNLIMITED, Quota
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
 
@@ -68,6 +69,25 @@ async def test_a_missing_proposer_is_rejected_with_the_available_proposers(node:
     with pytest.raises(InvalidRequest, match="can draft with: ngram") as caught:
         await placed(node, job(mode=SpeculationMode.DRAFT_MODEL))
     assert caught.value.param == "speculation.mode"
+
+
+@pytest.mark.parametrize("quota", [UNLIMITED, Quota(60, 600)])
+async def test_a_request_without_a_wait_is_sent_at_once(
+    node: Node, scripted: ScriptedBackend, quota: Quota
+) -> None:
+    """A request that need not wait reaches its worker before the event loop runs anything else."""
+    node.dispatcher.admission.quotas.change({"": quota})
+    await node.heartbeat.beat()
+    sent: list[int] = []
+    asyncio.get_running_loop().call_soon(lambda: sent.append(scripted.submitted.qsize()))
+
+    async def finish() -> None:
+        scripted.emit(await scripted.submitted.get(), "x", last=True)
+
+    async with node.dispatcher.run(job()) as run, asyncio.TaskGroup() as group:
+        group.create_task(finish())
+        assert [delta.text async for delta in run.deltas] == ["x"]
+    assert sent == [1]
 
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:

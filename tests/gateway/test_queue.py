@@ -255,7 +255,7 @@ def test_retry_after_is_at_most_an_hour() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        fleet, quotas = Fleet(workers=workers), Quotas(MemoryQuotas(), {})
+        fleet, quotas = Fleet(workers=workers), Quotas(MemoryQuotas(), {}, lambda: 0.0)
         admission = AdmissionController(
             fleet, queue, NeverAdmit(), quotas, DEFAULT_BOUNDS, lambda: 0.0
         )

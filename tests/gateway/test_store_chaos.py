@@ -6,6 +6,7 @@ All waits end on events, so the tests do not depend on the speed of the machine.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -256,7 +257,8 @@ class Tenant:
 
     def __init__(self, redis: RedisServer, name: str) -> None:
         self.store = guard(redis, name, PATIENCE_S)
-        self.quotas = Quotas(self.store.quotas, {"t": Quota(10**6, 60, burst_tokens=10**7)})
+        quotas = {"t": Quota(10**6, 60, burst_tokens=10**7)}
+        self.quotas = Quotas(self.store.quotas, quotas, time.monotonic)
         self.name = name
         self.held: dict[str, int] = {}
 
@@ -266,7 +268,9 @@ class Tenant:
 
     async def reserve(self, name: str, tokens: int) -> None:
         request_id = f"{self.name}-{name}"
-        assert await self.quotas.reserve("t", request_id, tokens) is None
+        quota = self.quotas.needed("t", request_id, tokens)
+        found = await self.store.reserve(f"{request_id}-0", 1, (), 30.0, quota)
+        assert self.quotas.record(quota, found.shortage) is None
         self.held[request_id] = tokens
 
     async def end(self, name: str, used_tokens: int) -> None:

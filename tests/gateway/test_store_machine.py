@@ -31,6 +31,7 @@ from draftgate.gateway.state.store import (
     Store,
     WorkerView,
 )
+from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 from tests.examples import examples
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import Timed, TimedMemory, TimedRedis, report
@@ -39,6 +40,7 @@ T = TypeVar("T")
 
 CAPACITY = {"w0": 100, "w1": 250, "w2": 0}
 REQUESTS = [f"r{index}" for index in range(8)]
+QUOTA = Quota(requests_per_minute=12, tokens_per_minute=100)
 TTL_S = 10.0
 CLAIM_S = 2.0
 SILENCE_S = 40.0
@@ -141,15 +143,32 @@ class LeaseMachine(RuleBasedStateMachine):
         offered=st.lists(
             st.tuples(workers, st.integers(0, 4), st.integers(0, 2), st.integers(0, 1)), max_size=4
         ),
+        quota_tokens=st.none() | st.integers(0, 60),
     )
-    def reserve(self, request: str, tokens: int, offered: list[tuple[str, int, int, int]]) -> None:
+    def reserve(
+        self,
+        request: str,
+        tokens: int,
+        offered: list[tuple[str, int, int, int]],
+        quota_tokens: int | None,
+    ) -> None:
+        before, earlier = self.snapshot, self.active.get(request)
         seen = {view.worker_id: view for view in self._snapshot_without(request).workers}
         offers = []
         for worker, score, per_token, behind in offered:
             watermark = seen[worker].report.watermark if worker in seen and behind else 0
             epoch = f"{self.epochs[worker]:04}"
             offers.append(LeaseCandidate(worker, epoch, score / 4, per_token / 256, watermark))
-        found = self.run_on_all(lambda store: store.reserve(request, tokens, offers, TTL_S))
+        quota = (
+            None if quota_tokens is None else QuotaReservation(request, "t", quota_tokens, QUOTA)
+        )
+        found = self.run_on_all(lambda store: store.reserve(request, tokens, offers, TTL_S, quota))
+        if found.shortage is not None:
+            assert found.lease is None
+            if earlier is not None:
+                self.active[request] = earlier
+            assert comparable(self.snapshot) == comparable(before)
+            return
         fit = [
             offer
             for offer in offers
@@ -198,6 +217,10 @@ class LeaseMachine(RuleBasedStateMachine):
                 (claim.number for claim, _ in self.claims.values()), default=0
             )
         self.claims[request] = (found, self.now_s + CLAIM_S)
+
+    @rule(request=requests, used=st.integers(0, 60))
+    def settle(self, request: str, used: int) -> None:
+        self.run_on_all(lambda store: store.quotas.settle([Settlement(request, used)]))
 
     @rule(request=requests)
     def arrive(self, request: str) -> None:
@@ -256,6 +279,12 @@ class LeaseMachine(RuleBasedStateMachine):
         self.known.clear()
 
     # --- invariants -------------------------------------------------------------------------------
+
+    @invariant()
+    def check_totals(self) -> None:
+        """Check that the stores count the same tokens, and that the ledger balances."""
+        found = self.run_on_all(lambda store: store.quotas.totals("t"))
+        assert found.reserved == found.settled + found.released + found.open
 
     @invariant()
     def check_sums(self) -> None:

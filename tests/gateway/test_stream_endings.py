@@ -21,6 +21,7 @@ from draftgate.gateway.http import slow_readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
+from tests.gateway.troubles import AMPLE
 
 MUCH = "x" * 200_000
 """Text that exceeds all buffers between the server and a client that does not read."""
@@ -280,6 +281,7 @@ async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> N
     """Open a stream and trigger the events."""
     scripted = ScriptedBackend()
     async with running(backends=[scripted]) as gateway:
+        gateway.node.dispatcher.admission.quotas.change({"": AMPLE})
         client = Client()
         await client.send(gateway, api)
         requests = [await scripted.submitted.get() for _ in range(api.prompts)]

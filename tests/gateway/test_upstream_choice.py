@@ -9,6 +9,7 @@ import pytest
 
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, is_idle, post_raw, running, until
+from tests.gateway.troubles import AMPLE
 from tests.gateway.upstreams import (
     DONE,
     LAST,
@@ -311,6 +312,7 @@ async def test_model_lists_and_tokenizing_need_no_capacity() -> None:
         forwarding(engine, max_sequences=1) as gateway,
         client(gateway) as http,
     ):
+        gateway.node.dispatcher.admission.quotas.change({"": AMPLE})
         _, first = await post_raw(gateway, "/v1/completions", BODY)
         await engine.arrived.get()
         engine.handler = whole

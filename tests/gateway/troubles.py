@@ -59,6 +59,9 @@ DEVICE_ERROR = "an illegal memory access was encountered"
 NEVER_S = 1e6
 """Duration that exceeds the limit of every test, in seconds."""
 
+AMPLE = Quota(tokens_per_minute=10**8)
+"""A quota that no test exhausts. The ledger counts only the tokens of tenants with a quota."""
+
 MOST_SCENARIO_S = 7200.0
 """Limit of a test in virtual time, in seconds."""
 
@@ -231,7 +234,7 @@ async def dispatching(
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(
         *(fleet, store, lifecycle, decisions, policy, rules),
-        quotas=quotas or {},
+        quotas=quotas or {"": AMPLE},
         draw=Random(0).random,
     )
     heartbeat = Heartbeat(fleet, store, dispatcher)

@@ -76,7 +76,9 @@ METHODS: Final = {
     "leases.publish": _method(tuple[WorkerReport], bool),
     "leases.withdraw": _method(tuple[str, str, int], None),
     "leases.snapshot": _method(tuple[()], Snapshot),
-    "leases.reserve": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Reservation),
+    "leases.reserve": _method(
+        tuple[str, int, tuple[LeaseCandidate, ...], float, QuotaReservation | None], Reservation
+    ),
     "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
     "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
     "leases.release": _method(tuple[tuple[str, ...]], None),

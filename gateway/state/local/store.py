@@ -54,10 +54,15 @@ class LocalStore:
         return cast(Snapshot, await self._client.call("leases.snapshot"))
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
-        arguments = request_id, tokens, tuple(offers), ttl_s
+        arguments = request_id, tokens, tuple(offers), ttl_s, quota
         return cast(Reservation, await self._client.call("leases.reserve", *arguments))
 
     async def claim(

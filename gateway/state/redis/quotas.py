@@ -5,7 +5,7 @@ docs/guide/cluster.md describes the keys.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from draftgate.gateway.state.redis.client import Connected
@@ -34,19 +34,13 @@ class RedisQuotas:
             pool: name of the pool, which is part of the prefix of all keys.
             clock: Lua source that replaces `lua/clock.lua`.
         """
-        self._scripts = Scripts(connected, pool, _SCRIPTS, "quotas", clock=clock)
+        self._scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "quotas"), clock=clock)
 
     async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
-        limits = reservation.quota.limits()
-        args: list[object] = [round(ttl_s * 1e6), *_fields(reservation)]
-        for limit in _LIMITS:
-            args += limits.get(limit, (0, 0))
+        args = (round(ttl_s * 1e6), *reservation_arguments(reservation))
         found = await self._scripts.run("reserve_quota", args)
-        if not found:
-            return None
-        index, wait_us = found
-        return shortage_of(reservation, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
+        return shortage_in(reservation, found) if found else None
 
     async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
         """Extend reservations, as `QuotaStore.renew` describes."""
@@ -67,6 +61,21 @@ class RedisQuotas:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
         reserved, settled, released = await self._scripts.run("quota_totals", (tenant,))
         return Totals(reserved, settled, released, reserved - settled - released)
+
+
+def reservation_arguments(reservation: QuotaReservation) -> list[object]:
+    """Return the arguments of `reserve_quota` in `lua/quotas.lua`."""
+    limits = reservation.quota.limits()
+    args: list[object] = [*_fields(reservation)]
+    for limit in _LIMITS:
+        args += limits.get(limit, (0, 0))
+    return args
+
+
+def shortage_in(reservation: QuotaReservation, found: Sequence[int]) -> Shortage:
+    """Return the shortage that `reserve_quota` in `lua/quotas.lua` has found."""
+    index, wait_us = found
+    return shortage_of(reservation, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
 
 
 def _fields(reservation: QuotaReservation) -> tuple[str, str, int, int]:

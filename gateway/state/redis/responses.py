@@ -35,7 +35,7 @@ class RedisResponseStore:
         """
         self.evicted = 0
         self._bounds = (round(ttl_s * 1e6), capacity_bytes)
-        self._scripts = Scripts(connected, pool, _SCRIPTS, "responses", clock=clock)
+        self._scripts = Scripts(connected, pool, _SCRIPTS, ("responses",), clock=clock)
 
     @classmethod
     def at(cls, address: str, pool: str, capacity_bytes: int, ttl_s: float) -> RedisResponseStore:

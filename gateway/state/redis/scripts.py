@@ -22,7 +22,7 @@ class Scripts:
         connected: Connected,
         pool: str,
         names: Iterable[str],
-        helpers: str,
+        helpers: Iterable[str],
         *,
         clock: str = "",
         constants: str = "",
@@ -32,13 +32,13 @@ class Scripts:
         Args:
             pool: name of the pool, which is part of the prefix of all keys.
             names: the names of the scripts in `lua/`.
-            helpers: the name of the file with the helpers of all scripts.
+            helpers: the names of the files with the helpers of these scripts, in order.
             clock: Lua source that replaces `lua/clock.lua`.
             constants: Lua source in front of the helpers.
         """
         self._closing = connected.closing
         self._pool = f"draftgate:{{{pool}}}:"
-        head = "\n".join((clock or _read_lua("clock"), constants, _read_lua(helpers), ""))
+        head = "\n".join((clock or _read_lua("clock"), constants, *map(_read_lua, helpers), ""))
         self._scripts = {
             name: connected.client.register_script(head + _read_lua(name)) for name in names
         }

@@ -13,7 +13,7 @@ import msgspec
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.exchange import news_of, update_arguments
-from draftgate.gateway.state.redis.quotas import RedisQuotas
+from draftgate.gateway.state.redis.quotas import RedisQuotas, reservation_arguments, shortage_in
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
     FORGET_S,
@@ -26,9 +26,10 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
+from draftgate.policies.quotas import QuotaReservation
 
 _SCRIPTS: Final = (
-    *("report", "withdraw", "snapshot", "reserve", "claim_worker", "renew", "release"),
+    *("report", "withdraw", "snapshot", "claim_worker", "renew", "release"),
     "exchange",
 )
 _VIEW_FIELDS: Final = 5
@@ -54,8 +55,14 @@ class RedisStore:
         """
         self.quotas = RedisQuotas(connected, pool, clock)
         self._gateway_id = gateway_id
-        forget = f"local FORGET_MS = {round(FORGET_S * 1000)}"
-        self._scripts = Scripts(connected, pool, _SCRIPTS, "common", clock=clock, constants=forget)
+        constants = f"local FORGET_MS = {round(FORGET_S * 1000)}"
+        leases = ("pool", "leases")
+        self._scripts = Scripts(
+            *(connected, pool, _SCRIPTS, leases), clock=clock, constants=constants
+        )
+        self._reserving = Scripts(
+            *(connected, pool, ("reserve",), (*leases, "quotas")), clock=clock, constants=constants
+        )
 
     @classmethod
     def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
@@ -91,15 +98,24 @@ class RedisStore:
         return Snapshot(tuple(found), max(1, gateways))
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
+        self,
+        request_id: str,
+        tokens: int,
+        offers: Sequence[LeaseCandidate],
+        ttl_s: float,
+        quota: QuotaReservation | None = None,
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
-        args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S)]
+        args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S), len(offers)]
         for offer in offers:
             args += (offer.worker_id, offer.epoch, offer.watermark)
             args += (float(offer.score), float(offer.score_per_token))
-        granted, *rest = await self._scripts.run("reserve", args)
-        if not granted:
+        if quota is not None:
+            args += reservation_arguments(quota)
+        outcome, *rest = await self._reserving.run("reserve", args)
+        if outcome == "short" and quota is not None:
+            return Reservation(None, shortage=shortage_in(quota, rest))
+        if outcome == "refused":
             return Reservation(None, Refusal(rest[0]))
         index, number, behind_tokens = rest
         chosen = offers[index]

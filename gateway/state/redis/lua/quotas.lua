@@ -1,24 +1,19 @@
--- Helpers of the scripts for quotas. The client puts them in front of each script, after the clock
+-- Helpers of the scripts for quotas. The client puts them in front of each script, after pool.lua
 -- (gateway/state/redis/quotas.py). The ledger in policies/quotas.py defines what the scripts do, and
 -- policies/leaky_bucket.py explains the stack.
 --
--- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Times are microseconds. Units are
--- 1 / UNITS of a request or token. A Lua number represents levels up to 150 million tokens exactly.
+-- Units are 1 / UNITS of a request or token. A Lua number represents levels up to 150 million tokens
+-- exactly.
 
-local POOL = KEYS[1]
 -- Hash: request -> 'NUMBER REQUESTS TOKENS TENANT'.
 local RESERVATIONS = POOL .. 'quota-reservations'
 -- Sorted set: request -> time at which its reservation expires.
 local ENDS = POOL .. 'quota-reservation-ends'
-local GATEWAYS = POOL .. 'gateways'     -- sorted set: gateway -> time of its last renewal
 
 local UNITS = 60000000
 local LIMITS = { 'requests', 'tokens' }
 local FIELDS = { 'at', 'number', 'requests_rate', 'requests', 'tokens_rate', 'tokens',
   'reserved', 'settled', 'released' }
-
--- Maximum reservations that one call ends because of their age, to bound the time of the call.
-local MOST_PRUNED = 1000
 
 -- Hash of a tenant: the FIELDS. `tokens` are units in use, and a rate of 0 means no limit. `at` is
 -- the time of these levels, and `number` belongs to the last reservation.
@@ -32,8 +27,6 @@ local function stack_key(limit, tenant) return POOL .. 'used-' .. limit .. ':' .
 
 local accounts = {} -- tenant -> its account, read once
 
-local function digits(number) return ('%.0f'):format(number) end
-
 -- Remove the units of the lowest reservation from a number to another, and return the units and the
 -- reservation's number, or 0 and nothing. O(log reservations)
 local function lift(stack, from, to)
@@ -44,7 +37,7 @@ local function lift(stack, from, to)
   return tonumber(units), number
 end
 
-local function put(stack, number, units)
+local function put_units(stack, number, units)
   redis.call('ZADD', stack, number, digits(units) .. ' ' .. number)
 end
 
@@ -58,7 +51,7 @@ local function take(stack, number, units)
     redis.call('ZREM', stack, highest)
     local own, at = highest:match('^(%d+) (%d+)$')
     if tonumber(own) > left then
-      put(stack, at, own - left)
+      put_units(stack, at, own - left)
       left = 0
     else
       left = left - own
@@ -116,7 +109,7 @@ end
 local function add(account, limit, number, units)
   if units == 0 or account[limit .. '_rate'] == 0 then return end
   local stack = stack_key(limit, account.tenant)
-  put(stack, digits(number), lift(stack, number, number) + units)
+  put_units(stack, digits(number), lift(stack, number, number) + units)
   account[limit] = account[limit] + units
 end
 
@@ -142,7 +135,7 @@ local function close(account, limit, number, released, above)
   if kept < 0 then
     account[limit] = account[limit] - kept - take(stack, number, -kept)
   elseif kept > 0 then
-    put(stack, above, lift(stack, above, above) + kept)
+    put_units(stack, above, lift(stack, above, above) + kept)
   end
 end
 
@@ -169,7 +162,43 @@ local function settle(request, now, used_tokens, used_requests)
 end
 
 -- Charge expired reservations in full. O(log reservations) for each
-local function prune(now)
+local function prune_quotas(now)
   local over = redis.call('ZRANGEBYSCORE', ENDS, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
   for _, request in ipairs(over) do settle(request, now) end
+end
+
+-- Return the wait for a limit in us, or -1 if the amount never fits. The quotient is exact enough below
+-- 2^53 units.
+local function wait_us(level, amount, rate, burst)
+  if amount > burst then return -1 end
+  return math.ceil(math.max(level - (burst - amount) * UNITS, 0) / rate)
+end
+
+-- Reserve what a request may use of its tenant's quota. O(log reservations)
+-- The arguments from ARGV[at] on: request, tenant, requests, tokens,
+--       then for requests and for tokens: rate per minute (0 without a limit), burst
+-- Returns nil if the request fits, otherwise the index of the limit (1 for requests, 2 for tokens)
+-- and the wait in us, or -1 if the request never fits.
+local function reserve_quota(now, ttl_us, at)
+  local request, tenant, requests, tokens = unpack(ARGV, at, at + 3)
+  local rates, bursts = { ARGV[at + 4], ARGV[at + 6] }, { ARGV[at + 5], ARGV[at + 7] }
+  prune_quotas(now)
+  local short, longest = nil, 0
+  if redis.call('HEXISTS', RESERVATIONS, request) == 1 then -- a repeated call
+    redis.call('ZADD', ENDS, now + ttl_us, request)
+  else
+    local account = account_at(tenant, now)
+    use(account, rates[1], rates[2])
+    for index, limit in ipairs(LIMITS) do
+      local rate = tonumber(rates[index])
+      if rate > 0 and longest >= 0 then
+        local amount = tonumber(({ requests, tokens })[index])
+        local wait = wait_us(account[limit], amount, rate, tonumber(bursts[index]))
+        if wait < 0 or wait > longest then short, longest = index, wait end
+      end
+    end
+    if not short then open(account, request, requests, tokens, now + ttl_us) end
+  end
+  save_accounts()
+  return short, longest
 end

@@ -6,7 +6,7 @@
 
 local ttl_us, stale_us = ARGV[1], ARGV[2]
 local now = now_us()
-prune(now)
+prune_quotas(now)
 for at = 3, #ARGV, 6 do
   local request = ARGV[at]
   if redis.call('HEXISTS', RESERVATIONS, request) == 1 then

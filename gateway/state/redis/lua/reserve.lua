@@ -1,14 +1,21 @@
 -- Lease tokens of the best of the offered workers to a request.
--- O(offers x (log workers + log leases) + leases above the watermarks)
--- ARGV: request, tokens, ttl in us, staleness in us,
---       then for each offer: worker, epoch, watermark, score, score per token
--- Returns {1, index of the offer from 0, number, tokens above its watermark} or {0, reason}.
+-- O(offers x (log workers + log leases) + leases above the watermarks + log reservations)
+-- ARGV: request, tokens, ttl in us, staleness in us, number of offers,
+--       then for each offer: worker, epoch, watermark, score, score per token,
+--       then the arguments of `reserve_quota`, if the request reserves quota first
+-- Returns {'leased', index of the offer from 0, number, tokens above its watermark},
+-- {'refused', reason} or {'short', index of the limit, wait} (see `reserve_quota`).
 
 local request, tokens, ttl_us, stale_us = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local FIRST, FIELDS = 5, 5
+local FIRST, FIELDS = 6, 5
+local LAST = FIRST + FIELDS * ARGV[5] - 1
 local RANK = { full = 1, stale = 2, unknown = 3, fenced = 4, gone = 5 } -- of `Refusal`
 
 local now = now_us()
+if #ARGV > LAST then
+  local short, wait = reserve_quota(now, ttl_us, LAST + 1)
+  if short then return { 'short', short, wait } end
+end
 prune(now)
 drop(LEASE, request)
 local claims = redis.call('EXISTS', CLAIM.held) == 1
@@ -28,7 +35,7 @@ local function refusal(worker, epoch)
 end
 
 local best, least, behind_best, why = nil, nil, nil, 'unknown'
-for at = FIRST, #ARGV, FIELDS do
+for at = FIRST, LAST, FIELDS do
   local worker, epoch, watermark = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local refused = refusal(worker, epoch)
   if not refused then
@@ -39,9 +46,9 @@ for at = FIRST, #ARGV, FIELDS do
     why = refused
   end
 end
-if not best then return { 0, why } end
+if not best then return { 'refused', why } end
 
 local number = next_number(now)
 put(LEASE, request, ARGV[best], tokens, number, now + ttl_us)
 if claims then drop(CLAIM, request) end
-return { 1, (best - FIRST) / FIELDS, tonumber(number), behind_best }
+return { 'leased', (best - FIRST) / FIELDS, tonumber(number), behind_best }

@@ -1,14 +1,8 @@
--- Helpers of all scripts. The client puts them in front of each script, after the clock and
--- FORGET_MS (gateway/state/redis/store.py).
---
--- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Its braces put the keys into one
--- slot, so that scripts may build key names, even in a Redis Cluster. Times and lease numbers are
--- microseconds. These integers are far below 2^53, so a Lua number represents them exactly.
+-- Helpers of the scripts for leases. The client puts them in front of each script, after pool.lua and
+-- FORGET_MS (gateway/state/redis/store.py). Lease numbers are microseconds.
 
-local POOL = KEYS[1]
 local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
 local NUMBER = POOL .. 'number'   -- string: the highest number of a lease or claim
-local GATEWAYS = POOL .. 'gateways' -- sorted set: gateway -> time of its last renewal
 local EXPIRED_CLAIMS = POOL .. 'expired-worker-claims' -- string: the number of claims that expired
 
 -- The keys of leases, and of claims, which have the same form.
@@ -25,13 +19,8 @@ local CLAIM = {
   tokens = POOL .. 'claimed', worker = POOL .. 'worker-claim:',
 }
 
--- Maximum leases that one call ends, which takes 2.7 ms (Redis 6.2, AMD Zen 4, 2026-11-22).
-local MOST_PRUNED = 1000
-
 -- Hash of a worker: epoch, seq, capacity_tokens, watermark, report.
 local function worker_key(worker) return POOL .. 'w:' .. worker end
-
-local function digits(number) return ('%.0f'):format(number) end
 
 -- Add the lease or claim of a request that has none. O(log leases)
 local function put(kind, request, worker, tokens, number, expires)
