@@ -144,6 +144,22 @@ async def test_exhausted_quota_returns_429_with_the_time_until_refill(
     assert f"{tokens} {2 * (1 + 1)}.0" in page
 
 
+async def test_exhausted_quota_refuses_a_stream_before_its_headers(
+    guarded: Listening, scripted: ScriptedBackend
+) -> None:
+    """A stream beyond its quota gets status 429 with the retry time, and no event."""
+    async with client(guarded) as http:
+        for refused in (False, False, True):
+            body, headers = {**BODY, "stream": True}, bearer("sk-batch")
+            sent = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+            if not refused:
+                scripted.emit(await scripted.submitted.get(), "x", last=True)
+            response = await sent
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(response.headers["retry-after"]) >= 29
+
+
 async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listening) -> None:
     """The server rejects a request that exceeds the whole quota and states the maximum."""
     async with client(guarded) as http:
