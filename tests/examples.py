@@ -1,8 +1,14 @@
-"""Numbers of examples of property tests."""
+"""Parts of exhaustive tests that quick runs do: numbers of examples, and cases of grids."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
 import hypothesis
+import pytest
+from _pytest.mark import ParameterSet
 
 DEFAULT = 100
 """Hypothesis' default, which the long run has."""
@@ -14,3 +20,11 @@ QUICK = 50
 def examples(long: int) -> int:
     """Return the number of examples of a property, by its number in the long run."""
     return long * hypothesis.settings().max_examples // DEFAULT
+
+
+def grid(*axes: Iterable[Any], quick: Callable[..., bool]) -> list[ParameterSet]:
+    """Return all combinations of parameters. Combinations that are not quick are marked long."""
+    return [
+        pytest.param(*case, marks=() if quick(*case) else pytest.mark.long)
+        for case in product(*axes)
+    ]

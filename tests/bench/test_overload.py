@@ -74,8 +74,15 @@ def test_goodput_stays_at_capacity(overload: Overload, clients: list[Client]) ->
     assert goodput_ratio >= LEAST_GOODPUT_RATIO
 
 
-@pytest.mark.parametrize("priorities", [(0,), (-1, 0, 1)])
-@pytest.mark.parametrize(("times", "seconds"), [(3, 15.0), (24, 5.0)])
+@pytest.mark.parametrize(
+    ("priorities", "times", "seconds"),
+    [
+        ((0,), 3, 15.0),
+        pytest.param((0,), 24, 5.0, marks=pytest.mark.long),
+        pytest.param((-1, 0, 1), 3, 15.0, marks=pytest.mark.long),
+        pytest.param((-1, 0, 1), 24, 5.0, marks=pytest.mark.long),
+    ],
+)
 def test_server_is_not_idle_while_clients_wait(
     overload: Overload, times: int, seconds: float, priorities: tuple[int, ...]
 ) -> None:

@@ -39,6 +39,7 @@ from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import exactness, windows_are_exact
 from draftgate.backends.engine.weights import load_weights
 from tests.engine.step_logits import Table, blocks_of, logits_in_steps, runner_of
+from tests.examples import grid
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [5, 16, 33, 40, 160, 512]
@@ -216,9 +217,14 @@ class Attention:
         return torch.cat(rows)
 
 
+@pytest.mark.parametrize(
+    ("window", "group"),
+    grid(
+        *((None, 1, 100, 300), (1, 2, 4, 8)),
+        quick=lambda *case: case in {(None, 4), (1, 2), (100, 8), (300, 1)},
+    ),
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("make", MAKERS)
 def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
     window: int | None, group: int, dtype: torch.dtype, make: str
@@ -232,8 +238,13 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
         assert torch.equal(actual[-176:], alone)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    grid(
+        *((None, 100, 300), DTYPES),
+        quick=lambda *case: case in {(None, torch.bfloat16), (100, torch.float32)},
+    ),
+)
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_attention_does_not_depend_on_the_block_table(
@@ -246,8 +257,13 @@ def test_attention_does_not_depend_on_the_block_table(
     assert torch.equal(attention.attention_output(1, window, TABLES[table], 512), expected[512:])
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
-@pytest.mark.parametrize("width", [1, 5, 160, 600])
+@pytest.mark.parametrize(
+    ("width", "window"),
+    grid(
+        *((1, 5, 160, 600), (None, 1, 100, 256, 300)),
+        quick=lambda width, window: width == 160 or (width, window) in {(1, 300), (5, 100)},
+    ),
+)
 @pytest.mark.parametrize("make", MAKERS)
 def test_attention_equals_its_formula_in_float64(make: str, width: int, window: int | None) -> None:
     """The result equals a float64 softmax over the keys in the window, up to rounding."""

@@ -231,9 +231,8 @@ def p_value_of_texts(
 @pytest.mark.parametrize(
     ("verify", "proposer", "name"),
     [
-        *(("rejection", SampledDrafts, name) for name in SAMPLINGS),
+        ("rejection", SampledDrafts, "min-p"),
         ("rejection", FixedDrafts, "top-k, top-p"),
-        ("rejection", FixedDrafts, "penalties"),
         ("coupled", SampledDrafts, "penalties"),
     ],
 )
@@ -263,7 +262,9 @@ def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("proposer", [SampledDrafts, FixedDrafts])
+@pytest.mark.parametrize(
+    "proposer", [SampledDrafts, pytest.param(FixedDrafts, marks=pytest.mark.long)]
+)
 def test_rejection_keeps_the_distribution_under_auto(checkpoint: Path, proposer: type) -> None:
     """Texts keep their distribution when `auto` chooses the slots of 128 sequences."""
     auto = speculation_policy("auto")
@@ -280,6 +281,7 @@ def rank_by_sampled_token(
     return draft, tuple(itertools.accumulate([float(share > 0.3) for share in drawn], min))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fixed_costs")
 def test_ranking_slots_by_their_sampled_tokens_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -323,7 +325,11 @@ DRAW_RESIDUAL, ACCEPTS = rejection_ref._draw_residual, rejection_ref._accepts
 
 
 @pytest.mark.parametrize(
-    ("rule", "wrong"), [("_draw_residual", residual_from_p), ("_accepts", accept_at_p)]
+    ("rule", "wrong"),
+    [
+        ("_draw_residual", residual_from_p),
+        pytest.param("_accepts", accept_at_p, marks=pytest.mark.long),
+    ],
 )
 def test_wrong_rejection_rule_changes_the_distribution(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rule: str, wrong: object

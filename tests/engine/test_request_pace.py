@@ -88,7 +88,7 @@ class Disturbed:
             add_delta(self.outcome, request_id, delta)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.9])
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_pace_does_not_change_tokens(
     batching: str, temperature: float, record_testsuite_property

@@ -27,6 +27,7 @@ from tests.engine.harness import (
     run,
 )
 from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mode_of
+from tests.examples import grid
 
 PROMPTS = 6
 NEW_TOKENS = 40
@@ -94,7 +95,9 @@ def undisturbed(model: Model, name: str) -> Outcome:
     return run(model, requests(model, Off(), SAMPLINGS[name]), Setup(max_num_seqs=1))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", grid(SAMPLINGS, quick={"repetition, greedy", "everything"}.__contains__)
+)
 def test_drafts_do_not_change_results(shipped: Model, sampling: str) -> None:
     """Drafts and preemptions do not change tokens, text or log probabilities."""
     alone = undisturbed(shipped, sampling)

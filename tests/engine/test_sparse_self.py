@@ -43,11 +43,12 @@ from tests.engine.harness import (
 )
 from tests.engine.reference_logits import adjusted
 from tests.engine.test_joint_distribution import NEW_TOKENS, VOCAB, write_checkpoint
+from tests.examples import grid
 from tests.kernels.distributions import ALPHA, filtered_distribution, p_value
 
 NAME = "sparse_self"
 BUDGET, SINK = 64, 16
-TEMPERATURES = (0.0, 0.8)
+TEMPERATURES = grid((0.0, 0.8), quick=lambda temperature: temperature > 0)
 
 # Most contexts exceed the budget: prompts have 40 to 240 tokens and outputs 48.
 BATCHINGS = {

@@ -126,7 +126,7 @@ def check_drafts(mode: str, run: GrammarRun) -> None:
         assert run.preemptions > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["forced alone", "hostile"])
 def test_outputs_of_some_schemas_are_valid_in_every_mode(
     shipped: Model, mode: str, record_testsuite_property
 ) -> None:
@@ -161,7 +161,7 @@ def person(model: Model, name: str, setup: Setup, **settings: object) -> Generat
     return with_grammar(request(name, prompt, setup.policy, **settings), schema_spec(PERSON))
 
 
-@pytest.mark.parametrize("mode", ["ngram", "hostile"])
+@pytest.mark.parametrize("mode", [pytest.param("ngram", marks=pytest.mark.long), "hostile"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -202,7 +202,7 @@ def test_stop_string_cuts_a_structured_output_at_the_same_token(shipped: Model) 
     assert "age" not in runs[0].text
 
 
-@pytest.mark.parametrize("mode", ["ngram", "hostile"])
+@pytest.mark.parametrize("mode", [pytest.param("ngram", marks=pytest.mark.long), "hostile"])
 def test_resumed_choice_continues_its_structured_output(shipped: Model, mode: str) -> None:
     """A choice resumed at any token ends like the undisturbed run."""
     setup = setup_of(mode)

@@ -20,6 +20,7 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
 from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one, mode_of
+from tests.examples import grid
 
 NEW_TOKENS = 24
 
@@ -82,7 +83,7 @@ def crowded(model: Model) -> Setup:
     return Setup(policy, proposers, max_num_seqs=6, max_step_tokens=50, num_blocks=32)
 
 
-@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("kind", grid(SAMPLING, quick={"penalties", "filters"}.__contains__))
 def test_a_batch_with_random_drafts_does_not_change_tokens(
     kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
@@ -98,7 +99,7 @@ def test_a_batch_with_random_drafts_does_not_change_tokens(
     assert outcome.leaked_blocks == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "penalties"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "penalties"])
 def test_exact_bfloat16_does_not_change_tokens(
     kind: str, shipped_bfloat16: Model, prompts: list[list[int]]
 ) -> None:
@@ -119,7 +120,9 @@ def test_exact_bfloat16_does_not_change_tokens(
         assert run(model, [again], setup).tokens["0", 0] == whole[cut:]
 
 
-@pytest.mark.parametrize("kind", ["plain", "penalties", "late stop"])
+@pytest.mark.parametrize(
+    "kind", grid(("plain", "penalties", "late stop"), quick={"late stop"}.__contains__)
+)
 def test_a_cached_prompt_gives_the_same_tokens(
     kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
@@ -135,7 +138,9 @@ def test_a_cached_prompt_gives_the_same_tokens(
     assert cold.cached_tokens < warm.cached_tokens
 
 
-@pytest.mark.parametrize("kind", ["sampled", "penalties", "late stop"])
+@pytest.mark.parametrize(
+    "kind", grid(("sampled", "penalties", "late stop"), quick={"penalties"}.__contains__)
+)
 def test_a_choice_resumed_at_any_position_continues_identically(
     kind: str, shipped: Model, prompts: list[list[int]]
 ) -> None:
