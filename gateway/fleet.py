@@ -110,6 +110,13 @@ class FleetWorker:
         return self.drained or (isinstance(backend, PeerBackend) and backend.leaving)
 
     @property
+    def supplies_blocks(self) -> bool:
+        """Whether other workers may pull its KV blocks, also while it is leaving."""
+        backend = self.backend
+        serves = backend.failure is None or (isinstance(backend, PeerBackend) and backend.leaving)
+        return serves and not self.hung
+
+    @property
     def server(self) -> str | None:
         """URL of the server that runs the worker, or None for a worker of this node."""
         if isinstance(self.backend, PeerBackend):

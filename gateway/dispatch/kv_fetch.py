@@ -47,7 +47,7 @@ class KvFetcher:
     async def fetch_resumed(self, run: Run, placed: Placement) -> None:
         """Pull the prefixes of a resumed request, as far as this is predicted to save time."""
         sink, form = placed.worker, placed.worker.kv_format
-        sources = [one for one in self._fleet.open if can_supply(one, sink)]
+        sources = self._sources(sink)
         if form is None or not sources:
             return
         for hashes in await offload(_chains, placed.request, form.block_tokens):
@@ -77,13 +77,18 @@ class KvFetcher:
             return
         usable = (len(placed.request.prompt_ids) - 1) // form.block_tokens
         source, most = None, min(known, usable)
-        for one in self._fleet.open:
+        for one in self._sources(sink):
             blocks = min(cached_blocks.get(one.worker_id, 0), usable)
-            if blocks > most and can_supply(one, sink):
+            if blocks > most:
                 source, most = one, blocks
         if source is None:
             return
         await reported(run, self._fetch_cached(hashes[:most], source, sink, form, known))
+
+    def _sources(self, sink: FleetWorker) -> list[FleetWorker]:
+        """Return the workers from which a worker may pull blocks, also those that are leaving."""
+        workers = self._fleet.workers
+        return [one for one in workers if one.supplies_blocks and can_supply(one, sink)]
 
     async def copy(
         self, run: Run, request: GenerationRequest, source: FleetWorker, sink: FleetWorker
