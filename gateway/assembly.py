@@ -44,6 +44,7 @@ class WaitingRules:
         bounds: bounds of the queue.
         most_resumes: maximum number of times that a request may resume on another worker.
         shared: whether other gateways use the same workers, which makes leases binding.
+        moves: whether the streams of a worker that is leaving move to other workers.
     """
 
     ordering: str = "fair"
@@ -52,6 +53,7 @@ class WaitingRules:
     routing: str = "least_cost"
     most_resumes: int = MOST_RESUMES
     shared: bool = False
+    moves: bool = True
 
 
 def loop_time_s() -> float:
@@ -98,9 +100,11 @@ def build_dispatcher(
     else:
         appointments = Appointments(most=0)
     sharing = Sharing(store, history, appointments, loop_time_s)
-    return Dispatcher(
+    dispatcher = Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing, rules.most_resumes)
     )
+    dispatcher.moves.enabled = rules.moves
+    return dispatcher
 
 
 def build_forwarder(

@@ -94,6 +94,7 @@ class Node:
             config.routing,
             config.max_resumes,
             shared=config.join is not None,
+            moves=not config.no_moves,
         )
         self.dispatcher = build_dispatcher(
             fleet,

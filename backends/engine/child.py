@@ -10,8 +10,10 @@ import logging
 import os
 import socket
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Final
 
 from draftgate.backends.engine.channel import SocketChannel
@@ -47,6 +49,8 @@ class Reports:
     def __init__(self, channel: SocketChannel[Command]) -> None:
         """Send the reports over this channel."""
         self._channel = channel
+        self._results: SimpleQueue[KvReply] = SimpleQueue()
+        threading.Thread(target=self._send_results, daemon=True).start()
 
     def loading(self, share: float) -> None:
         """Report the progress of loading, 0 to 1."""
@@ -61,12 +65,16 @@ class Reports:
         self._send(Update(batch, load))
 
     def exchanged(self, call_id: int, result: KvResult) -> None:
-        """Send the result of an operation on the KV blocks."""
-        self._send(KvReply(call_id, result))
+        """Send the result of an operation on the KV blocks, while the engine's thread continues."""
+        self._results.put(KvReply(call_id, result))
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ended the engine."""
         self._send(Failed(type(error).__name__, str(error)))
+
+    def _send_results(self) -> None:
+        while True:
+            self._send(self._results.get())
 
     def _send(self, message: Report) -> None:
         with suppress(OSError):  # the main thread also notices that the gateway has ended

@@ -61,6 +61,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     max_resumes: Count = MOST_RESUMES
     """Maximum number of times that a request may resume on another worker."""
 
+    no_moves: bool = False
+    """Let the streams of a worker that shuts down end there or resume later, instead of moving them
+    with their KV blocks."""
+
     upstream: Annotated[tuple[str, ...], kind("urls")] = ()
     """Address of a server that runs requests, for the backends openai and peer. Repeatable."""
 
@@ -223,7 +227,7 @@ _PANELS: Final = {
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",
     "Queueing and routing": "ordering admission routing max_queued queue_timeout_s shed_priority "
-    "max_resumes",
+    "max_resumes no_moves",
     "Devices and memory": "device devices kv_bytes gpu_memory_utilization threads own_process",
     "Cluster": "join pool no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "

@@ -169,7 +169,8 @@ class Attempt:
         interruption = None
         if isinstance(error, asyncio.CancelledError):
             interruption = self.reading.interruption()
-        await self._end(None if isinstance(interruption, StreamMoved) else error)
+        moved = isinstance(interruption or error, StreamMoved)
+        await self._end(None if moved else error)
         if interruption is not None:
             raise interruption from None
 

@@ -57,7 +57,11 @@ class InFlight:
 
 
 class Dispatcher:
-    """A dispatcher that runs jobs on the workers of a fleet and counts running requests."""
+    """A dispatcher that runs jobs on the workers of a fleet and counts running requests.
+
+    Attributes:
+        moves: moves the streams of workers that are leaving.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Dispatcher:
         replicator = Replicator(fleet, queue.router, queue.now_s)
         parts = Parts(queue, admission, placer, leases, Watchdog(), kv, replicator)
         self._failover = Failover(fleet, parts, most_resumes)
+        self.moves = self._failover.moves
         self._counted = InFlight(fleet, lifecycle)
 
     @property

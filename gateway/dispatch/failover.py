@@ -62,7 +62,11 @@ class _Lost:
 
 
 class Failover:
-    """A runner of prompts, which uses several workers if necessary."""
+    """A runner of prompts, which uses several workers if necessary.
+
+    Attributes:
+        moves: moves the streams of workers that are leaving.
+    """
 
     def __init__(self, fleet: Fleet, parts: Parts, most_resumes: int) -> None:
         """Serve a fleet, which may start later.
@@ -73,7 +77,7 @@ class Failover:
         self._fleet = fleet
         self._parts = parts
         self._queue = parts.queue
-        self._moves = Moves(fleet, parts)
+        self.moves = Moves(fleet, parts)
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
@@ -96,7 +100,7 @@ class Failover:
                     attempt = Attempt(self._parts, run, index, request, routed, output)
                 before = output.tokens
                 try:
-                    async with attempt as deltas, self._moves.watching(stream, attempt):
+                    async with attempt as deltas, self.moves.watching(stream, attempt):
                         if lost is not None:
                             _record_resume(run, index, lost, attempt.placed)
                         reading = attempt.reading
@@ -104,6 +108,7 @@ class Failover:
                         async for delta in deltas:
                             attempt.observe(delta)
                             yield delta
+                            stream.check_moved()
                             reading.waiting = True
                     if not output.is_complete:
                         raise BackendFailed(_CUT_OFF)

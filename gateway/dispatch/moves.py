@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from contextvars import Context
 from functools import partial
@@ -57,12 +57,16 @@ class Moves:
     """The moves of a node's streams.
 
     Use the object only on the thread of the event loop.
+
+    Attributes:
+        enabled: whether streams may move.
     """
 
     def __init__(self, fleet: Fleet, parts: Parts) -> None:
         """Start without streams."""
         self._fleet = fleet
         self._parts = parts
+        self.enabled = True
         self._now_s = parts.queue.now_s
         self._streams: dict[FleetWorker, dict[Stream, None]] = {}
         self._moving: dict[Stream, asyncio.Task[None]] = {}
@@ -99,7 +103,7 @@ class Moves:
             self._schedule()
 
     def _schedule(self) -> None:
-        if self._streams and self._timer is None:
+        if self.enabled and self._streams and self._timer is None:
             loop = asyncio.get_running_loop()
             # An empty context keeps request ids out of the log lines.
             self._timer = loop.call_later(CHECK_INTERVAL_S, self._check, context=Context())
@@ -130,10 +134,9 @@ class Moves:
         return [worker for worker in self._fleet.open if can_supply(source, worker)]
 
     def _may_move(self, stream: Stream) -> bool:
-        """Return whether a stream decodes, is read at full speed, and does not move yet."""
-        decodes = stream.attempt.reading.decodes and stream.run.pace is Pace.FULL
+        """Return whether a stream decodes and does not move yet."""
         moves = stream in self._moving or stream.successor is not None
-        return decodes and not moves and stream.retry_s <= self._now_s()
+        return stream.attempt.reading.decodes and not moves and stream.retry_s <= self._now_s()
 
     def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
         """Return the policy's view of a stream that could move to a worker like `sink`."""
@@ -194,10 +197,11 @@ class Moves:
             end = await self._copy(stream, successor.placed.worker, move)
             if end is not MoveEnd.MOVED:
                 return end
-            await _boundary(stream.attempt)
-            move.note_delta()
-            if _is_exact(stream, successor):
-                return await self._overlap(stream, successor, move)
+            if not _is_slow(stream):
+                await _boundary(stream.attempt)
+                move.note_delta()
+                if _is_exact(stream, successor):
+                    return await self._overlap(stream, successor, move)
             stream.hand_over(successor, move)
             return end
         finally:
@@ -228,9 +232,11 @@ class Moves:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
         kv, run, source = self._parts.kv, stream.run, _worker(stream)
         missing: Missing | None = None
-        held = 0
+        held: dict[int, int] = {}  # leading blocks of each choice
         while (step := next_step(move.stages, missing)) in (MoveStep.COPY, MoveStep.WAIT):
             if step is MoveStep.WAIT:
+                if _is_slow(stream):
+                    return MoveEnd.MOVED  # the client waits for nothing
                 await _boundary(stream.attempt)
             else:
                 request = stream.output.rest("")
@@ -241,7 +247,12 @@ class Moves:
                     return MoveEnd.NO_ROOM
                 if TransferEnd.FAILED in ends or sink not in self._fleet.open:
                     return MoveEnd.FAILED
-                held = min(fetch.known_blocks + fetch.blocks for fetch in fetches)
+                held = {
+                    choice.choice: fetch.known_blocks + fetch.blocks
+                    for choice, fetch in zip(request.choices, fetches, strict=True)
+                }
+            if stream.output.is_complete:
+                return MoveEnd.ENDED
             missing = _missing(stream, held)
         return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
 
@@ -301,13 +312,27 @@ def _worker(stream: Stream) -> FleetWorker:
     return stream.attempt.placed.worker
 
 
-def _missing(stream: Stream, held_blocks: int) -> Missing:
-    """Return what a destination lacks of the longest choice if it holds some leading blocks."""
+def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
+    """Return what a destination lacks of the choice of which it lacks most.
+
+    Args:
+        held_blocks: leading blocks that it holds, by choice.
+    """
     source, prompt = _worker(stream), len(stream.run.requests[stream.index].prompt_ids)
-    form, context = source.kv_format, prompt + max(stream.output.lengths, default=0)
+    form, output = source.kv_format, stream.output
     assert form is not None
-    tokens = context - held_blocks * form.block_tokens
+    lengths = zip(output.open_choices, output.lengths, strict=True)
+    contexts = {choice: prompt + length for choice, length in lengths}
+    tokens, context = max(
+        (context - held_blocks[choice] * form.block_tokens, context)
+        for choice, context in contexts.items()
+    )
     return Missing(tokens, context, form.block_tokens, source.backend.load().speed)
+
+
+def _is_slow(stream: Stream) -> bool:
+    """Return whether a client reads slowly, so that the gateway has not read all deltas."""
+    return stream.run.pace is not Pace.FULL
 
 
 def _is_exact(stream: Stream, successor: Attempt) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Final
 
 from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, GenerationRequest
@@ -14,6 +15,8 @@ from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.run import Move, Run
 from draftgate.gateway.telemetry.span_attributes import describe_move
 from draftgate.policies.moves import MoveEnd, MoveReason
+
+_MOVED: Final = "the stream moved to another worker"
 
 
 class Stream:
@@ -48,10 +51,18 @@ class Stream:
         return self.output.rest(f"{request_id}.{next(self._numbers)}")
 
     def hand_over(self, successor: Attempt, move: Migration) -> None:
-        """Interrupt the reader, which continues with a prepared attempt."""
+        """Let the reader continue with a prepared attempt.
+
+        A reader that waits for a delta is interrupted. Another one notices at its next delta.
+        """
         self.successor, self._move = successor, move
         successor.on_delta = self._observe_first
-        self.attempt.reading.interrupt(StreamMoved("the stream moved to another worker"))
+        self.attempt.reading.interrupt(StreamMoved(_MOVED))
+
+    def check_moved(self) -> None:
+        """Raise `StreamMoved` if the reader must continue with a successor."""
+        if self.successor is not None:
+            raise StreamMoved(_MOVED)
 
     def _observe_first(self, delta: Delta) -> None:
         """End the move with the first new token of the destination."""

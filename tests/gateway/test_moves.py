@@ -32,6 +32,7 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.moves import MOST_FAILURES, VERIFIED_TOKENS, MoveEnd
 from draftgate.policies.resilience.failover import Cause
+from draftgate.policies.types import Pace
 from tests.examples import examples
 from tests.gateway.harness import client, eventually, running, until
 from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, OwnFormat, make_job, undisturbed
@@ -147,6 +148,16 @@ def test_all_choices_move_together(n: int, speculation: str) -> None:
     assert outcome.computed_tokens <= 64 * n
 
 
+def test_choices_of_different_lengths_move() -> None:
+    """A prompt moves although drafts have made some of its choices much longer than others."""
+    job = make_job(300, n=8, output_tokens=1500)
+    config = structs.replace(CONFIG, speculation="fixed:3")
+    outcome = run_scenario(drained(job, Counting, config, after_deltas=3000))
+    assert outcome.choices == undisturbed(job)
+    (move,) = outcome.watch.moves
+    assert move.end is MoveEnd.MOVED
+
+
 class Wrong(SimBackend):
     """A simulated worker that adds other tokens to resumed choices after their first tokens."""
 
@@ -183,6 +194,34 @@ def test_worker_without_an_exact_class_is_not_compared() -> None:
     (move,) = outcome.watch.moves
     assert move.end is MoveEnd.MOVED
     assert move.verified_tokens == 0
+
+
+@pytest.mark.parametrize("pace", [Pace.SPARING, Pace.PAUSED])
+def test_stream_of_a_slow_reader_moves(pace: Pace) -> None:
+    """The stream of a client that reads slowly moves with its blocks when the client reads on."""
+    job = make_job(1000, output_tokens=OUTPUT_TOKENS)
+
+    async def scenario() -> None:
+        async with dispatching(Counting, 2, config=CONFIG) as dispatched:
+            watch, choice = RecordingWatch(), Choice()
+            async with dispatched.dispatcher.run(job, watch=watch) as run:
+                source = None
+                async for delta in run.deltas:
+                    choice.append(delta)
+                    if source is None and len(choice.token_ids) >= 20:
+                        source = run.placed[0].worker
+                        source.drained = True
+                        run.set_pace(pace)
+                        await asyncio.sleep(3.0)
+                        run.set_pace(Pace.SPARING)
+            (move,) = watch.moves
+            assert move.end is MoveEnd.MOVED
+            assert [choice] == undisturbed_choices
+            (sink,) = (one for one in dispatched.fleet.workers if one is not source)
+            assert 0 < sink.backend.computed_tokens <= 64
+
+    undisturbed_choices = undisturbed(job)
+    run_scenario(scenario())
 
 
 class Inexact(Counting):
