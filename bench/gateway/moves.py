@@ -5,7 +5,9 @@
 The engines run in their own processes, as the workers of one gateway. The first part moves one
 stream at a time, for several lengths of its context. It compares the pause of the client at the
 switch with the median pause, and with the time in which an idle engine computes the context. The
-second part drains an engine that runs several streams.
+second part compares the steps of both engines during moves with their usual steps. The third part
+drains an engine that runs several streams. The last part restarts each of three nodes under load,
+with and without moves.
 """
 
 from __future__ import annotations
@@ -16,122 +18,43 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any, Final
 
 from msgspec import structs
 
+from bench.gateway.move_effects import measure_effects
+from bench.gateway.moved_streams import (
+    BEGUN_TOKENS,
+    Observed,
+    dispatching,
+    job_of,
+    run_job,
+)
+from bench.gateway.rolling_restart import measure_restart
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.backend import EngineBackend
-from draftgate.backends.token_ids import compact
-from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
-from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.assembly import WaitingRules
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Move, Resume
+from draftgate.gateway.dispatch.run import Move
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.policies.moves import MoveEnd
-from draftgate.policies.registry import speculation_policy
-from draftgate.policies.resilience.failover import Cause, GivenUp
 
 CONTEXTS: Final = (256, 1000, 4000, 7600)
 ROUNDS: Final = 10
-OUTPUT_TOKENS: Final = 500
-BEGUN_TOKENS: Final = 40
-"""Output tokens of a stream before its worker is drained."""
-
 CONFIG: Final = WorkerConfig(
     speculation="off", threads=1, max_model_len=8192, kv_bytes=640 << 20, own_process=True
 )
-
-
-@dataclass
-class Observed:
-    """An observer of a job, and the times of its deltas."""
-
-    times_s: list[float] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
-    resumes: list[Resume] = field(default_factory=list)
-    switched: int = 0  # number of deltas before the last switch
-
-    def placed(self, placed: Placement) -> None:
-        """Ignore a placement."""
-
-    def resumed(self, resume: Resume) -> None:
-        """Record a switch."""
-        self.resumes.append(resume)
-        self.switched = len(self.times_s)
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Ignore the end of a prompt, which raises an error."""
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Ignore a transfer, which is part of a move."""
-
-    def moved(self, move: Move) -> None:
-        """Record a move."""
-        self.moves.append(move)
-
-    def extra_gap_s(self) -> float:
-        """Return the pause at the switch, without the median pause."""
-        gaps = [later - earlier for earlier, later in pairwise(self.times_s)]
-        return gaps[self.switched - 1] - median(gaps)
-
-    def computed_tokens(self, block_tokens: int) -> int:
-        """Return the tokens that the destination computed although the source had done so."""
-        (resume,) = self.resumes
-        held = sum(move.blocks for move in self.moves if move.end is MoveEnd.MOVED) * block_tokens
-        return len(resume.placed.request.prompt_ids) + resume.kept_tokens - held
 
 
 @asynccontextmanager
 async def two_engines(config: WorkerConfig) -> AsyncIterator[tuple[Dispatcher, Fleet]]:
     """Run two engines and a dispatcher for them."""
     configs = [structs.replace(config, device_index=index) for index in range(2)]
-    fleet, lifecycle = Fleet(lambda: EngineBackend, configs), Lifecycle()
-    try:
-        await fleet.start_with(EngineBackend, "w")
-        lifecycle.move_to(NodeState.READY)
-        dispatcher = build_dispatcher(
-            fleet,
-            MemoryStore(loop_time_s),
-            lifecycle,
-            Decisions(None, loop_time_s),
-            speculation_policy(config.speculation),
-            WaitingRules(admission="none"),
-            quotas={},
-            draw=Random(0).random,
-        )
-        yield dispatcher, fleet
-    finally:
-        await fleet.stop()
-
-
-def job_of(tokens: int, seed: int, output_tokens: int = OUTPUT_TOKENS) -> Job:
-    """Return a job with a random prompt, which no engine has in its cache."""
-    draw = Random(seed)
-    prompt = compact([draw.randrange(300, 2000) for _ in range(tokens)])
-    sampling = SamplingParams(1, seed=seed, ignore_eos=True)
-    return Job(f"r{seed}", (prompt,), sampling, output_tokens)
-
-
-async def run_job(dispatcher: Dispatcher, job: Job, observed: Observed, begun: Any = None) -> None:
-    """Run a job, and call `begun` with its worker after `BEGUN_TOKENS` deltas."""
-    async with dispatcher.run(job, watch=observed) as run:
-        async for _ in run.deltas:
-            observed.times_s.append(time.perf_counter())
-            if begun is not None and len(observed.times_s) == BEGUN_TOKENS:
-                begun(run.placed[0].worker)
+    async with dispatching(EngineBackend, configs, WaitingRules(admission="none")) as running:
+        yield running
 
 
 async def first_token_s(dispatcher: Dispatcher, job: Job) -> float:
@@ -206,8 +129,6 @@ async def measure_drain(
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [str(one) for one in ended if not isinstance(one, asyncio.CancelledError)]
-    form = sink.kv_format
-    assert form is not None
     moved = [one for one in observed if one.resumes]
     source.drained = False
     return {
@@ -217,14 +138,16 @@ async def measure_drain(
         "left": source.usage.sequences,
         "failed": failed,
         "moved": len(moved),
-        "most_computed_tokens": max(one.computed_tokens(form.block_tokens) for one in moved),
+        "most_computed_tokens": max((one.computed_tokens for one in moved), default=0),
         "extra_gap_s": sorted(round(one.extra_gap_s(), 6) for one in moved),
         "ends": sorted(move.end.value for one in observed for move in one.moves),
     }
 
 
-async def measure(contexts: Sequence[int], rounds: int, streams: int) -> dict[str, Any]:
-    """Run both parts, and print their results."""
+async def measure(
+    contexts: Sequence[int], rounds: int, streams: int, restarted: int
+) -> dict[str, Any]:
+    """Run all parts, and print their results."""
     found: dict[str, Any] = {"gaps": {}}
     async with two_engines(CONFIG) as (dispatcher, fleet):
         for tokens in contexts:
@@ -234,8 +157,18 @@ async def measure(contexts: Sequence[int], rounds: int, streams: int) -> dict[st
             ratio = result["compute_over_gap"]
             print(f"{tokens} tokens: extra gap {gap_ms:.1f} ms, {ratio} times below", flush=True)
         if streams:
+            found["effects"] = effects = await measure_effects(dispatcher, fleet, 7000, rounds)
+            print(
+                f"steps: {effects['source_step_ratio']}, {effects['sink_step_ratio']}", flush=True
+            )
             found["drain"] = result = await measure_drain(dispatcher, fleet, streams, 4000)
             print(f"drain of {streams} streams: {result['drained_s']} s", flush=True)
+    found["restarts"] = []
+    for moves in (False, True) if restarted else ():
+        result = await measure_restart(4000, restarted, moves=moves)
+        found["restarts"].append(result)
+        gap_s, computed = result["longest_gap_s"], result["computed_tokens"]
+        print(f"restart, moves {moves}: gap {gap_s:.2f} s, {computed} tokens", flush=True)
     return found
 
 
@@ -246,11 +179,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--streams", type=int, default=16, help="drained streams, or 0 for none")
+    parser.add_argument("--restarted", type=int, default=6, help="streams during restarts, or 0")
     parser.add_argument("--allow-busy", action="store_true")
     args = parser.parse_args(arguments)
     facts = provenance()
     require_quiet(facts, allow_busy=args.allow_busy)
-    found = asyncio.run(measure(args.contexts, args.rounds, args.streams))
+    found = asyncio.run(measure(args.contexts, args.rounds, args.streams, args.restarted))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**facts, **found}, indent=1)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from bench.harness.processes import cpu_s, free_port, start, stop, wait_until_up
 from draftgate.loadgen.measuring.metrics import percentile
 
-_SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
+SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
 _PROC: Final = Path("/proc")
 _PAGE_BYTES: Final = resource.getpagesize()
 _BEGUN: Final = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -70,7 +70,7 @@ def run_server(
     """
     port = free_port()
     log = folder / f"server-{port}.log"
-    command = [*_SERVE, "--backend", backend, "--port", str(port), "--log-level", "error", *flags]
+    command = [*SERVE, "--backend", backend, "--port", str(port), "--log-level", "error", *flags]
     process = start(command, core, log, variables)
     try:
         try:

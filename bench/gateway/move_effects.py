@@ -1,0 +1,87 @@
+"""The effect of a move on the steps of both workers, and on the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+from bench.gateway.moved_streams import BEGUN_TOKENS, Observed, job_of, run_job, until
+from bench.harness.loop_turns import longest_turn
+from bench.harness.servers import quantiles
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.fleet import Fleet
+
+OTHER_TOKENS = 500
+"""Context of the stream that stays on the destination."""
+
+ENOUGH_S = 0.5
+"""Time of each round with both streams and without a move."""
+
+
+async def measure_effects(
+    dispatcher: Dispatcher, fleet: Fleet, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Move streams to a worker that runs another stream.
+
+    A pause between two deltas is a step of their worker. The steps of the source and of the
+    destination are those before a move and during the copy. Afterwards the destination runs one
+    more sequence. The deltas of the other stream are those before and during the whole move.
+    """
+    names = ("source", "source_copies", "sink", "sink_copies", "other_moves")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    turns = []
+    for number in range(rounds):
+        other, moving = Observed(), Observed()
+        jobs = [
+            job_of(length, 55_000_000 + 2 * number + index, 7000 - length)
+            for index, length in enumerate((OTHER_TOKENS, tokens))
+        ]
+        tasks = []
+        for job, observed in zip(jobs, (other, moving), strict=True):
+            tasks.append(asyncio.create_task(run_job(dispatcher, job, observed)))
+            await until(partial(_has_begun, observed), tasks)
+        since_s = time.perf_counter()
+        await asyncio.sleep(ENOUGH_S)
+        source = fleet.workers[1]  # the first worker was free for the first stream
+        assert source.usage.sequences == 1
+        began_s = time.perf_counter()
+        source.drained = True
+        with longest_turn() as turn:
+            await until(partial(_has_moved, moving), tasks)
+        ended_s = time.perf_counter()
+        turns.append(turn)
+        found["source"] += moving.gaps_s(since_s, began_s)
+        found["source_copies"] += moving.gaps_s(began_s, moving.copied_s)
+        found["sink"] += other.gaps_s(since_s, began_s)
+        found["sink_copies"] += other.gaps_s(began_s, moving.copied_s)
+        found["other_moves"] += other.gaps_s(began_s, ended_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        source.drained = False
+        await until(lambda: not any(one.backend.load().running for one in fleet.workers))
+    return {
+        "tokens": tokens,
+        "delta_s": {name: quantiles(gaps) for name, gaps in found.items()},
+        "deltas": {name: len(gaps) for name, gaps in found.items()},
+        "source_step_ratio": _ratio(found["source_copies"], found["source"]),
+        "sink_step_ratio": _ratio(found["sink_copies"], found["sink"]),
+        "longest_turn_s": max(turn.seconds for turn in turns),
+        "longest_turn_cpu_s": max(turn.cpu_s for turn in turns),
+    }
+
+
+def _has_begun(observed: Observed) -> bool:
+    return len(observed.times_s) >= BEGUN_TOKENS
+
+
+def _has_moved(observed: Observed) -> bool:
+    return bool(observed.resumes)
+
+
+def _ratio(moving: Sequence[float], usual: Sequence[float]) -> float:
+    return round(median(moving) / median(usual), 4)

@@ -1,0 +1,144 @@
+"""Streams whose worker changes, as a client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Final
+
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.dispatch.run import Move, Resume
+from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.resilience.failover import Cause, GivenUp
+
+OUTPUT_TOKENS: Final = 500
+BEGUN_TOKENS: Final = 40
+"""Output tokens of a stream before its worker is drained."""
+
+
+@dataclass
+class Observed:
+    """An observer of a job, and the times of its deltas.
+
+    Attributes:
+        copied_s: end of the last transfer of blocks.
+        computed_tokens: tokens that a worker computed although another worker had done so.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    copied_s: float = 0.0
+    computed_tokens: int = 0
+    _held_blocks: dict[str, int] = field(default_factory=dict)  # by worker, since the last switch
+    _switched: int = 0  # number of deltas before the last switch
+
+    def placed(self, placed: Placement) -> None:
+        """Ignore a placement."""
+
+    def resumed(self, resume: Resume) -> None:
+        """Record a switch."""
+        worker = resume.placed.worker
+        self.resumes.append(resume)
+        self._switched = len(self.times_s)
+        known = len(resume.placed.request.prompt_ids) + resume.kept_tokens
+        form, blocks = worker.kv_format, self._held_blocks.get(worker.worker_id, 0)
+        self.computed_tokens += known - (0 if form is None else blocks * form.block_tokens)
+        self._held_blocks.clear()
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        """Ignore the end of a prompt, which raises an error."""
+
+    def fetched(self, fetch: KvFetch) -> None:
+        """Record a transfer."""
+        self._held_blocks[fetch.sink] = fetch.known_blocks + fetch.blocks
+        self.copied_s = time.perf_counter()
+
+    def moved(self, move: Move) -> None:
+        """Record a move."""
+        self.moves.append(move)
+
+    def extra_gap_s(self) -> float:
+        """Return the pause at the switch, without the median pause."""
+        gaps = self.gaps_s()
+        return gaps[self._switched - 1] - median(gaps)
+
+    def gaps_s(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
+        """Return the pauses between deltas in a time interval."""
+        return [b - a for a, b in pairwise(self.times_s) if begin_s <= a and b <= end_s]
+
+
+def job_of(tokens: int, seed: int, output_tokens: int = OUTPUT_TOKENS) -> Job:
+    """Return a job with a random prompt, which no engine has in its cache."""
+    draw = Random(seed)
+    prompt = compact([draw.randrange(300, 2000) for _ in range(tokens)])
+    sampling = SamplingParams(1, seed=seed, ignore_eos=True)
+    return Job(f"r{seed}", (prompt,), sampling, output_tokens)
+
+
+async def run_job(
+    dispatcher: Dispatcher,
+    job: Job,
+    observed: Observed,
+    begun: Callable[[FleetWorker], None] | None = None,
+) -> None:
+    """Run a job, and call `begun` with its worker after `BEGUN_TOKENS` deltas."""
+    async with dispatcher.run(job, watch=observed) as run:
+        async for _ in run.deltas:
+            observed.times_s.append(time.perf_counter())
+            if begun is not None and len(observed.times_s) == BEGUN_TOKENS:
+                begun(run.placed[0].worker)
+
+
+@asynccontextmanager
+async def dispatching(
+    factory: BackendFactory, configs: Sequence[WorkerConfig], rules: WaitingRules
+) -> AsyncIterator[tuple[Dispatcher, Fleet]]:
+    """Run workers and a dispatcher for them, as a node does, but without HTTP."""
+    fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
+    try:
+        await fleet.start_with(factory, "w")
+        lifecycle.move_to(NodeState.READY)
+        dispatcher = build_dispatcher(
+            fleet,
+            MemoryStore(loop_time_s),
+            lifecycle,
+            Decisions(None, loop_time_s),
+            speculation_policy("off"),
+            rules,
+            quotas={},
+            draw=Random(0).random,
+        )
+        yield dispatcher, fleet
+    finally:
+        await fleet.stop()
+
+
+async def until(condition: Callable[[], bool], tasks: Sequence[asyncio.Task[None]] = ()) -> None:
+    """Wait for a condition while tasks run.
+
+    Raises:
+        Exception: a task has failed.
+    """
+    while not condition():
+        for task in tasks:
+            if task.done():
+                task.result()
+        await asyncio.sleep(0.001)

@@ -1,0 +1,61 @@
+"""Small runs of the benchmark of moves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bench.gateway.moved_streams import Observed
+from bench.gateway.moves import measure
+from bench.gateway.rolling_restart import measure_restart
+from bench.harness.loop_turns import longest_turn
+
+
+@pytest.mark.long
+def test_moves_between_engines_are_measured() -> None:
+    """Each part has its figures, and streams move with few computed tokens."""
+    found = asyncio.run(measure((256,), 1, 2, 0))
+    assert found["gaps"]["256"]["moved"] == 1
+    effects = found["effects"]
+    assert min(effects["deltas"].values()) > 0
+    assert 0 < effects["longest_turn_cpu_s"] <= effects["longest_turn_s"]
+    drain = found["drain"]
+    assert (drain["moved"], drain["left"], drain["failed"]) == (2, 0, [])
+    assert 0 < drain["most_computed_tokens"] <= 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moves", [False, True])
+def test_rolling_restart_is_measured(*, moves: bool) -> None:
+    """Streams survive the restart of each node, with moves only if these are enabled."""
+    found = asyncio.run(measure_restart(600, 2, moves=moves, nodes=2))
+    assert not found["failed"]
+    assert found["resumed"] > 0
+    assert bool(found["ends"]) == moves
+    assert found["longest_gap_s"] > 0
+
+
+def test_longest_turn_is_that_of_the_longest_callback() -> None:
+    """A callback that takes long is found, and is no longer measured after the context."""
+
+    async def main() -> float:
+        with longest_turn() as turn:
+            asyncio.get_running_loop().call_soon(sum, range(10**6))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        found = turn.cpu_s
+        asyncio.get_running_loop().call_soon(sum, range(10**7))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert turn.cpu_s == found
+        return found
+
+    assert asyncio.run(main()) > 1e-3
+
+
+def test_pauses_of_a_stream_are_those_inside_an_interval() -> None:
+    """Only pauses whose both ends are in the interval count."""
+    observed = Observed(times_s=[1.0, 2.0, 4.0, 7.0])
+    assert observed.gaps_s() == [1.0, 2.0, 3.0]
+    assert observed.gaps_s(1.5, 6.0) == [2.0]
