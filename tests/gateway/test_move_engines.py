@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from draftgate.backends.base import KvEndpoint
 from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.kv_transfer import turns
 from draftgate.backends.token_ids import compact
@@ -25,7 +27,7 @@ from draftgate.gateway.dispatch.run import Run
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import SpeculationMode, WorkerLoad
 from tests.gateway.harness import eventually, needs_engine
-from tests.gateway.troubles import Choice, Dispatched, RecordingWatch, dispatching, run_job
+from tests.gateway.troubles import NEVER_S, Choice, Dispatched, RecordingWatch, dispatching, run_job
 
 pytestmark = needs_engine
 
@@ -58,8 +60,9 @@ def _quick_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let moves end within few steps of the small model, however slow this machine is."""
     monkeypatch.setattr(moves, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(moves, "RETRY_S", 0.0)
+    monkeypatch.setattr(moves, "MOVE_S", NEVER_S)
     monkeypatch.setattr(turns, "SERVING_SHARE", 1.0)
-    monkeypatch.setattr(turns, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(turns, "URGENT_SHARE", 1.0)
     monkeypatch.setattr(moves, "next_move", lambda views: 0 if views else None)
 
 
@@ -73,14 +76,14 @@ class SteppingEngine(EngineBackend):
         ran.wait(10.0)  # the event loop itself may wait for the end of the thread
 
 
-def job_of(kind: str, seed: int) -> Job:
+def job_of(kind: str, seed: int, output_tokens: int = OUTPUT_TOKENS) -> Job:
     tokenizer = Tokenizer(SHIPPED_MODEL)
     ids = compact(tokenizer.encode(f"# {seed}\n{PROMPT}"))
     sampling, fields = KINDS[kind]
     if fields.get("prediction_ids"):
         fields = {"prediction_ids": tuple(ids)}
     params = SamplingParams(1, seed=seed, ignore_eos="stop" not in sampling, **sampling)
-    return Job(f"r{kind}{seed}", (ids,), params, OUTPUT_TOKENS, tenant="t", **fields)
+    return Job(f"r{kind}{seed}", (ids,), params, output_tokens, tenant="t", **fields)
 
 
 async def moved(dispatched: Dispatched, job: Job, draw: Random) -> tuple[list[Choice], Counter]:
@@ -97,7 +100,7 @@ async def moved(dispatched: Dispatched, job: Job, draw: Random) -> tuple[list[Ch
             left -= len(delta.token_ids)
             if left <= 0:
                 drain_worker_of(run, dispatched)
-                left = draw.randint(20, 120)
+                left = draw.randint(10, 80)
     for worker in dispatched.fleet.workers:
         worker.drained = False
     await eventually(dispatched.is_idle)
@@ -110,23 +113,54 @@ def drain_worker_of(run: Run, dispatched: Dispatched) -> None:
         worker.drained = worker is run.placed[0].worker
 
 
-async def move_streams(kinds: Iterable[str]) -> Counter:
+async def compared_blocks(dispatched: Dispatched, job: Job, plain: Job, choices: list) -> int:
+    """Compare the blocks of a moved job with those of a run that computed all of them.
+
+    Returns:
+        The number of compared blocks on all workers.
+    """
+    compared = 0
+    for choice in choices:
+        tokens = [*job.prompts[0], *choice.token_ids][:-1]
+        for worker in dispatched.fleet.workers:
+            found = await bytes_of(worker.kv, job.tenant, tokens)
+            for other in dispatched.fleet.workers:
+                computed = await bytes_of(other.kv, plain.tenant, tokens)
+                size = min(len(found), len(computed))
+                assert found[:size] == computed[:size]
+                compared += size // worker.kv_format.block_bytes
+    return compared
+
+
+async def bytes_of(worker: KvEndpoint, tenant: str, tokens: list[int]) -> bytes:
+    """Return the bytes of the leading blocks that a worker holds."""
+    hashes: list[bytes] = []
+    extend_chain(hashes, tenant, tokens, 16)
+    return b"".join([bytes(chunk.data) async for chunk in worker.pull_blocks(hashes)])
+
+
+async def move_streams(
+    kinds: Iterable[str], output_tokens: int = OUTPUT_TOKENS, first_seed: int = 0
+) -> Counter:
     """Move one stream of each kind, and return the number of moves by their end."""
-    ends = Counter[MoveEnd]()
+    ends, compared = Counter[MoveEnd](), 0
     async with dispatching(SteppingEngine, 2, config=CONFIG) as dispatched:
-        for seed, kind in enumerate(kinds):
-            job = job_of(kind, seed)
+        for seed, kind in enumerate(kinds, first_seed):
+            job = job_of(kind, seed, output_tokens)
             choices, found = await moved(dispatched, job, Random(seed))
-            plain = await run_job(dispatched.dispatcher, replace(job, request_id=f"p{seed}"))
-            assert choices == plain, (kind, seed)
+            plain = replace(job, request_id=f"p{seed}", tenant="plain")
+            assert choices == await run_job(dispatched.dispatcher, plain), (kind, seed)
+            compared += await compared_blocks(dispatched, job, plain, choices)
             ends += found
             if ends[MoveEnd.MOVED] >= MOST_MOVES:
                 break
+    assert compared
     return ends
 
 
 async def test_moved_streams_keep_their_text() -> None:
-    """Texts, tokens and log probabilities of moved streams equal those of undisturbed runs."""
+    """Texts, tokens, log probabilities and blocks of moved streams equal those of undisturbed
+    runs."""
     ends = await move_streams(["several", "logprobs", "grammar", "draft_model"])
     assert ends[MoveEnd.MOVED]  # a stream may end before its move
     assert not ends[MoveEnd.REJECTED]
@@ -149,8 +183,8 @@ async def test_a_stream_moves_between_engines_in_their_own_processes() -> None:
 
 @pytest.mark.long
 async def test_500_random_moves_keep_every_text() -> None:
-    """Texts and log probabilities stay equal over 500 moves of streams of all kinds."""
-    ends = await move_streams(kind for _ in range(60) for kind in KINDS)
+    """Texts, log probabilities and blocks stay equal over 500 moves of streams of all kinds."""
+    ends = await move_streams((kind for _ in range(60) for kind in KINDS), 400)
     assert ends[MoveEnd.MOVED] >= 500
     assert not ends[MoveEnd.REJECTED]
     assert not ends[MoveEnd.FAILED]
