@@ -37,7 +37,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
-from draftgate.gateway.telemetry.live import Live
+from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
@@ -159,6 +159,11 @@ class Node:
                 )
             raise RuntimeError("the node is ready without a model")
         return self._served
+
+    def take_sample(self, others: Sequence[Activity] = ()) -> None:
+        """Take a sample for the live page, as `Live.take` does."""
+        self.metrics.before_reading()
+        self.live.take(others)
 
     async def start(self) -> None:
         """Load the model, or find a worker of another node.

@@ -1,14 +1,14 @@
 """The values of the metrics, and the page for Prometheus.
 
-Recording is plain arithmetic without locks on the thread of the event loop, because every delta
-changes some metrics. The package prometheus-client provides the metric families and text formats.
+Recording is plain arithmetic without locks on the thread of the event loop, because every request
+changes many metrics. The package prometheus-client provides the metric families and text formats.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -78,6 +78,16 @@ class HistogramSeries:
         """Count a value in its bucket."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Count values in their buckets, with less work for each than `observe`."""
+        ordered, before = sorted(values), 0
+        for bucket, bound in enumerate(self.bounds):
+            up_to = bisect_right(ordered, bound)
+            self.counts[bucket] += up_to - before
+            before = up_to
+        self.counts[-1] += len(ordered) - before
+        self.total += sum(ordered)
 
     def copy(self) -> HistogramSeries:
         """Return a snapshot."""

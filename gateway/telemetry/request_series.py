@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
-
-
-class Counting(Protocol):
-    """An observer that has not counted all of its deltas yet."""
-
-    def count(self) -> None:
-        """Count the deltas since the last call."""
-        ...
 
 
 class RequestSeries:
@@ -21,15 +11,16 @@ class RequestSeries:
 
     Attributes:
         metrics: all metrics of the node.
-        watches: the observers of running requests, which count their deltas before the metrics are
-            read.
+        new_tokens: number of generated tokens since the metrics were last read.
+        new_gaps_s: times in seconds between deltas of a choice since then.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         """Find the series, which start at zero."""
         self.metrics = metrics
-        self.watches: set[Counting] = set()
-        metrics.before_reading = self._count
+        self.new_tokens = 0
+        self.new_gaps_s: list[float] = []
+        metrics.before_reading = self._count_new
         self.prompt_tokens = metrics.scalar(metric.PROMPT_TOKENS)
         self.cached_tokens = metrics.scalar(metric.CACHED_TOKENS)
         self.generation_tokens = metrics.scalar(metric.GENERATION_TOKENS)
@@ -42,6 +33,9 @@ class RequestSeries:
         self.decode = metrics.histogram(metric.DECODE)
         self.gaps = metrics.histogram(metric.GAPS)
 
-    def _count(self) -> None:
-        for watch in self.watches:
-            watch.count()
+    def _count_new(self) -> None:
+        """Count the deltas since the last call, which is at most a second ago for the live page."""
+        self.generation_tokens.value += self.new_tokens
+        self.metrics.recent.tokens += self.new_tokens
+        self.gaps.observe_all(self.new_gaps_s)
+        self.new_tokens, self.new_gaps_s = 0, []

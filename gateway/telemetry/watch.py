@@ -84,8 +84,6 @@ class RequestWatch:
         self._last_s = self._arrival_s  # time of the last output of an upstream
         self._ttft_s: float | None = None
         self._latest_s: dict[int, float] = {}  # time of the last output, by choice
-        self._gaps_s: list[float] = []  # between outputs of a choice, not yet counted
-        self._counted_tokens = 0
         self._first_token_s: dict[int, float] = {}  # recorded by the worker, by choice
         self._generates = False
         self._n = 1  # choices per prompt
@@ -95,7 +93,6 @@ class RequestWatch:
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException | None] | None = None
         self._ended = False
-        series.watches.add(self)
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
         """Record the parameters of the request."""
@@ -213,27 +210,18 @@ class RequestWatch:
     def observe_text(self, delta: Delta) -> None:
         """Record a delta of nothing but tokens and text, as `observe` does.
 
-        This method must be cheap, because it runs for every delta. `count` does the rest.
+        This method must be cheap, because it runs for every delta.
         """
         now_s = self._clock()
-        choice = delta.choice
-        self.output_tokens += len(delta.token_ids)
+        choice, tokens, series = delta.choice, len(delta.token_ids), self._series
+        self.output_tokens += tokens
+        series.new_tokens += tokens
         latest_s = self._latest_s.get(choice)
         if latest_s is not None:
-            self._gaps_s.append(now_s - latest_s)
+            series.new_gaps_s.append(now_s - latest_s)
         self._latest_s[choice] = now_s
         if self._ttft_s is None and delta.text:
             self._first_output(now_s)
-
-    def count(self) -> None:
-        """Count the tokens and gaps of the deltas since the last call."""
-        tokens = self.output_tokens - self._counted_tokens
-        self._counted_tokens = self.output_tokens
-        self._series.generation_tokens.value += tokens
-        self._recent.tokens += tokens
-        for gap_s in self._gaps_s:
-            self._series.gaps.observe(gap_s)
-        self._gaps_s.clear()
 
     def progressed(self, output_events: int) -> None:
         """Record that bytes of an upstream's response pass to the client.
@@ -252,7 +240,6 @@ class RequestWatch:
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's response, once, after its end."""
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
-        self._counted_tokens = usage.output
         self._series.prompt_tokens.value += usage.prompt
         self._series.cached_tokens.value += usage.cached
         self._series.generation_tokens.value += usage.output
@@ -274,8 +261,6 @@ class RequestWatch:
         if self._ended:
             return
         self._ended = True
-        self._series.watches.discard(self)
-        self.count()
         if self._failure is not None:
             ending, status, error = self._failure
         seconds = self._clock() - self._arrival_s

@@ -188,7 +188,8 @@ async def test_streamed_text_is_the_whole_text(path: str) -> None:
         answer = await sending
         assert _text_of(answer.text) == 'One "two\n\\ three" é😀'
         assert '"total_tokens":' in answer.text
-        assert gateway.node.metrics.recent.tokens == 5
+        metrics = await http.get("/metrics")
+        assert 'draftgate_generation_tokens_total{model_name="scripted"} 5.0' in metrics.text
 
 
 async def test_whole_response_collects_direct_deltas(sim: Listening) -> None:

@@ -229,12 +229,12 @@ def test_page_has_no_foreign_addresses_and_no_inline_code() -> None:
 
 async def test_request_appears_in_the_next_sample(sim: Listening, http: httpx.AsyncClient) -> None:
     """The next sample contains the latencies, tokens and drafts of a request."""
-    live = sim.node.live
-    live.take()
+    node = sim.node
+    node.take_sample()
     response = await http.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 8})
     assert response.status_code == 200
-    live.take()
-    _, samples = await live.after(0)
+    node.take_sample()
+    _, samples = await node.live.after(0)
     sample = json.loads(samples[-1])
     assert sample["ttft_s"]["p50"] > 0
     assert sample["tpot_s"]["p99"] > 0

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
@@ -16,7 +18,13 @@ from draftgate.backends.types import Delta, FinishReason, Phases
 from draftgate.gateway.errors import QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
-from draftgate.gateway.telemetry.metrics import MOST_VALUES, OTHER, Metrics, shown_name
+from draftgate.gateway.telemetry.metrics import (
+    MOST_VALUES,
+    OTHER,
+    HistogramSeries,
+    Metrics,
+    shown_name,
+)
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
@@ -153,6 +161,18 @@ def test_metric_without_labels_starts_at_zero(metrics: Metrics) -> None:
         if not definition.labels:
             suffix = "_count" if definition.kind is Kind.HISTOGRAM else ""
             assert found[shown_name(definition, definition.name) + suffix, ()] == 0
+
+
+@given(st.lists(st.floats(0, 20) | st.sampled_from(metric.GAPS.buckets), max_size=60))
+def test_values_counted_together_are_counted_as_one_by_one(values: list[float]) -> None:
+    """A histogram has the same counts whether values are counted together or one by one."""
+    bounds = metric.GAPS.buckets
+    found, expected = (HistogramSeries(bounds, [0] * (len(bounds) + 1)) for _ in range(2))
+    for value in values:
+        expected.observe(value)
+    found.observe_all(values)
+    assert found.counts == expected.counts
+    assert found.total == pytest.approx(expected.total)
 
 
 def test_inter_token_latency_is_between_deliveries_of_a_choice(metrics: Metrics) -> None:

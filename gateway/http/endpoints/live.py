@@ -83,8 +83,7 @@ async def _sample(node: Node) -> None:
     """Take a sample of all processes each second, until cancelled."""
     while True:
         others = [] if node.siblings is None else await node.siblings.activities()
-        node.metrics.before_reading()
-        node.live.take(others)
+        node.take_sample(others)
         await asyncio.sleep(SAMPLE_S)
 
 
