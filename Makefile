@@ -59,14 +59,15 @@ $(SETUP): $(SERVE)
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# Several processes share the tests. Each file runs in one process, which sets up its fixtures once.
-parallel = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Each file runs in one process, which sets up its fixtures once.
+parallel = --dist loadfile --no-loadscope-reorder
 
+# Four processes also suit two cores, because many tests wait for servers and timeouts.
 test: $(SETUP) ## run the quick tests
-	$(BIN)/python -m pytest $(parallel) $(ARGS)
+	$(BIN)/python -m pytest -n 4 $(parallel) $(ARGS)
 
 test-long: $(SETUP) ## run every test, including the long ones
-	$(BIN)/python -m pytest --long $(parallel) $(ARGS)
+	$(BIN)/python -m pytest --long -n auto --maxprocesses 4 $(parallel) $(ARGS)
 
 coverage: $(SETUP) ## run the quick tests and report line coverage
 	$(BIN)/coverage run -m pytest $(ARGS)

@@ -118,7 +118,11 @@ async def test_imported_blocks_equal_computed_blocks(dtype: str) -> None:
         await until(lambda: is_free(sink))
 
 
-@pytest.mark.parametrize("own", [(True, False), (False, True)], ids=["to_own", "from_own"])
+@pytest.mark.parametrize(
+    "own",
+    [(True, False), pytest.param((False, True), marks=pytest.mark.long)],
+    ids=["to_own", "from_own"],
+)
 async def test_blocks_cross_the_socket_of_an_engine_process(own: tuple[bool, bool]) -> None:
     """An engine in its own process exchanges blocks with an engine in the gateway's process."""
     configs = [structs.replace(CONFIG, own_process=flag) for flag in own]
@@ -152,7 +156,9 @@ class Flipping:
                 yield structs.replace(chunk, data=memoryview(data))
 
 
-@pytest.mark.parametrize("block", [0, 6, 30])
+@pytest.mark.parametrize(
+    "block", [pytest.param(0, marks=pytest.mark.long), 6, pytest.param(30, marks=pytest.mark.long)]
+)
 async def test_damaged_block_is_never_served(block: int) -> None:
     """The blocks before a damaged block are used, and the text stays the same."""
     async with engines(CONFIG, CONFIG) as (source, sink):

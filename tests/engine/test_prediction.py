@@ -133,7 +133,7 @@ def plain_outputs(model: Model, prompts: list[tuple[int, ...]], temperature: flo
     return run(model, requests, Setup())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_edited_predictions_never_change_the_text(shipped: Model, temperature: float) -> None:
     """Requests with right, edited and wrong predictions have the text of plain decoding."""
     rng, prompts = random.Random(3), held_out_prompts(shipped.tokenizer, 9)

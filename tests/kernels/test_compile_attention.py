@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels.merge_splits import merge_splits
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from tests.examples import grid
 from tests.kernels.compiling import Launch, assert_lean, launches_of, meta_tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -54,7 +52,8 @@ def _launches(
     )
 
 
-_HEADS = [
+_Model = tuple[torch.dtype, tuple[int, int, int]]
+_MODELS: list[_Model] = [
     (torch.bfloat16, (32, 8, 128)),
     (torch.bfloat16, (28, 4, 128)),
     (torch.bfloat16, (32, 32, 128)),
@@ -63,21 +62,21 @@ _HEADS = [
 ]
 
 
-def _variants() -> Iterator[ParameterSet]:
-    """Yield all variants of the first model and the engine's variants of the other models."""
-    flags = (False, True)
-    for (dtype, heads), parallel, trees, window in product(_HEADS, flags, flags, (None, 4096)):
-        quick = heads == (32, 8, 128) or (trees and window is None)
-        marks = () if quick else pytest.mark.long
-        yield pytest.param(dtype, heads, parallel, trees, window, marks=marks)
+def _is_quick(model: _Model, parallel: bool, trees: bool, window: int | None) -> bool:
+    """Select the engine's variants of the first model, and one variant of the other models."""
+    return trees and (model == _MODELS[0] or (parallel and window is None))
 
 
-@pytest.mark.parametrize(("dtype", "heads", "parallel", "trees", "window"), list(_variants()))
+@pytest.mark.parametrize(
+    ("model", "parallel", "trees", "window"),
+    grid(_MODELS, (False, True), (False, True), (None, 4096), quick=_is_quick),
+)
 def test_attention_in_16_bits_leaves_space_for_two_programs(
-    dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, trees: bool, window: int | None
+    model: _Model, parallel: bool, trees: bool, window: int | None
 ) -> None:
     """No 16-bit kernel spills, and a multiprocessor runs two programs, so loads overlap
     products."""
+    dtype, heads = model
     launches = _launches(dtype, heads, trees=trees, parallel=parallel, window=window)
     assert_lean(launches, programs=2)
     assert len(launches) == 1 + parallel
@@ -85,7 +84,7 @@ def test_attention_in_16_bits_leaves_space_for_two_programs(
 
 # The engine always compiles the kernel with trees.
 @pytest.mark.parametrize("trees", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [(torch.float16, 32), (torch.float32, 20), (torch.float32, 64), (torch.float32, 128)],
