@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,18 +24,28 @@ from tests.cluster.results import latencies, write_results
 from tests.cluster.troubles import NodeFailures
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer
+from tests.peer.harness import SLOW
 
 CLUSTER_S = float(os.environ.get("CLUSTER_S", "600"))
 KILL_EVERY_S = 30.0
-RATE_RPS = 0.5
-"""Rate of requests of 24 and 192 tokens.
-
-Streams last for seconds and queues stay short at this rate, with all processes on two shared cores
-(AMD Zen 5, 2026-11-22)."""
-
 MOST_TOKENS = 192
-WORKER = ("--threads", "1", "--kv-bytes", "16MiB")
-"""Flags for little memory, so that leases are a real limit."""
+
+
+class Load(NamedTuple):
+    """Flags of workers with little memory, and the load of a run.
+
+    Attributes:
+        rate_rps: rate of requests of 24 and 192 tokens.
+    """
+
+    flags: tuple[str, ...]
+    rate_rps: float
+
+
+SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 2.0)
+SHIPPED = Load(("--threads", "1", "--kv-bytes", "16MiB"), 0.5)
+"""Streams last for seconds and queues stay short at this rate, with all processes on two shared
+cores (AMD Zen 5, 2026-11-22)."""
 
 MOST_USAGE = 2.0
 """The largest leased share of a capacity when gateways decide alone because Redis is late
@@ -59,7 +69,10 @@ class Outcome:
 
 
 async def chaos(
-    nodes: Cluster, redis: RedisServer, play: Callable[[NodeFailures], Awaitable[None]]
+    nodes: Cluster,
+    redis: RedisServer,
+    rate_rps: float,
+    play: Callable[[NodeFailures], Awaitable[None]],
 ) -> Outcome:
     """Send load during failures, repeat the same requests without failures, and check the
     cleanup."""
@@ -67,7 +80,7 @@ async def chaos(
     async with clients_of(*(gateway.url for gateway in nodes.gateways)) as clients:
         troubles = NodeFailures(nodes, clients.clock, random.Random(SEED))
         async with watching(redis) as watch:
-            planned = planned_requests(RATE_RPS, SEED, MOST_TOKENS)
+            planned = planned_requests(rate_rps, SEED, MOST_TOKENS)
             sending = asyncio.create_task(clients.send(planned, over))
             playing = asyncio.ensure_future(play(troubles))
             await asyncio.wait({sending, playing}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,17 +124,22 @@ def results_of(outcome: Outcome) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "play", [one_round, pytest.param(minutes, marks=pytest.mark.long)], ids=["round", "minutes"]
+    ("load", "play"),
+    [(SIMULATED, one_round), pytest.param(SHIPPED, minutes, marks=pytest.mark.long)],
+    ids=["round", "minutes"],
 )
 async def test_no_stream_is_lost_while_nodes_fail(
-    tmp_path: Path, own_redis: RedisServer, play: Callable[[NodeFailures], Awaitable[None]]
+    tmp_path: Path,
+    own_redis: RedisServer,
+    load: Load,
+    play: Callable[[NodeFailures], Awaitable[None]],
 ) -> None:
     """Every stream stays intact and unchanged while nodes are killed, paused and restarted.
 
     No lease, block or request remains afterwards.
     """
-    async with cluster(tmp_path, own_redis.url, *WORKER) as nodes:
-        outcome = await chaos(nodes, own_redis, play)
+    async with cluster(tmp_path, own_redis.url, *load.flags) as nodes:
+        outcome = await chaos(nodes, own_redis, load.rate_rps, play)
     command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'
     write_results("CLUSTER_JSON", command, results_of(outcome))
     assert outcome.clients.failed == []
