@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.engine.streams import measure
 
 
+@pytest.mark.long
 def test_every_round_measures_engine_and_servers() -> None:
     """A round has step times of the bare engine and of both servers."""
     found = measure(streams=3, tokens=6, threads=1, rounds=1)

@@ -58,7 +58,10 @@ def small(tmp_path: Path) -> Path:
 
 
 @READS_PROC
-@pytest.mark.parametrize(("kind", "dtype"), [("untied", "float32"), ("tied", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [pytest.param("untied", "float32", marks=pytest.mark.long), ("tied", "bfloat16")],
+)
 def test_loading_needs_little_more_memory_than_the_weights(
     kind: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:

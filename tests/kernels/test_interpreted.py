@@ -27,12 +27,16 @@ _GROUPS = {
 
 
 @pytest.mark.parametrize("group", _GROUPS)
-def test_kernels_equal_their_references_in_the_interpreter(group: str) -> None:
+def test_kernels_equal_their_references_in_the_interpreter(
+    group: str, request: pytest.FixtureRequest
+) -> None:
     """Every Triton kernel in the interpreter gives the result of its torch reference."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **_SAME_ROWS}
-    # The inner run must not inherit options of the outer run, such as coverage and parallelism.
+    # The inner run inherits no other options of the outer run, such as coverage and parallelism.
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+    if request.config.getoption("--long"):
+        command.append("--long")
     result = subprocess.run(
         [*command, *map(str, _GROUPS[group])],
         cwd=_ROOT,

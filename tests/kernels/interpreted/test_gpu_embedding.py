@@ -30,7 +30,7 @@ def assert_close(found: Outcome, expected: Outcome) -> None:
         np.testing.assert_allclose(state, np.frombuffer(embedding, "<f4"), atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+@pytest.mark.parametrize("policy", [pytest.param("off", marks=pytest.mark.long), "fixed:3"])
 def test_prompts_are_embedded_in_steps_with_decodes_and_drafts(policy: str) -> None:
     """Chunked embeddings in overlapped steps and beside trees leave other tokens unchanged."""
     config = tiny_config(**ONE_LAYER)

@@ -20,7 +20,7 @@ pytestmark = [
 ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads": 1}
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+@pytest.mark.parametrize("policy", [pytest.param("off", marks=pytest.mark.long), "fixed:3"])
 def test_prompts_are_scored_in_steps_with_decodes_drafts_and_embeddings(policy: str) -> None:
     """Chunks in overlapped steps and beside trees give the log probabilities of the CPU runner."""
     config = tiny_config(**ONE_LAYER)
