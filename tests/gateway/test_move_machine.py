@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -35,20 +34,12 @@ from tests.gateway.troubles import (
     Choice,
     Dispatched,
     dispatching,
-    quick_starts,
     read_rest,
 )
 
 WORKERS = 3
 MOST_JOBS = 3
 OUTPUT_TOKENS = 150
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Start workers faster with one shared tokenizer."""
-    with quick_starts():
-        yield
 
 
 class Events:
@@ -303,7 +294,7 @@ class MoveMachine(RuleBasedStateMachine):
 
 
 MoveMachine.TestCase.settings = settings(
-    max_examples=examples(100), stateful_step_count=30, deadline=None
+    max_examples=examples(60), stateful_step_count=30, deadline=None
 )
 TestMoves = MoveMachine.TestCase
 """Whatever happens in whichever order, every client gets the text of an undisturbed run with one

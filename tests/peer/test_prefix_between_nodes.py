@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.sim.profile import load_profile
 from draftgate.gateway.app import drain
-from draftgate.gateway.dispatch import kv_fetch
-from draftgate.policies.kv_transfer import PullDecision, PullView, decide_pull
 from tests.gateway.harness import client, running, until
 from tests.gateway.troubles import NEVER_S
 from tests.peer.test_moves_between_nodes import total
@@ -24,17 +21,7 @@ HELD = {"prompt": PROMPT, "max_tokens": 7000, "ignore_eos": True}
 """A request that outlasts a test."""
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not end a pull that this machine slows down."""
-
-    def decide(view: PullView) -> PullDecision:
-        return replace(decide_pull(view), compute_s=NEVER_S)
-
-    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
-    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
-
-
+@pytest.mark.usefixtures("_always_pulls")
 @pytest.mark.parametrize("leaves", [False, True], ids=["full", "leaves"])
 async def test_node_takes_a_prefix_from_a_node_that_accepts_no_requests(*, leaves: bool) -> None:
     """A new prompt takes its prefix from a node that is full or shuts down, and keeps its text."""
