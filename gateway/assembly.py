@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstream_pools import UpstreamPools
@@ -28,7 +29,12 @@ from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.ordering.returning import ReturningFirst
 from draftgate.policies.protocols import SharesAppointments, SpeculationPolicy
 from draftgate.policies.quotas import Quota
-from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
+from draftgate.policies.registry import (
+    admission_policy,
+    ordering_policy,
+    rescheduling_policy,
+    routing_policy,
+)
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Draw
@@ -40,7 +46,7 @@ class WaitingRules:
     """The rules of queue, admission and routing.
 
     Attributes:
-        ordering, admission, routing: names of policies.
+        ordering, admission, routing, rescheduling: names of policies.
         bounds: bounds of the queue.
         most_resumes: maximum number of times that a request may resume on another worker.
         shared: whether other gateways use the same workers, which makes leases binding.
@@ -54,6 +60,7 @@ class WaitingRules:
     most_resumes: int = MOST_RESUMES
     shared: bool = False
     moves: bool = True
+    rescheduling: str = "off"
 
 
 def loop_time_s() -> float:
@@ -101,7 +108,9 @@ def build_dispatcher(
         appointments = Appointments(most=0)
     sharing = Sharing(store, history, appointments, loop_time_s)
     dispatcher = Dispatcher(
-        *(fleet, lifecycle, leases, placer, queue, controller, sharing, rules.most_resumes)
+        *(fleet, lifecycle, leases, placer, queue, controller, sharing),
+        rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),
+        most_resumes=rules.most_resumes,
     )
     dispatcher.moves.enabled = rules.moves
     return dispatcher

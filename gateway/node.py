@@ -95,6 +95,7 @@ class Node:
             config.max_resumes,
             shared=config.join is not None,
             moves=not config.no_moves,
+            rescheduling=config.rescheduling,
         )
         self.dispatcher = build_dispatcher(
             fleet,

@@ -77,6 +77,8 @@ class MoveEnd(StrEnum):
     """The stream continues on the destination."""
     ENDED = "ended"
     """The stream ended, lost its source or lost its client before the source could stop."""
+    TAKEN = "taken"
+    """Another move to or from one of the workers was under way, or the store did not respond."""
     NO_ROOM = "no_room"
     """No destination had room for the stream, or for its blocks."""
     BEHIND = "behind"

@@ -66,6 +66,7 @@ _CHECKS: Final = {
     "ordering": "draftgate.policies.registry:ordering_policy",
     "admission": "draftgate.policies.registry:admission_policy",
     "routing": "draftgate.policies.registry:routing_policy",
+    "rescheduling": "draftgate.policies.registry:rescheduling_policy",
 }
 """Functions that reject an invalid text, by kind of setting. Each is imported on first use, because
 policies import numpy."""

@@ -49,6 +49,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity,
     power_of_two, round_robin, weighted:prefix=2,load=1, ..."""
 
+    rescheduling: Annotated[str, kind("rescheduling")] = "off"
+    """Rescheduling policy, which moves running requests between workers: off, llumnix, least_time,
+    ..."""
+
     max_queued: Count = 1024
     """Maximum queued prompts."""
 
@@ -226,8 +230,8 @@ _PANELS: Final = {
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",
-    "Queueing and routing": "ordering admission routing max_queued queue_timeout_s shed_priority "
-    "max_resumes no_moves",
+    "Queueing and routing": "ordering admission routing rescheduling max_queued queue_timeout_s "
+    "shed_priority max_resumes no_moves",
     "Devices and memory": "device devices kv_bytes gpu_memory_utilization threads own_process",
     "Cluster": "join pool no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "

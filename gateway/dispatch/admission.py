@@ -59,7 +59,7 @@ class Entry:
         predicted: the forecast of the admission policy.
         since_s: time of its admission.
         prompt_tokens: tokens of the prompts that went to a worker.
-        answered: whether its first delta has arrived.
+        answered_s: time of its first delta, or None before.
         output_tokens: number of generated tokens.
         ended: number of its sequences that ended by themselves or at their limit.
         expected_tokens: expected output tokens of each sequence.
@@ -71,7 +71,7 @@ class Entry:
     predicted: Admitted
     since_s: float
     prompt_tokens: int = 0
-    answered: bool = False
+    answered_s: float | None = None
     output_tokens: int = 0
     ended: int = 0
     expected_tokens: float = 0.0
@@ -197,9 +197,9 @@ class AdmissionController:
 
         First deltas of further prompts have no effect.
         """
-        if not entry.answered:
-            entry.answered = True
-            self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
+        if entry.answered_s is None:
+            entry.answered_s = self._now_s()
+            self._policy.learn(entry.predicted, entry.answered_s - entry.since_s)
 
     async def settle(self, entry: Entry) -> None:
         """Charge the tokens that a request used, and release the other reserved tokens.

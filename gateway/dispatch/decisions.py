@@ -16,6 +16,7 @@ import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
+from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.revision import RevisionCause
@@ -32,6 +33,27 @@ class RevisionRecord(msgspec.Struct, frozen=True):
     cause: RevisionCause
     output_tokens: int
     reason: str
+
+
+class MoveRecord(msgspec.Struct, frozen=True):
+    """An attempt to move the request from its worker to another worker.
+
+    Attributes:
+        sink: id of the destination, or empty if none had room.
+        num_bytes: bytes of KV blocks that the destination stored.
+        gap_s: extra pause of the client in seconds, or None if the request stayed.
+        gain, threshold: predicted gain and its threshold, or None if the worker was leaving.
+        explanation: the decision in words, or empty if the worker was leaving.
+    """
+
+    sink: str
+    reason: MoveReason
+    end: MoveEnd
+    num_bytes: int
+    gap_s: float | None
+    gain: float | None = None
+    threshold: float | None = None
+    explanation: str = ""
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True):
@@ -80,6 +102,7 @@ class Decision(msgspec.Struct):
         degraded: whether the state store did not respond, so that recent requests of other gateways
             were unknown.
         outcome: the result of the plan, or None before the first choice has ended.
+        moves: attempts to move the request to another worker, which are not in decision files.
     """
 
     request_id: str
@@ -92,6 +115,7 @@ class Decision(msgspec.Struct):
     load_age_s: float = 0.0
     degraded: bool = False
     outcome: DecisionOutcome | None = None
+    moves: tuple[MoveRecord, ...] = ()
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return the plan that a policy makes from the same inputs."""

@@ -13,10 +13,12 @@ from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.replication import Replicator
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -60,10 +62,10 @@ class Dispatcher:
     """A dispatcher that runs jobs on the workers of a fleet and counts running requests.
 
     Attributes:
-        moves: moves the streams of workers that are leaving.
+        moves: moves running streams to other workers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a dispatcher
         self,
         fleet: Fleet,
         lifecycle: Lifecycle,
@@ -72,11 +74,14 @@ class Dispatcher:
         queue: CentralQueue,
         admission: AdmissionController,
         sharing: Sharing,
+        *,
+        rescheduler: Rescheduler,
         most_resumes: int,
     ) -> None:
         """Serve a fleet, which may start later.
 
         Args:
+            rescheduler: chooses moves of running prompts.
             most_resumes: maximum number of times that a prompt may resume on another worker.
         """
         self.queue = queue
@@ -87,8 +92,8 @@ class Dispatcher:
         kv = KvFetcher(fleet, queue.router.pulls)
         replicator = Replicator(fleet, queue.router, queue.now_s)
         parts = Parts(queue, admission, placer, leases, Watchdog(), kv, replicator)
-        self._failover = Failover(fleet, parts, most_resumes)
-        self.moves = self._failover.moves
+        self.moves = Moves(fleet, parts, rescheduler)
+        self._failover = Failover(fleet, parts, self.moves, most_resumes)
         self._counted = InFlight(fleet, lifecycle)
 
     @property

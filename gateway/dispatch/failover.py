@@ -62,22 +62,19 @@ class _Lost:
 
 
 class Failover:
-    """A runner of prompts, which uses several workers if necessary.
+    """A runner of prompts, which uses several workers if necessary."""
 
-    Attributes:
-        moves: moves the streams of workers that are leaving.
-    """
-
-    def __init__(self, fleet: Fleet, parts: Parts, most_resumes: int) -> None:
+    def __init__(self, fleet: Fleet, parts: Parts, moves: Moves, most_resumes: int) -> None:
         """Serve a fleet, which may start later.
 
         Args:
+            moves: the moves of the prompts that run.
             most_resumes: maximum number of times that a prompt may resume on another worker.
         """
         self._fleet = fleet
         self._parts = parts
         self._queue = parts.queue
-        self.moves = Moves(fleet, parts)
+        self._moves = moves
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
@@ -100,7 +97,7 @@ class Failover:
                     attempt = Attempt(self._parts, run, index, request, routed, output)
                 before = output.tokens
                 try:
-                    async with attempt as deltas, self.moves.watching(stream, attempt):
+                    async with attempt as deltas, self._moves.watching(stream, attempt):
                         if lost is not None:
                             _record_resume(run, index, lost, attempt.placed)
                         reading = attempt.reading

@@ -1,4 +1,6 @@
-"""Moves of running streams from a worker that is leaving to other workers.
+"""Moves of running streams to other workers.
+
+Streams move from a worker that is leaving, and by the rescheduling policy (`rescheduling`).
 
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
@@ -26,6 +28,7 @@ from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.moving import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
+from draftgate.gateway.dispatch.rescheduling import Rescheduler, makes_room
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.splice import Splice
 from draftgate.gateway.errors import QueueTimeout
@@ -38,13 +41,13 @@ from draftgate.policies.moves import (
     ROOM_S,
     Missing,
     MoveEnd,
-    MoveReason,
     MoveStep,
     MoveView,
     may_switch,
     next_move,
     next_step,
 )
+from draftgate.policies.rescheduling.types import ChosenMove
 
 CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
@@ -62,14 +65,20 @@ class Moves:
         enabled: whether streams may move.
     """
 
-    def __init__(self, fleet: Fleet, parts: Parts) -> None:
-        """Start without streams."""
+    def __init__(self, fleet: Fleet, parts: Parts, rescheduler: Rescheduler) -> None:
+        """Start without streams.
+
+        Args:
+            rescheduler: chooses the moves from workers that are not leaving.
+        """
         self._fleet = fleet
         self._parts = parts
         self.enabled = True
+        self._rescheduler = rescheduler
         self._now_s = parts.queue.now_s
         self._streams: dict[FleetWorker, dict[Stream, None]] = {}
         self._moving: dict[Stream, asyncio.Task[None]] = {}
+        self._chosen: dict[Stream, ChosenMove] = {}  # those that the policy has chosen
         self._timer: asyncio.TimerHandle | None = None
 
     def watching(self, stream: Stream, attempt: Attempt) -> Watching:
@@ -99,6 +108,7 @@ class Moves:
         self._timer = None
         try:
             self._begin_moves()
+            self._reschedule()
         finally:
             self._schedule()
 
@@ -126,8 +136,24 @@ class Moves:
             chosen = next_move(views)
             if chosen is None:
                 return
-            stream = streams.pop(chosen)
-            self._moving[stream] = asyncio.create_task(self._move(stream), name="move a stream")
+            self._start(streams.pop(chosen), None)
+
+    def _reschedule(self) -> None:
+        """Begin the moves that the rescheduling policy chooses."""
+        if not self._rescheduler.is_due or self._fleet.ending:
+            return
+        under_way = self._chosen.values()
+        moving = {end for chosen in under_way for end in (chosen.source, chosen.sink)}
+        room = any(map(makes_room, under_way))
+        planned = self._rescheduler.choose(self._streams, self._may_move, moving, makes_room=room)
+        for stream, _, chosen in planned[: max(MOST_MOVES - len(self._moving), 0)]:
+            self._start(stream, chosen)
+
+    def _start(self, stream: Stream, chosen: ChosenMove | None) -> None:
+        if chosen is not None:
+            self._chosen[stream] = chosen
+        move = self._move(stream, chosen)
+        self._moving[stream] = asyncio.create_task(move, name="move a stream")
 
     def _sinks(self, source: FleetWorker) -> list[FleetWorker]:
         """Return the workers that can take the blocks of a worker."""
@@ -154,12 +180,12 @@ class Moves:
             stream.failures,
         )
 
-    async def _move(self, stream: Stream) -> None:
+    async def _move(self, stream: Stream, chosen: ChosenMove | None) -> None:
         """Move a stream, or leave it on its worker."""
-        move, end = Migration(stream, MoveReason.DRAIN, self._now_s), MoveEnd.ENDED
+        move, end = Migration(stream, chosen, self._now_s), MoveEnd.ENDED
         try:
-            async with asyncio.timeout(MOVE_S):
-                end = await self._try_move(stream, move)
+            async with asyncio.timeout(MOVE_S), self._rescheduler.slots(chosen) as free:
+                end = await self._try_move(stream, move) if free else MoveEnd.TAKEN
         except TimeoutError:
             end = MoveEnd.LATE
         except BackendFailed:
@@ -169,6 +195,7 @@ class Moves:
             log(logging.ERROR, "a move failed", error=error)
         finally:
             self._moving.pop(stream, None)
+            self._chosen.pop(stream, None)
             if end is not MoveEnd.MOVED:
                 stream.retry_s = self._now_s() + RETRY_S
                 stream.failures += end in _FAILURES
@@ -182,7 +209,7 @@ class Moves:
             `MoveEnd.MOVED` if the reader continues with the destination.
         """
         request = stream.rest()
-        routed = await self._room(stream, request)
+        routed = await self._room(stream, request, move.chosen)
         if routed is None:
             return MoveEnd.NO_ROOM
         place = self._parts, stream.run, stream.index
@@ -208,9 +235,16 @@ class Moves:
             if stream.successor is not successor:
                 await successor.abandon()
 
-    async def _room(self, stream: Stream, request: GenerationRequest) -> Routed | None:
+    async def _room(
+        self, stream: Stream, request: GenerationRequest, chosen: ChosenMove | None
+    ) -> Routed | None:
         """Reserve a worker that can take the blocks of a stream, or return None without room."""
         source = _worker(stream)
+        if chosen is not None:  # no request may wait for room that only a better place needs
+            sinks = (one for one in self._fleet.open if one.worker_id == chosen.sink)
+            sink = next(sinks, None)
+            need, queue = need_of(request), self._parts.queue
+            return None if sink is None else queue.reserve_on(sink, request.request_id, need)
         avoid = {one.worker_id for one in self._fleet.workers if not can_supply(source, one)}
         tokens = lease_tokens(request, stream.run.entry.expected_tokens)
         need = need_of(request)

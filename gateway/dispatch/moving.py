@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import count
 from typing import Final
@@ -9,12 +10,14 @@ from typing import Final
 from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt
+from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.run import Move, Run
 from draftgate.gateway.telemetry.span_attributes import describe_move
 from draftgate.policies.moves import MoveEnd, MoveReason
+from draftgate.policies.rescheduling.types import ChosenMove
 
 _MOVED: Final = "the stream moved to another worker"
 
@@ -27,7 +30,8 @@ class Stream:
         waiting: the place of its first dispatch in the queue.
         attempt: the attempt that runs the prompt, while it is registered for moves.
         successor: the attempt at which an interrupted prompt continues.
-        failures: number of its moves that failed.
+        failures, moves: number of its moves that failed, and of those that succeeded.
+        moved_s: time of its last move.
         retry_s: earliest time of its next move.
     """
 
@@ -40,8 +44,9 @@ class Stream:
         self.waiting = waiting
         self.output = PartialOutput(run.requests[index])
         self.successor: Attempt | None = None
-        self.failures = 0
+        self.failures = self.moves = 0
         self.retry_s = 0.0
+        self.moved_s = -math.inf
         self._numbers = count(1)
         self._move: Migration | None = None
 
@@ -73,6 +78,8 @@ class Stream:
         """Record the end of the move whose successor got the stream, once."""
         move, self._move = self._move, None
         if move is not None:
+            if end is MoveEnd.MOVED:
+                self.moves, self.moved_s = self.moves + 1, move.now_s()
             move.end(end)
 
     def take_successor(self) -> Attempt | None:
@@ -96,15 +103,20 @@ class Migration:
         stages: number of copies so far.
         verified_tokens: number of tokens that both workers have computed.
         sink: id of the destination, or empty while it is unknown.
+        chosen: the choice of the rescheduling policy, or None if the source is leaving.
+        now_s: clock in seconds.
     """
 
-    def __init__(self, stream: Stream, reason: MoveReason, now_s: Callable[[], float]) -> None:
-        """Begin the span of a move whose destination is not known yet."""
+    def __init__(
+        self, stream: Stream, chosen: ChosenMove | None, now_s: Callable[[], float]
+    ) -> None:
+        """Begin the span of a move."""
         self.stages = self.verified_tokens = 0
-        self.sink = ""
+        self.sink = "" if chosen is None else chosen.sink
+        self.chosen = chosen
+        self.now_s = now_s
         self._stream = stream
-        self._reason = reason
-        self._now_s = now_s
+        self._decision = stream.attempt.placed.decision
         self._source = stream.attempt.placed.worker.worker_id
         self._blocks = self._bytes = 0
         self._last_s: float | None = None  # time of the last delta of the source
@@ -118,17 +130,30 @@ class Migration:
 
     def note_delta(self) -> None:
         """Record the time of a delta of the source, which may be the last one."""
-        self._last_s = self._now_s()
+        self._last_s = self.now_s()
 
     def end(self, end: MoveEnd) -> None:
         """Report the move."""
         gap_s = None
         if end is MoveEnd.MOVED and self._last_s is not None:
-            gap_s = self._now_s() - self._last_s
+            gap_s = self.now_s() - self._last_s
+        reason = MoveReason.DRAIN if self.chosen is None else self.chosen.reason
         move = Move(
-            *(self._stream.index, self._reason, end, self._source, self.sink),
+            *(self._stream.index, reason, end, self._source, self.sink),
             *(self.stages, self._blocks, self._bytes, self.verified_tokens, gap_s),
+            chosen=self.chosen,
         )
+        if self._decision is not None:
+            self._decision.moves = (*self._decision.moves, _record(move))
         describe_move(self._span, move)
         self._span.end()
         self._stream.run.watch.moved(move)
+
+
+def _record(move: Move) -> MoveRecord:
+    """Return the record of a move in the decision about its source."""
+    fields = (move.sink, move.reason, move.end, move.num_bytes, move.gap_s)
+    chosen = move.chosen
+    if chosen is None:
+        return MoveRecord(*fields)
+    return MoveRecord(*fields, chosen.gain, chosen.threshold, chosen.explanation)

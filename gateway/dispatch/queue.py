@@ -187,6 +187,20 @@ class CentralQueue:
         finally:
             timer.cancel()
 
+    @property
+    def head(self) -> CapacityNeed | None:
+        """The need of the next new request, or None if none waits."""
+        ticket = self.ordering.choose(self.now_s())
+        return None if ticket is None else self._places[ticket.key].waiting.need
+
+    def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
+        """Reserve a worker for a request that needs no turn, or return None without capacity."""
+        taken = worker.worker_id in self.claims.taken(request_id)
+        if taken or worker not in self._fleet.open or not has_capacity(worker.usage, need):
+            return None
+        worker.reserve(request_id, need)
+        return Routed(worker)
+
     def pump(self) -> None:
         """Dispatch requests that now fit.
 

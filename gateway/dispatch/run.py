@@ -13,6 +13,7 @@ from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.telemetry.tracing import Span
 from draftgate.policies.moves import MoveEnd, MoveReason
+from draftgate.policies.rescheduling.types import ChosenMove
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
 from draftgate.policies.values import immutable
@@ -61,6 +62,8 @@ class Move:
         verified_tokens: number of tokens that both workers computed, in an exact numerics class.
         gap_s: time from the last token of the source to the first new token in seconds, or None if
             the prompt did not move.
+        chosen: the choice of the rescheduling policy with its figures, or None if the source is
+            leaving.
     """
 
     index: int
@@ -73,6 +76,7 @@ class Move:
     num_bytes: int
     verified_tokens: int
     gap_s: float | None
+    chosen: ChosenMove | None = None
 
 
 class Watch(Protocol):

@@ -196,6 +196,22 @@ class GuardedStore:
         await self._mirror.release(request_ids)
         self._schedule_release(request_ids)
 
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        """Take the move slots of workers, as `Store.begin_move` describes.
+
+        Slots that a call takes after its deadline end after `ttl_s`.
+        """
+        call = partial(self._remote.begin_move, move_id, worker_ids, ttl_s)
+        try:
+            return await self._calls.run(call)
+        except StoreError:
+            return False
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        """Free the move slots of workers, as `Store.end_move` describes."""
+        with suppress(StoreError):
+            await self._calls.run(partial(self._remote.end_move, move_id, worker_ids))
+
     async def exchange(self, update: Update) -> News | None:
         """Tell the other gateways, as `Store.exchange` describes."""
         try:

@@ -69,6 +69,7 @@ class MemoryStore:
         self._leases, self._claims = LeaseTable(), LeaseTable()
         self._number = 0
         self._expired_claims = 0
+        self._moves: dict[str, tuple[str, float]] = {}  # move and end of its slot, by worker
         self._exchange = MemoryExchange(clock)
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -177,6 +178,21 @@ class MemoryStore:
         for request_id in request_ids:
             self._leases.drop(request_id)
             self._claims.drop(request_id)
+
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        """Take the move slots of workers, as `Store.begin_move` describes."""
+        now_s = self._clock()
+        self._moves = {worker: slot for worker, slot in self._moves.items() if slot[1] > now_s}
+        if any(self._moves.get(worker_id, (move_id,))[0] != move_id for worker_id in worker_ids):
+            return False
+        self._moves.update(dict.fromkeys(worker_ids, (move_id, now_s + ttl_s)))
+        return True
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        """Free the move slots of workers, as `Store.end_move` describes."""
+        for worker_id in worker_ids:
+            if self._moves.get(worker_id, ("", 0.0))[0] == move_id:
+                del self._moves[worker_id]
 
     async def exchange(self, update: Update) -> News:
         """Tell the other gateways, as `Store.exchange` describes."""

@@ -274,6 +274,20 @@ class Store(Protocol):
         """
         ...
 
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        """Take the move slots of workers for a move, all of them or none.
+
+        Each worker has one slot. The move keeps the slots until `end_move`, or for `ttl_s` seconds.
+
+        Returns:
+            Whether the move has the slots. False also while the store does not respond.
+        """
+        ...
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        """Free the slots of workers that a move still has."""
+        ...
+
     async def exchange(self, update: Update) -> News | None:
         """Tell the other gateways what this gateway has learned, and return what they have learned.
 

@@ -194,6 +194,14 @@ def describe_move(span: Span, move: Move) -> None:
     )
     if move.gap_s is not None:
         span.set({"draftgate.move.gap_s": move.gap_s})
+    if move.chosen is not None:
+        span.set(
+            {
+                "draftgate.move.gain": move.chosen.gain,
+                "draftgate.move.threshold": move.chosen.threshold,
+                "draftgate.move.explanation": move.chosen.explanation,
+            }
+        )
 
 
 def revision_attributes(revision: PlanRevision) -> Attributes:

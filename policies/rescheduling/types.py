@@ -26,8 +26,8 @@ class WorkerState:
 
     Attributes:
         load: its load, of all gateways.
-        kv_format: name of the format of its KV blocks. Workers exchange blocks if their formats are
-            equal and not empty.
+        kv_format: format of its KV blocks. Workers exchange blocks if their formats are equal and
+            not None.
         leaving: whether the worker stops soon, so that every stream should leave it.
         open: whether the worker accepts streams.
         moving: whether a move to or from the worker is under way.
@@ -35,7 +35,7 @@ class WorkerState:
 
     worker_id: str
     load: WorkerLoad
-    kv_format: str
+    kv_format: object
     leaving: bool = False
     open: bool = True
     moving: bool = False
@@ -144,7 +144,7 @@ class ChosenMove:
 
 def can_exchange(source: WorkerState, sink: WorkerState) -> bool:
     """Return whether streams may move from one worker to another."""
-    same = bool(source.kv_format) and source.kv_format == sink.kv_format
+    same = source.kv_format is not None and source.kv_format == sink.kv_format
     return same and sink.open and not sink.leaving and source.worker_id != sink.worker_id
 
 

@@ -85,6 +85,14 @@ class FlakyStore:
         await self.trouble("release")
         await self.inner.release(request_ids)
 
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        await self.trouble("begin_move")
+        return await self.inner.begin_move(move_id, worker_ids, ttl_s)
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        await self.trouble("end_move")
+        await self.inner.end_move(move_id, worker_ids)
+
     async def exchange(self, update: Update) -> News:
         await self.trouble("exchange")
         return await self.inner.exchange(update)

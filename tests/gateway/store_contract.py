@@ -435,6 +435,24 @@ class StoreContract:
         await timed.pass_time(0.001)
         await granted(store, "small")
 
+    async def test_a_worker_takes_part_in_one_move(self, store: Store) -> None:
+        """A move gets the slots of both workers or none, until the move that has one ends."""
+        assert await store.begin_move("first", ("a", "b"), 10.0)
+        assert not await store.begin_move("second", ("c", "b"), 10.0)
+        assert await store.begin_move("third", ("c", "d"), 10.0)
+        await store.end_move("second", ("b", "c"))
+        assert not await store.begin_move("second", ("b", "e"), 10.0)
+        await store.end_move("first", ("a", "b"))
+        assert await store.begin_move("second", ("b", "e"), 10.0)
+
+    async def test_move_slots_expire(self, timed: Timed, store: Store) -> None:
+        """The slots of a gateway that has stopped are free after their time."""
+        assert await store.begin_move("first", ("a", "b"), 10.0)
+        await timed.pass_time(9.999)
+        assert not await store.begin_move("second", ("a",), 10.0)
+        await timed.pass_time(0.001)
+        assert await store.begin_move("second", ("a",), 10.0)
+
     async def test_a_released_claim_ends(self, store: Store) -> None:
         """A release ends a claim as well as a lease."""
         await store.publish(report())

@@ -215,6 +215,7 @@ async def dispatching(
     shared: bool = False,
     store: Store | None = None,
     routing: str = "least_cost",
+    rescheduling: str = "off",
 ) -> AsyncIterator[Dispatched]:
     """Start workers and a dispatcher as a node does, without HTTP and on any clock."""
     config = config or WorkerConfig()
@@ -230,6 +231,7 @@ async def dispatching(
         routing=routing,
         most_resumes=most_resumes,
         shared=shared,
+        rescheduling=rescheduling,
     )
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(

@@ -82,6 +82,8 @@ METHODS: Final = {
     "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
     "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
     "leases.release": _method(tuple[tuple[str, ...]], None),
+    "leases.begin_move": _method(tuple[str, tuple[str, ...], float], bool),
+    "leases.end_move": _method(tuple[str, tuple[str, ...]], None),
     "leases.exchange": _method(tuple[Update], News),
     "quotas.reserve": _method(tuple[QuotaReservation, float], Shortage | None),
     "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),

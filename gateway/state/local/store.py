@@ -81,6 +81,15 @@ class LocalStore:
         """End the leases and claims of requests, as `Store.release` describes."""
         await self._client.notify("leases.release", tuple(request_ids))
 
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        """Take the move slots of workers, as `Store.begin_move` describes."""
+        arguments = move_id, tuple(worker_ids), ttl_s
+        return bool(await self._client.call("leases.begin_move", *arguments))
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        """Free the move slots of workers, as `Store.end_move` describes."""
+        await self._client.notify("leases.end_move", move_id, tuple(worker_ids))
+
     async def exchange(self, update: Update) -> News:
         """Tell the other gateways, as `Store.exchange` describes."""
         return cast(News, await self._client.call("leases.exchange", update))

@@ -30,7 +30,7 @@ from draftgate.policies.quotas import QuotaReservation
 
 _SCRIPTS: Final = (
     *("report", "withdraw", "snapshot", "claim_worker", "renew", "release"),
-    "exchange",
+    *("begin_move", "end_move", "exchange"),
 )
 _VIEW_FIELDS: Final = 5
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
@@ -147,6 +147,15 @@ class RedisStore:
         """End the leases and claims of requests, as `Store.release` describes."""
         if request_ids:
             await self._scripts.run("release", request_ids)
+
+    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
+        """Take the move slots of workers, as `Store.begin_move` describes."""
+        args = (move_id, _us(ttl_s), *worker_ids)
+        return bool(await self._scripts.run("begin_move", args))
+
+    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
+        """Free the move slots of workers, as `Store.end_move` describes."""
+        await self._scripts.run("end_move", (move_id, *worker_ids))
 
     async def exchange(self, update: Update) -> News:
         """Tell the other gateways, as `Store.exchange` describes."""

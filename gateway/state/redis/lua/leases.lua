@@ -3,6 +3,7 @@
 
 local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
 local NUMBER = POOL .. 'number'   -- string: the highest number of a lease or claim
+local MOVES = POOL .. 'moves'     -- hash: worker -> 'END MOVE', its move slot
 local EXPIRED_CLAIMS = POOL .. 'expired-worker-claims' -- string: the number of claims that expired
 
 -- The keys of leases, and of claims, which have the same form.
@@ -34,6 +35,15 @@ end
 local function holding(kind, request)
   local held = redis.call('HGET', kind.held, request)
   if held then return held:match('^(%d+) (%d+) (.*)$') end
+end
+
+-- Return the move that has taken the slot of a worker and the end of the slot, or nil.
+local function holding_move(worker)
+  local held = redis.call('HGET', MOVES, worker)
+  if held then
+    local ends, move = held:match('^(%d+) (.*)$')
+    return move, ends
+  end
 end
 
 -- End the lease or claim of a request, if it has one. O(log leases)

@@ -1,0 +1,175 @@
+"""The choice of moves of this node's streams between workers that keep running.
+
+Every gateway calls the policy with the loads of all workers and with its own streams, so no gateway
+is the leader. The move slots of the store let one gateway at a time move a stream to or from a
+worker.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+from draftgate.backends.types import Pace
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
+from draftgate.gateway.dispatch.moving import Stream
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.store import Store
+from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
+from draftgate.policies.protocols import ReschedulingPolicy
+from draftgate.policies.rescheduling.types import (
+    ChosenMove,
+    HeadOfQueue,
+    PoolState,
+    StreamView,
+    WorkerState,
+)
+from draftgate.policies.speculation.weights import due_in_s
+
+INTERVAL_S: Final = 0.2
+"""Interval between two calls of the policy, about ten decode steps of a large model. Llumnix calls
+its policy every 0.05 to 0.5 s, by its version. (Chosen, not tuned, 2026-11-23.)"""
+
+
+class PlannedMove(NamedTuple):
+    """A move that the policy has chosen, with the objects that it names."""
+
+    stream: Stream
+    sink: FleetWorker
+    chosen: ChosenMove
+
+
+class Rescheduler:
+    """A caller of the rescheduling policy.
+
+    Use the object only on the thread of the event loop.
+    """
+
+    def __init__(
+        self, policy: ReschedulingPolicy, fleet: Fleet, queue: CentralQueue, store: Store
+    ) -> None:
+        """Serve a fleet, which may start later.
+
+        Args:
+            queue: the queue whose first request may need room.
+            store: has the move slots of the workers.
+        """
+        self._policy = policy
+        self._fleet = fleet
+        self._store = store
+        self._queue = queue
+        self._pulls: KvPulls = queue.router.pulls
+        self._next_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call the policy now. A pool of one worker never calls it."""
+        several = self._policy.reschedules and len(self._fleet.workers) > 1
+        return several and self._queue.now_s() >= self._next_s
+
+    def choose(
+        self,
+        streams: Mapping[FleetWorker, Iterable[Stream]],
+        may_move: Callable[[Stream], bool],
+        moving: Collection[str],
+        *,
+        makes_room: bool,
+    ) -> list[PlannedMove]:
+        """Return the next moves, most important first.
+
+        Args:
+            streams: the streams of this node by worker.
+            may_move: returns whether a stream may move now.
+            moving: ids of workers that take part in a move.
+            makes_room: whether a move that makes room is under way, so that another one would
+                waste its memory.
+        """
+        self._next_s = self._queue.now_s() + INTERVAL_S
+        workers = {worker.worker_id: worker for worker in self._fleet.serving}
+        offered = dict[str, Stream]()
+
+        def streams_of(worker_id: str) -> list[StreamView]:
+            worker, found = workers[worker_id], []
+            if worker.leaving:  # its streams move in any case
+                return []
+            for stream in streams.get(worker, ()):
+                # A stream of a slow reader needs no better place.
+                reads = stream.run.pace is Pace.FULL and stream.failures < MOST_FAILURES
+                if reads and may_move(stream):
+                    view = self._stream_view(stream, worker)
+                    offered[view.stream_id] = stream
+                    found.append(view)
+            return found
+
+        open_ = set(self._fleet.open)
+        states = [
+            WorkerState(
+                worker_id,
+                worker.backend.load(),
+                worker.kv_format,
+                worker.leaving,
+                worker in open_,
+                worker_id in moving,
+            )
+            for worker_id, worker in workers.items()
+        ]
+
+        def link(source: str, sink: str) -> float:
+            return self._pulls.bytes_per_s(workers[source], workers[sink])
+
+        head = None if makes_room else self._head()
+        chosen = self._policy.choose(PoolState(tuple(states), link, head), streams_of)
+        return [PlannedMove(offered[one.stream_id], workers[one.sink], one) for one in chosen]
+
+    @asynccontextmanager
+    async def slots(self, chosen: ChosenMove | None) -> AsyncIterator[bool]:
+        """Hold the slots of both workers of a move, and yield whether they were free.
+
+        Args:
+            chosen: the move, or None if the source is leaving. Such a move needs no slots.
+        """
+        if chosen is None:
+            yield True
+            return
+        move_id, ends = secrets.token_hex(8), (chosen.source, chosen.sink)
+        free = await self._store.begin_move(move_id, ends, MOVE_S)
+        try:
+            yield free
+        finally:
+            if free:
+                await self._store.end_move(move_id, ends)
+
+    def _head(self) -> HeadOfQueue | None:
+        """Return the request that waits at the head of the queue, or None."""
+        need = self._queue.head
+        return None if need is None else HeadOfQueue(need.prompt_tokens, need.sequences)
+
+    def _stream_view(self, stream: Stream, worker: FleetWorker) -> StreamView:
+        request, lengths = stream.run.requests[stream.index], stream.output.lengths
+        form, entry, now_s = worker.kv_format, stream.run.entry, self._queue.now_s()
+        assert form is not None  # only its blocks can move
+        longest = max(lengths, default=0)
+        # The rest is expected to be as long as a whole output, as if lengths were exponential.
+        left = min(entry.expected_tokens, request.sampling.max_tokens - longest)
+        laxity_s = None
+        if entry.answered_s is not None:
+            laxity_s = due_in_s(request.service, now_s - entry.answered_s, longest)
+        return StreamView(
+            request.request_id,
+            len(request.prompt_ids) + sum(lengths),
+            max(left, 1.0),
+            form.block_bytes // form.block_tokens,
+            stream.attempt.placed.view,
+            len(lengths),
+            laxity_s,
+            now_s - stream.moved_s,
+            stream.moves,
+        )
+
+
+def makes_room(chosen: ChosenMove | None) -> bool:
+    """Return whether a move makes room for the next request."""
+    return chosen is not None and chosen.reason is MoveReason.ROOM
