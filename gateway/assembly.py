@@ -49,6 +49,8 @@ class WaitingRules:
         ordering, admission, routing, rescheduling: names of policies.
         bounds: bounds of the queue.
         most_resumes: maximum number of times that a request may resume on another worker.
+        binding: `late`, or `early` to send each request to a worker at its arrival, where it
+            queues.
         shared: whether other gateways use the same workers, which makes leases binding.
         moves: whether the streams of a worker that is leaving move to other workers.
     """
@@ -61,6 +63,7 @@ class WaitingRules:
     shared: bool = False
     moves: bool = True
     rescheduling: str = "off"
+    binding: str = "late"
 
 
 def loop_time_s() -> float:
@@ -93,7 +96,10 @@ def build_dispatcher(
     routing, bounds = routing_policy(rules.routing), rules.bounds
     router = Router(routing, draw, KvPulls(loop_time_s))
     claims = Claims(fleet, store)
-    queue = CentralQueue(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s)
+    queue = CentralQueue(
+        *(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s),
+        binds_early=rules.binding == "early",
+    )
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
         *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s)),

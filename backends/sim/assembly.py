@@ -39,7 +39,7 @@ from draftgate.backends.sim.oracle import Oracle, OracleScheduler
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, misjudged, slowed
 from draftgate.backends.sim.recorded_run import EOS, RecordedRun, RunAcceptance, RunTokens
 from draftgate.backends.sim.recording import Recording, load_recording
-from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker
+from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker, TokenWorker
 from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, printable_vocabulary
 from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.tokenizer import Tokenizer, read_json
@@ -153,6 +153,8 @@ class SimEnvironment:
         recording: recorded texts to replay. None selects those of the profile.
         run: recorded run whose requests are simulated, each with its own text, or None.
         slowness: factors for the times of the profile, for the devices in turn.
+        delivers_tokens: whether workers report the tokens of every step, which takes longer.
+            Requests can move between workers only in this case.
         log: deliveries to all requests.
     """
 
@@ -162,6 +164,7 @@ class SimEnvironment:
     recording: Recording | None = None
     run: RecordedRun | None = None
     slowness: tuple[float, ...] = (1.0,)
+    delivers_tokens: bool = False
     log: DeliveryLog = field(default_factory=DeliveryLog)
 
     def build_worker(self, config: WorkerConfig) -> SimWorker:
@@ -203,7 +206,8 @@ class SimEnvironment:
             *(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens),
             kv_format=_kv_format(profile),
         )
-        worker = TextlessWorker(scheduler, _shipped_tokenizer(), max_model_len, self.log)
+        parts = scheduler, _shipped_tokenizer(), max_model_len
+        worker = TokenWorker(*parts) if self.delivers_tokens else TextlessWorker(*parts, self.log)
         exchange = KvExchange(scheduler.blocks, NoMemory())
         return SimWorker(worker, SimExecutor(tokens, device), card, exchange)
 

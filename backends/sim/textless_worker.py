@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from draftgate.backends.core.accounting import Emission, StepDetails
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
@@ -113,6 +114,38 @@ class TextlessWorker(WorkerCore):
                 self._forget(sequence)
                 deltas.append((request_id, _last_delta(sequence)))
         return deltas
+
+
+class TokenWorker(WorkerCore):
+    """A worker without text that reports the tokens of every step, as moves of requests need."""
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Create no text."""
+
+    def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
+        """See `WorkerCore`."""
+        return [
+            (sequence.request.request_id, self._tokens(sequence, token_ids, details))
+            for sequence, token_ids, _, details in emissions
+            if sequence.request.request_id in self._requests
+        ]
+
+    def _tokens(
+        self, sequence: Sequence, token_ids: tuple[int, ...], details: StepDetails | None
+    ) -> Delta:
+        phases = None if details is None else details.phases
+        if sequence.finish_reason is None:
+            return Delta(sequence.choice, token_ids, "", phases=phases)
+        self._forget(sequence)
+        return Delta(
+            sequence.choice,
+            token_ids,
+            "",
+            finish_reason=sequence.finish_reason,
+            outcome=sequence.outcome(),
+            cached_tokens=sequence.cached_tokens,
+            phases=phases,
+        )
 
 
 def _last_delta(sequence: Sequence) -> Delta:

@@ -121,6 +121,7 @@ BENCHES: Final = {
     "gaps": "bench.simulation.gaps",
     "herd": "bench.simulation.herd",
     "routing": "bench.simulation.routing",
+    "rescheduling": "bench.simulation.rescheduling",
     "overload": "bench.simulation.overload",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",

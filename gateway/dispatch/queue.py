@@ -115,6 +115,8 @@ class CentralQueue:
         claims: Claims,
         now_s: Callable[[], float],
         timeout_s: float,
+        *,
+        binds_early: bool = False,
     ) -> None:
         """Start empty.
 
@@ -124,6 +126,8 @@ class CentralQueue:
             claims: the claims of resumed requests.
             now_s: the clock of the tickets.
             timeout_s: the longest wait, in seconds.
+            binds_early: whether workers without capacity get requests too, which queue there. This
+                is the baseline of simulations.
         """
         self.ordering = ordering
         self._fleet = fleet
@@ -134,6 +138,7 @@ class CentralQueue:
         self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
         self._held = False
+        self._binds_early = binds_early
         self.prompt_tokens = 0
 
     def __len__(self) -> int:
@@ -273,9 +278,8 @@ class CentralQueue:
         routed.worker.reserve(waiting.request_id, need)
         return routed
 
-    @staticmethod
     def _usable(
-        workers: list[FleetWorker], taken: AbstractSet[str], need: CapacityNeed
+        self, workers: list[FleetWorker], taken: AbstractSet[str], need: CapacityNeed
     ) -> list[tuple[FleetWorker, WorkerUsage]]:
         """Return the workers with capacity that no other request has claimed, and their usage.
 
@@ -283,6 +287,8 @@ class CentralQueue:
             taken: ids of the claimed workers.
         """
         usable = [(worker, worker.usage) for worker in workers if worker.worker_id not in taken]
+        if self._binds_early:
+            return usable
         return [(worker, at) for worker, at in usable if has_capacity(at, need)]
 
     def _waited_s(self, waiting: Waiting) -> float:

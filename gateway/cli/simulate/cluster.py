@@ -27,6 +27,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import UNWATCHED, Watch
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
@@ -72,6 +73,7 @@ def simulate(
     requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
+    watch: Watch = UNWATCHED,
 ) -> list[Record]:
     """Return the records of the requests in the order of the plan.
 
@@ -79,6 +81,7 @@ def simulate(
         requests: the plan, with an arrival time `at_s` for each request.
         on_record: a callback that receives each record when its request ends.
         to_job: a function that converts a planned request to a job.
+        watch: an observer of the placements and moves of all requests.
 
     Raises:
         ValueError: a setting is wrong.
@@ -90,7 +93,8 @@ def simulate(
         async with running_dispatcher(
             factory, cluster.configs, cluster.rules, environment.seed
         ) as dispatcher:
-            return await send(dispatcher, requests, to_job, on_record, environment.log.pop)
+            pop = None if environment.delivers_tokens else environment.log.pop
+            return await send(dispatcher, requests, to_job, on_record, pop, watch)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
@@ -136,12 +140,14 @@ async def send(
     to_job: Callable[[PlannedRequest], Job],
     on_record: Callable[[Record], None] = lambda _record: None,
     pop_deliveries: Callable[[str], Deliveries] | None = None,
+    watch: Watch = UNWATCHED,
 ) -> list[Record]:
     """Send each request at its time `at_s`, counted from now, and return the records.
 
     Args:
         pop_deliveries: a function that returns the logged deliveries of a request. If it is None,
             `send` times the deltas itself.
+        watch: an observer of the placements and moves of all requests.
     """
     records, start_s = list[Record](), loop_time_s()
     open_requests = set[asyncio.Task[Record]]()
@@ -156,7 +162,8 @@ async def send(
         assert planned.at_s is not None
         job = to_job(planned)
         await asyncio.sleep(start_s + planned.at_s - loop_time_s())
-        task = asyncio.create_task(_run(dispatcher, planned, job, start_s, pop_deliveries))
+        one = _run(dispatcher, planned, job, start_s, pop_deliveries, watch)
+        task = asyncio.create_task(one)
         open_requests.add(task)
         task.add_done_callback(done)
     await asyncio.gather(*open_requests)
@@ -169,6 +176,7 @@ async def _run(
     job: Job,
     start_s: float,
     pop_deliveries: Callable[[str], Deliveries] | None,
+    watch: Watch,
 ) -> Record:
     """Run a request and return its record.
 
@@ -179,7 +187,7 @@ async def _run(
     deliveries = Deliveries()
     with dispatcher.counted():
         try:
-            async with dispatcher.run(job) as run:
+            async with dispatcher.run(job, watch=watch) as run:
                 async for delta in run.deltas:
                     last = delta
                     if pop_deliveries is None and delta.token_ids:
