@@ -22,8 +22,9 @@ from draftgate.policies.kv_transfer import PRIOR_LATENCY_S
 from draftgate.policies.types import WorkerSpeed
 
 MOST_MOVES: Final = 4
-"""Moves of a gateway at the same time. A single move leaves most of the link unused, because a
-worker copies one chunk between two steps. (Chosen, not tuned, 2026-11-23.)"""
+"""Moves of a gateway that copy blocks at the same time. A single move leaves most of the link
+unused, because a worker copies only between two steps. Further moves verify tokens meanwhile.
+(Chosen, not tuned, 2026-11-23.)"""
 
 MOST_STAGES: Final = 3
 """Stages of a copy before the source stops or the move is given up, as in Llumnix."""

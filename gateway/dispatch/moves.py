@@ -119,7 +119,7 @@ class Moves:
             self._timer = loop.call_later(CHECK_INTERVAL_S, self._check, context=Context())
 
     def _begin_moves(self) -> None:
-        """Begin as many moves as may be under way."""
+        """Begin as many moves as may copy blocks at the same time."""
         leaving = [worker for worker in self._streams if worker.leaving]
         if not leaving or self._fleet.ending:
             return
@@ -131,7 +131,7 @@ class Moves:
             for stream in self._streams[worker]
             if self._may_move(stream)
         ]
-        while len(self._moving) < MOST_MOVES:
+        while sum(not one.copied for one in self._moving) < MOST_MOVES:
             views = [self._view(stream, sinks[_worker(stream)][0]) for stream in streams]
             chosen = next_move(views)
             if chosen is None:
@@ -196,6 +196,7 @@ class Moves:
         finally:
             self._moving.pop(stream, None)
             self._chosen.pop(stream, None)
+            stream.copied = False
             if end is not MoveEnd.MOVED:
                 stream.retry_s = self._now_s() + RETRY_S
                 stream.failures += end in _FAILURES
@@ -224,6 +225,8 @@ class Moves:
             end = await self._copy(stream, successor.placed.worker, move)
             if end is not MoveEnd.MOVED:
                 return end
+            stream.copied = True
+            self._begin_moves()
             if not _is_slow(stream):
                 await _boundary(stream.attempt)
                 move.note_delta()

@@ -30,6 +30,7 @@ class Stream:
         waiting: the place of its first dispatch in the queue.
         attempt: the attempt that runs the prompt, while it is registered for moves.
         successor: the attempt at which an interrupted prompt continues.
+        copied: whether the present move of the prompt has copied its blocks.
         failures, moves: number of its moves that failed, and of those that succeeded.
         moved_s: time of its last move.
         retry_s: earliest time of its next move.
@@ -44,6 +45,7 @@ class Stream:
         self.waiting = waiting
         self.output = PartialOutput(run.requests[index])
         self.successor: Attempt | None = None
+        self.copied = False
         self.failures = self.moves = 0
         self.retry_s = 0.0
         self.moved_s = -math.inf

@@ -28,9 +28,10 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
-from draftgate.policies.moves import MOST_FAILURES, VERIFIED_TOKENS, MoveEnd
+from draftgate.policies.moves import MOST_FAILURES, MOST_MOVES, VERIFIED_TOKENS, MoveEnd
 from draftgate.policies.resilience.failover import Cause
 from draftgate.policies.types import Pace
 from tests.examples import examples
@@ -398,14 +399,19 @@ def test_no_fault_of_a_move_changes_a_stream(
 STREAMS = 16
 
 
-def make_stream(number: int) -> Job:
-    """Return a job with 4,000 tokens of its own."""
-    prompt = compact([8 + (number + 1) * index % 499 for index in range(4000)])
+def make_stream(number: int, tokens: int = 4000) -> Job:
+    """Return a job with a prompt of its own."""
+    prompt = compact([8 + (number + 1) * index % 499 for index in range(tokens)])
     return Job(f"r{number}", (prompt,), SamplingParams(1, seed=number, ignore_eos=True), 4000)
 
 
-async def drain_streams(jobs: list[Job]) -> tuple[list[RecordingWatch], float, int]:
+async def drain_streams(
+    jobs: list[Job], sample: Callable[[Moves], None] = lambda _: None
+) -> tuple[list[RecordingWatch], float, int]:
     """Drain a worker that runs all jobs, and cancel them afterwards.
+
+    Args:
+        sample: is called often during the drain.
 
     Returns:
         The observers, the seconds until the worker was empty, and the number of prompt tokens that
@@ -424,7 +430,9 @@ async def drain_streams(jobs: list[Job]) -> tuple[list[RecordingWatch], float, i
         sink.drained, source.drained = False, True
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        await reached(lambda: not source.usage.sequences)
+        while source.usage.sequences:
+            sample(dispatched.dispatcher.moves)
+            await asyncio.sleep(0.005)
         drained_s = loop.time() - began_s
         assert not any(task.done() for task in tasks)
         for task in tasks:
@@ -438,6 +446,18 @@ async def reached(condition: Callable[[], bool]) -> None:
     """Wait in virtual time until a condition holds."""
     while not condition():  # noqa: ASYNC110 - the condition sets no event
         await asyncio.sleep(0.005)
+
+
+def test_streams_copy_while_others_verify_tokens() -> None:
+    """The number of moves that copy blocks is limited, but not the number of all moves."""
+    moving, copying = set[int](), set[int]()
+
+    def sample(moves: Moves) -> None:
+        moving.add(len(moves._moving))
+        copying.add(sum(not one.copied for one in moves._moving))
+
+    run_scenario(drain_streams([make_stream(number, 600) for number in range(12)], sample))
+    assert max(copying) == MOST_MOVES < max(moving)
 
 
 @pytest.mark.long
