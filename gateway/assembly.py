@@ -101,10 +101,6 @@ def build_dispatcher(
         binds_early=rules.binding == "early",
     )
     policy_of_admission = admission_policy(rules.admission)
-    controller = AdmissionController(
-        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s)),
-        *(bounds, loop_time_s),
-    )
     history = AcceptanceHistory()
     placer = Placer(fleet, policy, decisions, history, reads_prompts=routing.reads_prompts)
     leases = Leases(store, shared=rules.shared)
@@ -113,6 +109,11 @@ def build_dispatcher(
     else:
         appointments = Appointments(most=0)
     sharing = Sharing(store, history, appointments, loop_time_s)
+    controller = AdmissionController(
+        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s)),
+        *(bounds, loop_time_s),
+        on_refusal=sharing.note_refusal if rules.shared else None,
+    )
     dispatcher = Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing),
         rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),

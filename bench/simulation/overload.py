@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=64)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--gateways", type=int, default=1, help="gateways that share the workers")
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=None)
     parser.add_argument(
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.seed,
         args.workers,
         args.admission,
+        gateways=args.gateways,
     )
     found = {
         **simulated_provenance("overload", arguments),

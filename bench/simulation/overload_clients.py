@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Final
 
+from bench.simulation.gateways import running_gateways
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
-from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, running_dispatcher
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster
 from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
@@ -69,6 +71,8 @@ class Overload:
         services: service levels by class, which requests get in turn.
         seconds: duration of the arrivals, in seconds.
         text_file: the source of the prompts, or None for Python's standard library.
+        gateways: number of gateways in front of the workers. Each attempt of a client goes to a
+            random one.
     """
 
     config: WorkerConfig
@@ -79,6 +83,7 @@ class Overload:
     admission: str = "deadline"
     seconds: float = OVERLOAD_S
     text_file: Path | None = None
+    gateways: int = 1
 
     def service(self, index: int) -> ServiceLevel:
         """Return the service level of a request by its index."""
@@ -101,23 +106,24 @@ class Overload:
         factory = partial(SimBackend, build=environment.build_worker)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
         configs = SimulatedCluster(self.config, self.workers, environment).configs
-        async with running_dispatcher(factory, configs, rules) as dispatcher:
+        async with running_gateways(factory, configs, rules, self.gateways) as dispatchers:
             clients = [Client(one, one.at_s or 0.0) for one in planned]
-            await asyncio.gather(*(self._live(dispatcher, one, environment) for one in clients))
+            await asyncio.gather(*(self._live(dispatchers, one, environment) for one in clients))
         return clients
 
     async def _live(
-        self, dispatcher: Dispatcher, client: Client, environment: SimEnvironment
+        self, dispatchers: Sequence[Dispatcher], client: Client, environment: SimEnvironment
     ) -> None:
         """Send the request, and retry as requested until it is admitted."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(client.arrived_s - loop.time())
         index = client.planned.index
+        choose = Random(f"gateway/{self.seed}/{index}").choice
         job = replace(job_of(client.planned), service=self.service(index), fingerprint=index + 1)
         while len(client.refusals) < MAX_ATTEMPTS:
             now_s = loop.time()
             try:
-                await self._send_request(dispatcher, client, job, environment)
+                await self._send_request(choose(dispatchers), client, job, environment)
             except TooMany as refusal:
                 if client.refusals:
                     client.retries.append((now_s, False))

@@ -75,9 +75,10 @@ class Heartbeat:
             try:
                 await self.beat()
                 await self.write_files()
+                await self._dispatcher.sharing.pause(HEARTBEAT_S)
             except Exception as error:  # noqa: BLE001 - a stopped heartbeat would look like a dead node
                 log(logging.ERROR, "heartbeat failed", error=error)
-            await asyncio.sleep(HEARTBEAT_S)
+                await asyncio.sleep(HEARTBEAT_S)
 
     async def beat(self) -> None:
         """Report workers, renew leases and reservations, and dispatch requests that now fit."""

@@ -118,11 +118,13 @@ class AdmissionController:
         quotas: Quotas,
         bounds: Bounds,
         now_s: Callable[[], float],
+        on_refusal: Callable[[], None] | None = None,
     ) -> None:
         """Control admission to a queue.
 
         Args:
             now_s: the clock of the queue's tickets.
+            on_refusal: a callback for each request that the policy refuses, or None.
         """
         self.quotas = quotas
         self._fleet = fleet
@@ -130,6 +132,7 @@ class AdmissionController:
         self._policy = policy
         self._bounds = bounds
         self._now_s = now_s
+        self._on_refusal = on_refusal
         self._outputs = OutputHistory()
         self._keys = count()
         self._ticket_sequences = 0
@@ -156,7 +159,7 @@ class AdmissionController:
             view = self._view(request, now_s, loads)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
-                refused = _capped(decision)
+                refused = self._refusal(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
             ticket_s = decision.work_s / self._pool_scale(loads) / len(request.needs)
             return Entry(
@@ -220,7 +223,13 @@ class AdmissionController:
         now_s = self._now_s()
         view = self._view(request, now_s, self._loads(), ticket)
         refused = self._policy.reconsider(view, waited_s, now_s)
-        return refused and _capped(refused)
+        return refused and self._refusal(refused)
+
+    def _refusal(self, refused: Refused) -> Refused:
+        """Return a refusal whose delay is at most `MOST_RETRY_S`."""
+        if self._on_refusal is not None:
+            self._on_refusal()
+        return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
 
     def _may_start(self, request: AdmissionRequest) -> bool:
         """Return whether a request will get a worker at once, and perhaps fits into its quota.
@@ -248,7 +257,7 @@ class AdmissionController:
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
-        pool = pool_of(loads, prompt_tokens + output_tokens)
+        pool = pool_of(loads, prompt_tokens + output_tokens, self._share())
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
             ticket = self._ticket(request, own_s / self._pool_scale(loads), now_s)
@@ -264,20 +273,28 @@ class AdmissionController:
             self._is_sheddable(request.service.priority),
             request.retries,
             pool,
-            self._queue_view(ticket, now_s, loads),
+            self._queue_view(ticket, now_s, self._pool_scale(loads) / pool.share),
         )
 
     def _loads(self) -> list[WorkerLoad]:
         return [worker.backend.load() for worker in self._fleet.serving]
 
-    def _queue_view(
-        self, ticket: Ticket | None, now_s: float, loads: Sequence[WorkerLoad]
-    ) -> QueueView:
-        """Return the queue as seen by a request, which needs no ticket if the queue is empty."""
+    def _share(self) -> float:
+        """Return this gateway's share of the sequences on the workers (`PoolView.share`)."""
+        shared = [worker.usage for worker in self._fleet.serving if not worker.own]
+        others = sum([usage.others for usage in shared])
+        own = max(1, sum([usage.sequences for usage in shared]))
+        return own / (own + others)
+
+    def _queue_view(self, ticket: Ticket | None, now_s: float, scale: float) -> QueueView:
+        """Return the queue as seen by a request, which needs no ticket if the queue is empty.
+
+        Args:
+            scale: seconds of the pool for each second of the tickets' work.
+        """
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if ticket is None:
             return QueueView(capacity=most)
-        scale = self._pool_scale(loads)
         return QueueView(
             length=len(queue),
             capacity=most,
@@ -321,11 +338,6 @@ class AdmissionController:
             request.share,
             work_s,
         )
-
-
-def _capped(refused: Refused) -> Refused:
-    """Return a refusal whose delay is at most `MOST_RETRY_S`."""
-    return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
 
 
 def _check_quota(request: AdmissionRequest, shortage: Shortage | None) -> None:

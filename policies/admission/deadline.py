@@ -127,7 +127,9 @@ class Deadline:
             share = 1.0
             if refused is not None:
                 share = 0.0 if view.sheddable else self.appointments.kept_share
-            self._flows.add_request(view.service.priority, predicted.work_s * share, now_s)
+            # The other gateways get the rest of the flow.
+            work_s = predicted.work_s * share / view.pool.share
+            self._flows.add_request(view.service.priority, work_s, now_s)
         if refused is None:
             if booking is not None:
                 self.appointments.close(booking)

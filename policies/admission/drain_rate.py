@@ -6,6 +6,9 @@ work that the pool does:
     drained = queued at the last decision + admitted then - queued now
     factor  = seconds / drained, each summed over the intervals between decisions
 
+Other gateways' requests use the rest of the pool meanwhile, so the work of the whole pool is this
+gateway's work divided by its share of the running sequences.
+
 Intervals that begin with an empty queue do not count. An interval that ends with an empty queue
 counts at most the predicted time. Without these intervals, the factor would be 10% too large,
 because a queue empties when requests are short.
@@ -54,9 +57,10 @@ class DrainRate:
 
     def observe(self, view: AdmissionView, now_s: float) -> None:
         """Learn from the queue before a decision."""
-        queued_s, workers = view.queue.work_s, view.pool.workers
+        queued_s, workers = view.queue.work_s * view.pool.share, view.pool.workers
         if self._queued_s > 0.0 and workers == self._workers:
-            elapsed_s, drained_s = now_s - self._at_s, self._queued_s - queued_s
+            elapsed_s = now_s - self._at_s
+            drained_s = (self._queued_s - queued_s) / view.pool.share
             if queued_s <= 0.0:  # the pool may have been idle at the end
                 elapsed_s = min(elapsed_s, self.factor * drained_s)
             kept = math.exp(-elapsed_s / MEMORY_S)

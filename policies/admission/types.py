@@ -19,6 +19,8 @@ class PoolView:
         running: number of sequences that run or wait on the workers.
         prompt_tokens: prompt tokens that the workers have not computed yet.
         speed: mean speed of the workers.
+        share: this gateway's share of the sequences on the workers. The rest belongs to other
+            gateways.
     """
 
     workers: int = 1
@@ -26,11 +28,15 @@ class PoolView:
     running: int = 0
     prompt_tokens: int = 0
     speed: WorkerSpeed = UNKNOWN_SPEED
+    share: float = 1.0
 
 
 @immutable
 class QueueView:
-    """The queue at the arrival of a request.
+    """The queue of this gateway at the arrival of a request.
+
+    Seconds of the pool include the work that other gateways' requests get meanwhile
+    (`PoolView.share`).
 
     Attributes:
         length, capacity: number of waiting requests, and the maximum number.

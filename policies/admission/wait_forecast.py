@@ -126,12 +126,15 @@ class WaitCorrection:
         self._log = min(max(moved, -limit), limit)
 
 
-def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolView:
+def pool_of(
+    loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0, share: float = 1.0
+) -> PoolView:
     """Return several workers as one pool, with the mean speed of the workers that have run a step.
 
     Args:
         sequence_tokens: prompt and output tokens of a typical sequence, by which KV memory may
             limit the number of sequences. 0 ignores memory.
+        share: this gateway's share of the sequences on the workers.
     """
     limits, speeds, prompt_s = list[float](), list[WorkerSpeed](), list[float]()
     running = prompt_tokens = 0
@@ -153,6 +156,7 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
             _mean(prompt_s),
             _mean([speed.sequence_s for speed in speeds]),
         ),
+        share=share,
     )
 
 
@@ -170,7 +174,9 @@ def forecast_wait(
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
     known = pool.max_sequences > 0 and pool.speed.tpot_s > 0
     own_s = work_s(pool, view.prompt_tokens, view.sequences * view.output_tokens)
-    grain_s = queue.work_s / queue.length if queue.length and known else own_s / view.sequences
+    grain_s = own_s / view.sequences
+    if queue.length and known:
+        grain_s = queue.work_s * pool.share / queue.length
     first_s = (1.0 - max(pool.max_sequences - pool.running, 0.0)) * grain_s
     wait_s, place_s = (
         max(drained_s(view, drain, correction, ahead_s) + correction * first_s, 0.0)
@@ -179,7 +185,7 @@ def forecast_wait(
         for ahead_s in (queue.ahead_s, queue.place_s)
     )
     share_ahead = queue.ahead_s / queue.work_s if queue.work_s > 0 else 0.0
-    prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead
+    prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead / pool.share
     prompts_s = prompts * pool.speed.prompt_token_s / max(pool.workers, 1)
     return WaitForecast(max(wait_s, correction * prompts_s), place_s, prompt_s, own_s, grain_s)
 

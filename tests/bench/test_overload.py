@@ -100,6 +100,20 @@ def test_server_is_not_idle_while_clients_wait(
     assert all(client.end_s is not None for client in clients)
 
 
+@pytest.mark.long
+def test_two_gateways_promise_the_server_once(overload: Overload) -> None:
+    """Two gateways in front of a server keep it busy, and their delays are at most 1.5 times the
+    earliest ones."""
+    changed = replace(overload, services=(ServiceLevel(2.0, None, 0),), gateways=2)
+    clients = changed.run(3 * CAPACITY_RPS)
+    row = overload_metrics(changed, 0.0, clients)
+    assert row["while_clients_wait"]["idle_s"] < 1.0
+    assert row["while_clients_wait"]["unused_share"] < 0.1
+    assert row["retry_over_earliest"] <= 1.5
+    assert row["let_in_on_return"] >= 0.85
+    assert all(client.end_s is not None for client in clients)
+
+
 def test_no_class_starves(overload: Overload, clients: list[Client]) -> None:
     """The server completes some requests of every class during the overload."""
     for row in overload_metrics(overload, 0.0, clients)["classes"]:

@@ -7,13 +7,16 @@ import asyncio
 import pytest
 
 from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.dispatch.sharing import Sharing
+from draftgate.gateway.dispatch.sharing import SOON_S, Sharing
+from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from tests.gateway.exchange_contract import ExchangeContract
 from tests.gateway.redis_server import RedisServer
+from tests.gateway.sharing_gateways import SharingGateway
 from tests.gateway.stores import OnLocal, OnMemory, OnRedis
+from tests.gateway.test_guarded_store import in_virtual_time
 
 
 class TestMemoryExchange(OnMemory, ExchangeContract):
@@ -80,3 +83,28 @@ async def test_gateways_share_what_they_know_in_redis(redis_server: RedisServer)
     assert len(appointments[0]) == 0
     for store in stores:
         await store.close()
+
+
+@in_virtual_time
+async def test_refusals_are_shared_before_the_next_heartbeat() -> None:
+    """Gateways that refuse requests know each other's bookings soon, and exchange no more often."""
+    inner = MemoryStore(loop_time_s)
+    gateways = [SharingGateway(inner) for _ in range(2)]
+    pauses = [asyncio.create_task(one.sharing.pause(1.0)) for one in gateways]
+    for refusals in range(3):
+        await asyncio.sleep(0.01)
+        for index, gateway in enumerate(gateways):
+            now_s = loop_time_s()
+            name = 1 + 2 * refusals + index
+            gateway.appointments.book(Booking(name, 0, "t", 0.5, now_s + 9.0, now_s))
+            gateway.sharing.note_refusal()
+    await asyncio.sleep(SOON_S)
+    for gateway in gateways:
+        gateway.sharing.note_refusal()
+    await asyncio.sleep(2 * SOON_S)
+    for gateway in gateways:
+        assert all(gateway.appointments.find(name, loop_time_s(), 1) for name in range(1, 7))
+        assert gateway.remote.calls["exchange"] == 3  # the first one finds the store
+    await asyncio.gather(*pauses)
+    assert loop_time_s() == pytest.approx(1.0)
+    assert [gateway.remote.calls["exchange"] for gateway in gateways] == [3, 3]

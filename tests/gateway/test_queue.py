@@ -33,6 +33,7 @@ from draftgate.policies.ordering.fair import STARVATION_S
 from draftgate.policies.registry import ordering_policy, routing_policy
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, Ticket, WorkerLoad
+from tests.gateway.two_gateways import SharedWorker
 
 
 class Backend:
@@ -42,12 +43,13 @@ class Backend:
 
     def __init__(self, capacities: int) -> None:
         self.max_sequences = capacities
+        self.running = 0
         self.failure: str | None = None
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(
-            0, 0, 1000, 1000, 0.0, 0.5, (), max_sequences=self.max_sequences, step_tokens=512
-        )
+        pages = 0, 1000, 1000, 0.0, 0.5, ()
+        limits = {"max_sequences": self.max_sequences, "step_tokens": 512}
+        return WorkerLoad(self.running, *pages, **limits)
 
 
 class Fleet(SimpleNamespace):
@@ -247,7 +249,30 @@ class NeverAdmit:
     name = "never"
 
     def decide(self, view: AdmissionView, now_s: float) -> Refused:
+        self.view = view
         return Refused(1e12, RefusalKind.DEADLINE, "never")
+
+
+def test_admission_knows_its_share_of_the_workers() -> None:
+    """The view of a policy has the gateway's share of the sequences on the workers of others."""
+
+    async def scenario() -> None:
+        queue, _ = queue_of(1)
+        own, shared = FleetWorker("own", Backend(8)), SharedWorker("shared", Backend(8), "1")
+        fleet, quotas = Fleet(workers=[own, shared]), Quotas(MemoryQuotas(), {}, lambda: 0.0)
+        policy = NeverAdmit()
+        admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, lambda: 0.0)
+        shares = []
+        for reserved, running in ((0, 0), (0, 3), (1, 4), (1, 4)):
+            for index in range(reserved):
+                shared.reserve(f"{running}-{len(shares)}-{index}", CapacityNeed(1, 1, 2))
+            shared.backend.running = running
+            with pytest.raises(Overloaded):
+                await admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
+            shares.append(policy.view.pool.share)
+        assert shares == [1.0, 0.25, 0.25, 0.5]
+
+    run_virtual(scenario())
 
 
 def test_retry_after_is_at_most_an_hour() -> None:

@@ -1,6 +1,7 @@
-"""A toy pool under overload in virtual time: servers, a queue, and returning clients.
+"""A toy pool under overload in virtual time: servers, gateways with queues, and returning clients.
 
-Service times are random, and policies know only the expected service time.
+Service times are random, and policies know only the expected service time. Each attempt of a client
+goes to a random gateway, and a free server takes a request of the gateway that runs the fewest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bench.simulation.hindsight import QueuedRequest, earliest_starts_s
+from draftgate.gateway.dispatch.sharing import SOON_S
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView
 from draftgate.policies.registry import admission_policy, ordering_policy
 from draftgate.policies.types import ServiceLevel, Ticket, WorkerSpeed
@@ -94,37 +96,48 @@ class Pool:
     seed: int = 1
     admission: str = "deadline"
     ordering: str = "fair"
+    gateways: int = 1
+    exchange_s: float = SOON_S  # interval at which the gateways share their bookings
 
     def run(self) -> list[Client]:
         rng = random.Random(self.seed)
-        policy, queue = admission_policy(self.admission), ordering_policy(self.ordering)
+        gateways = [Gateway(self, index) for index in range(self.gateways)]
         clients = self._clients(random.Random(self.seed))
         events = [(c.arrived_s, 0, c.number, "arrival") for c in clients]
         heapq.heapify(events)
-        running, order = 0, 0
+        order, exchanged_s = 0, 0.0
+        runs_at: dict[int, Gateway] = {}
         while events:
             now_s, _, number, event = heapq.heappop(events)
+            if now_s >= exchanged_s + self.exchange_s:
+                exchanged_s = now_s
+                exchange_bookings(gateways, now_s)
             client = clients[number]
             if event == "departure":
-                running -= 1
+                runs_at.pop(number).running -= 1
             else:
-                decision = policy.decide(self._view(client, queue, running, now_s), now_s)
+                gateway = gateways[rng.randrange(self.gateways) if self.gateways > 1 else 0]
+                view = self._view(client, gateway, len(runs_at), now_s)
+                decision = gateway.policy.decide(view, now_s)
                 if client.refusals:
                     client.returns.append((now_s, isinstance(decision, Admitted)))
                 if isinstance(decision, Admitted):
                     client.admitted_s, client.admission = now_s, decision
                     order += 1
-                    queue.push(self._ticket(client, order, now_s, decision.work_s))
+                    ticket = self._ticket(client, order, now_s, decision.work_s)
+                    gateway.queue.push(ticket)
                 else:
                     client.refusals.append((now_s, decision.retry_after_s))
                     return_s = self.return_time(rng, now_s, decision.retry_after_s)
                     if return_s is not None and len(client.refusals) < 30:
                         heapq.heappush(events, (return_s, 0, number, "arrival"))
-            while running < self.servers and (ticket := queue.take(now_s)) is not None:
-                running += 1
-                started = clients[self._numbers[ticket.key]]
+            while len(runs_at) < self.servers and (waiting := [g for g in gateways if g.queue]):
+                gateway = min(waiting, key=lambda one: one.running)
+                started = clients[self._numbers[gateway.queue.take(now_s).key]]
                 started.start_s = now_s
-                policy.learn(started.admission, now_s - started.admitted_s)
+                runs_at[started.number] = gateway
+                gateway.running += 1
+                gateway.policy.learn(started.admission, now_s - started.admitted_s)
                 heapq.heappush(events, (now_s + started.service_s, 1, started.number, "departure"))
         return clients
 
@@ -157,8 +170,10 @@ class Pool:
         deadline_s = now_s + client.wait_allowed_s
         return Ticket(order, now_s, deadline_s, client.priority, client.tenant, 1.0, work_s)
 
-    def _view(self, client: Client, queue, running: int, now_s: float) -> AdmissionView:
-        work_s = client.expected_s / self.servers
+    def _view(self, client: Client, gateway: Gateway, running: int, now_s: float) -> AdmissionView:
+        queue, work_s = gateway.queue, client.expected_s / self.servers
+        own = max(1, gateway.running)
+        share = own / (own + running - gateway.running)
         ticket = self._ticket(client, 10**9, now_s, work_s)
         return AdmissionView(
             fingerprint=client.number,
@@ -167,17 +182,44 @@ class Pool:
             max_wait_s=MAX_WAIT_S,
             service=ServiceLevel(client.ttft_s, priority=client.priority),
             tenant=client.tenant,
-            pool=PoolView(1, self.servers, running, 0, WorkerSpeed(TPOT_S, PROMPT_TOKEN_S)),
+            pool=PoolView(1, self.servers, running, 0, WorkerSpeed(TPOT_S, PROMPT_TOKEN_S), share),
             queue=QueueView(
                 len(queue),
                 1024,
                 queue.queued_of(client.tenant),
-                queue.work_s,
-                queue.ahead_s(ticket, now_s),
-                queue.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
-                class_s=queue.class_ahead_s(ticket),
+                queue.work_s / share,
+                queue.ahead_s(ticket, now_s) / share,
+                queue.ahead_s(replace(ticket, deadline_s=math.inf), now_s) / share,
+                class_s=queue.class_ahead_s(ticket) / share,
             ),
         )
+
+
+class Gateway:
+    """A gateway with its own policies and queue.
+
+    Attributes:
+        running: number of its requests that run.
+    """
+
+    def __init__(self, pool: Pool, index: int) -> None:
+        self.name = f"g{index}"
+        self.policy = admission_policy(pool.admission)
+        self.queue = ordering_policy(pool.ordering)
+        self.running = 0
+
+
+def exchange_bookings(gateways: list[Gateway], now_s: float) -> None:
+    """Tell each gateway what the others have booked since the last exchange."""
+    if len(gateways) == 1:
+        return
+    taken = {}
+    for gateway in gateways:
+        taken[gateway] = gateway.policy.appointments.take(now_s, 1 << 30, gateway.name)
+        gateway.policy.appointments.confirm()
+    for gateway in gateways:
+        others = [note for other in gateways if other is not gateway for note in taken[other]]
+        gateway.policy.appointments.merge(others, now_s)
 
 
 def started_in_time(client: Client) -> bool:

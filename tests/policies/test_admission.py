@@ -388,3 +388,16 @@ def test_gap_ignores_lower_priority_bookings() -> None:
     appointments.book(Booking(1, 1, "", 5.0, 1.0, 0.0))
     assert appointments.gap_s(0, 0.0, 2.0, sum) == 2.0
     assert appointments.gap_s(1, 0.0, 2.0, sum) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_the_speed_of_a_pool_includes_the_work_of_other_gateways(share: float) -> None:
+    """A gateway that runs a part of a pool's sequences learns the speed of the whole pool.
+
+    The pool needs two seconds for each second of predicted work.
+    """
+    rate, pool = DrainRate(), replace(BUSY, share=share)
+    for second in range(300):
+        own_s = (200.0 - second / 2) * share
+        rate.observe(view(own_s / share, pool=pool), float(second))
+    assert rate.factor == pytest.approx(2.0, rel=0.05)

@@ -100,6 +100,27 @@ def test_pool_is_not_idle_while_clients_wait(load: float, servers: int) -> None:
     assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
 
 
+@pytest.mark.parametrize(
+    ("load", "servers", "seeds"), [(3.0, 32, 3), pytest.param(24.0, 16, 1, marks=pytest.mark.long)]
+)
+def test_two_gateways_leave_their_pool_busy(load: float, servers: int, seeds: int) -> None:
+    """Two gateways that share a pool keep it busy, and promise its time once.
+
+    Goodput stays within 5% of the peak of a single gateway, no second passes without a running
+    request, and the median delay is at most 1.5 times too long.
+    """
+    pools = [Pool(load, servers=servers, gateways=2, seed=seed) for seed in SEEDS[:seeds]]
+    results = [(pool, pool.run()) for pool in pools]
+    idle = [idle_while_clients_wait(pool, clients) for pool, clients in results]
+    alone = max(mean_goodput(runs(load, servers=servers)) for load in (1.5, 3.0))
+    assert mean_goodput(results) >= 0.95 * alone
+    assert mean_attainment(results) >= 0.95
+    assert max(idle_s for idle_s, _ in idle) < 1.0
+    assert mean(unused for _, unused in idle) <= 0.08
+    assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
+    assert mean(kept_share(clients) for _, clients in results) >= 0.85
+
+
 @pytest.mark.parametrize("bias", [0.7, 1.5])
 def test_wrong_expectations_are_corrected(bias: float) -> None:
     """Appointments hold if all requests take 0.7 or 1.5 times the expected time."""
