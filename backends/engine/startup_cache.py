@@ -72,6 +72,11 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measurements: Measurements
 
 
+# Workers start in threads, and msgspec crashes if two threads build the decoder of a type at once
+# (msgspec 0.22.0, 2026-11-23).
+_decoder: Final = msgspec.json.Decoder(_Entry)
+
+
 class StartupCache:
     """The cache entry of a key."""
 
@@ -84,7 +89,7 @@ class StartupCache:
     def read(self) -> Measurements | None:
         """Return the measurements, or None if the entry is missing, damaged or of another key."""
         try:
-            entry = msgspec.json.decode(self.path.read_bytes(), type=_Entry)
+            entry = _decoder.decode(self.path.read_bytes())
             _ = entry.measurements.cost
         except (OSError, ValueError):  # msgspec raises subclasses of ValueError
             return None
