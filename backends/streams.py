@@ -4,12 +4,12 @@ A worker delivers one batch of deltas per step, and each reader takes the deltas
 Waiting deltas of a choice are merged into one. So a slow reader gets fewer and larger chunks, and
 the request's own output limits the memory.
 
-Most deltas consist of tokens and text only. A reader may leave a function that takes such deltas
-while the reader waits (`pass_directly`). They then need no switch to the task of the reader.
+Most deltas consist of tokens and text only. A reader may provide a function that takes such deltas
+while the reader waits (`pass_directly`), which saves a switch to the task of the reader.
 
 A stream has four states. While it is *open*, the worker still produces deltas. When it is
 *complete*, every choice has finished, and deltas may be waiting. When it has *failed*, deltas may
-be waiting, and then the error is raised. The last state is *closed*.
+be waiting, and the error is raised after them. The last state is *closed*.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class DeltaStream(AsyncGenerator[Delta, None]):
         self._closed = False
 
     def passed(self, delta: Delta) -> bool:
-        """Pass a delta directly if possible, and return whether it needs no reader any more."""
+        """Pass a delta directly if possible, and return whether the reader no longer needs it."""
         reader = self._reader
         if reader is None or self.take is None or delta[3:] != _ONLY_TEXT or reader.done():
             return False
@@ -231,7 +231,7 @@ def _merged(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         steps=tuple(step for delta in deltas for step in delta.steps),
-        # Both are on the first delta.
+        # Only the first delta can have these two.
         phases=deltas[0].phases,
         prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -72,7 +72,7 @@ class MoveReason(StrEnum):
 
 
 class MoveEnd(StrEnum):
-    """The end of a move."""
+    """How a move ended."""
 
     MOVED = "moved"
     """The stream continues on the destination."""
@@ -153,7 +153,8 @@ def next_move(views: Sequence[MoveView]) -> int | None:
     """Return the index of the stream that moves next, or None if every stream stays for now.
 
     The stream with the shortest predicted gap is first, and among equals the one with the shortest
-    copy. So the worker has few streams left early. A stream that ends before it could move stays.
+    copy. The worker therefore soon has few streams left. A stream that would end before it could
+    move stays.
     """
     worth = [
         (forecast.gap_s, forecast.copy_s, index)
@@ -201,7 +202,7 @@ class Missing:
 
     @property
     def lead_s(self) -> float:
-        """Seconds that the destination needs longer for these tokens than for one token."""
+        """Extra seconds that the destination needs for these tokens instead of one token."""
         return self.tokens * (self.speed.step_token_s + self.context_tokens * self.speed.pair_s)
 
 

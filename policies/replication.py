@@ -1,12 +1,12 @@
-"""Whether a hot prefix is copied to another worker before the workers that hold it are full.
+"""The decision to copy a hot prefix to another worker before the workers that hold it are full.
 
-A prefix is hot while its requests take half of the sequences of every worker that holds it, and at
-least two. It is then copied to one more worker. The router sends requests to that worker too, so
-the prefix is copied again only if they still fill half of all holders.
+A prefix is hot while its requests take half of the sequence capacity of every worker that holds it,
+and at least two sequences. It is then copied to one more worker. The router sends requests to that
+worker too, so the prefix is copied again only if its requests still take half of every holder.
 
-Two rules keep the copies rare. No prefix is copied to the same worker twice until its requests take
-at most an eighth of its holders, for example because the copy was evicted. And all copies of a
-gateway together take a bounded bandwidth.
+Two rules keep the copies rare. A worker gets the same prefix again, for example after it has
+evicted the copy, only when the requests of the prefix have taken at most an eighth of its holders
+in the meantime. And all copies of a gateway together take a bounded bandwidth.
 """
 
 from __future__ import annotations

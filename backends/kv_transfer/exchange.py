@@ -63,7 +63,7 @@ class BlockCount(Struct, tag=True, frozen=True):
 
     Attributes:
         blocks: leading blocks that the worker holds now.
-        damaged: whether a block had another checksum, so that it was dropped.
+        damaged: whether a block had a wrong checksum, so that it was dropped.
     """
 
     blocks: int

@@ -1,4 +1,4 @@
-"""Blocks of a worker whose operations run in another thread, process or node."""
+"""KV transfer with a worker whose operations run in another thread, process or node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftgate.backends.kv_transfer.transfer import export_chunks
 
 
 class OperatedBlocks(ABC):
-    """Implements `KvSource` and `KvSink` of `backends.base` by operations."""
+    """Implements `KvSource` and `KvSink` of `backends.base` by operations (`exchange`)."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class OperatedBlocks(ABC):
 
 
 async def operate_on(worker: KvEndpoint, operation: KvOperation) -> KvResult:
-    """Run an operation of another node on a worker.
+    """Run an operation that another node requests on a worker.
 
     An export ends after one chunk (`transfer.CHUNK_BYTES`), however many blocks the node requests.
 

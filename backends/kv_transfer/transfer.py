@@ -1,8 +1,8 @@
 """The transfer of a prefix: the destination pulls blocks, and the source keeps no state for it.
 
-A transfer may end at any block, because every part of a prefix that begins at its start is useful.
-The destination computes the rest. Live streams resume by the same steps as streams whose prefix was
-not transferred, so a transfer can only save time.
+A transfer may end after any block, because every leading part of a prefix is useful. The
+destination computes the rest. A stream resumes by the same steps with and without a transfer, so a
+transfer can only save time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvChunk
 
 CREDIT: Final = 8
-"""Number of chunks that the source has sent or prepares, and as many that the destination stores. A
-busy worker runs its operations after a step. With two chunks, a worker with long steps transfers
-two chunks per step, although it has time for more. (Chosen, not tuned, 2026-11-23.)"""
+"""Maximum number of chunks that the source prepares ahead, and of chunks that the destination
+stores at the same time. A busy worker runs its operations after a step. With two chunks, a worker
+with long steps would transfer only two chunks per step, although it has time for more. (Chosen, not
+tuned, 2026-11-23.)"""
 
 CHUNK_BYTES: Final = 384 << 10
 """Bytes of a chunk, which one turn of a worker's thread copies. Its turn takes 0.2 ms, or 2% of a

@@ -1,4 +1,4 @@
-"""The turns of a worker's thread that transfer KV blocks, between its steps."""
+"""The turns between a worker's steps in which its thread transfers KV blocks."""
 
 from __future__ import annotations
 

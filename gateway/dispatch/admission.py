@@ -1,8 +1,8 @@
 """Admission, which checks quotas and deadlines before a request is queued.
 
 The policies decide. A rejected request gets the time after which to retry. An admitted request
-reserves its maximum tokens, at the latest with its lease. When the request ends, the used tokens
-are charged and the others are released.
+reserves the maximum number of tokens that it may use, at the latest together with its lease. When
+the request ends, the used tokens are charged and the rest is released.
 """
 
 from __future__ import annotations
@@ -138,11 +138,12 @@ class AdmissionController:
         self._ticket_sequences = 0
 
     async def admit(self, request: AdmissionRequest, *, leases: bool = False) -> Entry:
-        """Admit a request until `settle`.
+        """Admit a request, whose end the caller reports with `settle`.
 
         Args:
-            leases: whether the request will take a lease. If it need not wait, it reserves its
-                quota with its lease (`Entry.quota`). Otherwise it reserves its quota now.
+            leases: whether the request will take a lease. Such a request reserves its quota
+                together with its lease (`Entry.quota`), unless it has to wait. Any other request
+                reserves its quota now.
 
         Raises:
             InvalidRequest: the request can never fit into its quota.
@@ -232,10 +233,11 @@ class AdmissionController:
         return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
 
     def _may_start(self, request: AdmissionRequest) -> bool:
-        """Return whether a request will get a worker at once, and perhaps fits into its quota.
+        """Return whether a request may reserve its quota with its lease instead of beforehand.
 
-        A tenant that exceeds its quota neither waits nor counts in the forecasts of others. Several
-        prompts would reserve their quota in several calls.
+        The request must get a worker at once, so that a tenant that exceeds its quota neither waits
+        nor counts in the forecasts of others. It must have one prompt, because several prompts
+        would reserve their quota in several calls.
         """
         first, *others = request.needs
         return not (others or self.quotas.is_short(request.tenant)) and self._queue.has_room(first)
@@ -307,7 +309,7 @@ class AdmissionController:
         )
 
     def _pool_scale(self, loads: Sequence[WorkerLoad]) -> float:
-        """Return the seconds of the current pool that a second of the tickets' work takes.
+        """Return how many seconds the current pool takes for a second of the tickets' work.
 
         Tickets keep the work of their admission. The work takes longer if the pool has lost workers
         since the first waiting request was admitted.

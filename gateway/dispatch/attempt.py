@@ -52,9 +52,9 @@ class Parts(NamedTuple):
 class Attempt:
     """A context in which a prompt runs on the worker that was reserved for it.
 
-    The context yields the deltas of the worker, except those that `Run.take` takes. Their reader
-    sets `reading.waiting` before each delta and calls `observe` after it. The end of the context
-    cancels the request and releases its capacity.
+    The context yields the deltas of the worker, except those that `Run.take` takes. The reader of
+    the deltas sets `reading.waiting` before each delta and calls `observe` after it. The end of the
+    context cancels the request and releases its capacity.
 
     Attributes:
         placed: the worker and the speculation plan.
@@ -128,7 +128,7 @@ class Attempt:
     async def prepare(self) -> None:
         """Lease the worker and decide about speculation, before the context is entered.
 
-        The caller must enter the context later, or call `abandon`. It fetches KV blocks itself.
+        The caller fetches KV blocks itself. It must later enter the context or call `abandon`.
         """
         try:
             await self._prepare()

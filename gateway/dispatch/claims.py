@@ -1,9 +1,9 @@
-"""Claims of resumed requests on the next room of a worker, which newcomers leave to them.
+"""Claims, with which resumed requests keep the next free capacity of a worker for themselves.
 
-A resumed request with a long context may wait for more room than a newcomer. If newcomers took
-each room at once, enough room for the resumed request would never accumulate. So the request claims
-one worker in the store. No gateway sends newcomers to that worker until the request has its lease.
-Other workers remain usable.
+A resumed request with a long context may need more free capacity than a new request. If new
+requests took all capacity as soon as it is free, enough for the resumed request would never
+accumulate. The resumed request therefore claims one worker in the store. No gateway sends new
+requests to that worker until the resumed request has its lease. Other workers remain usable.
 """
 
 from __future__ import annotations

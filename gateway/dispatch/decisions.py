@@ -155,7 +155,7 @@ class Decisions:
             now_s: the clock, in Unix time.
         """
         self._latest: deque[tuple[str, Decision]] = deque(maxlen=KEPT)  # with tenants
-        self._changed: set[int] | None = None  # ids of objects, once someone takes changes
+        self._changed: set[int] | None = None  # ids of objects, once a caller takes changes
         self._file = file
         self._now_s = now_s
 

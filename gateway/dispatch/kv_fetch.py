@@ -1,10 +1,10 @@
-"""Fetching of the KV blocks of a prompt from a worker that still holds them.
+"""Fetching the KV blocks of a prompt from another worker instead of computing them again.
 
-A prompt that resumes on another worker would be computed there again. Its old worker may still
-live, and other workers may hold a part of its prefix. A new prompt may go to a worker that lacks a
-prefix that another worker has cached, for example because that worker is full. The worker pulls the
-blocks before it gets the request, if this is predicted to be faster. The request itself stays the
-same. It finds the blocks in the prefix cache, and the worker computes whatever is missing.
+A prompt that resumes on another worker can use the blocks of its old worker, if that one still
+runs, or of a worker that has a part of its prefix cached. A new prompt can use the prefix cache of
+another worker, for example one that is full. The worker pulls the blocks before it gets the
+request, if this is predicted to be faster than computing them. The request itself stays the same.
+It finds the blocks in the prefix cache, and the worker computes whatever is missing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class KvFetcher:
         sink, hashes = placed.worker, placed.request.block_hashes
         arriving = self.pulls.arriving(sink, hashes)
         if arriving is not None:
-            await arriving.wait()  # at most until its blocks would have been computed
+            await arriving.wait()  # for at most the time to compute its blocks
             return
         known = cached_blocks.get(sink.worker_id, 0)
         if known >= max(cached_blocks.values()):

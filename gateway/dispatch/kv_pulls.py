@@ -1,4 +1,4 @@
-"""Transfers of KV blocks between workers, which measure the links."""
+"""Transfers of KV blocks between workers, which also measure the bandwidth of the links."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class KvPulls:
         return PrefixPull(view.tokens, decision.pull_s, decision.compute_s)
 
     def arriving(self, sink: FleetWorker, hashes: Sequence[bytes]) -> asyncio.Event | None:
-        """Return the end of a transfer that brings a prefix of a chain to a worker, if any."""
+        """Return the event at the end of a transfer of a prefix of a chain to a worker, if any."""
         for pull in self._under_way.get(sink.worker_id, ()):
             if pull.blocks <= len(hashes) and hashes[pull.blocks - 1] == pull.last:
                 return pull.ended
@@ -162,7 +162,7 @@ class KvPulls:
         form: KvFormat,
         hashes: Sequence[bytes],
     ) -> KvFetch:
-        """Pull blocks until the time in which the destination would have computed them.
+        """Pull blocks, for at most the time in which the destination would have computed them.
 
         The blocks of a move have no such limit.
 
@@ -189,7 +189,7 @@ class KvPulls:
             pull.ended.set()
             under_way.remove(pull)
         seconds = self._now_s() - begun_s
-        # A transfer that is late without a block was at most as fast as one block in this time.
+        # A late transfer without a block was slower than one block in this time.
         moved = max(transfer.blocks, int(end is TransferEnd.LATE))
         if moved and seconds > 0.0:
             speed = self._links.get(link, LinkSpeed())

@@ -4,10 +4,10 @@ Streams move from a worker that is leaving, and by the rescheduling policy (`res
 
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
-stops, and must compute the same tokens (`splice`). At last the gateway interrupts the reader of the
-stream, and the reader continues with the *successor*, an attempt that has reserved the destination
-(`failover`). `policies.moves` decides which stream moves next and when its source stops. A stream
-whose move does not succeed stays on its source until the source stops.
+stops, and must compute the same tokens (`splice`). Finally, the gateway interrupts the reader of
+the stream, and the reader continues with the *successor*, an attempt that has reserved the
+destination (`failover`). `policies.moves` decides which stream moves next and when its source
+stops. A stream whose move fails stays on its source until the source stops.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Moves:
         return [worker for worker in self._fleet.open if can_supply(source, worker)]
 
     def _may_move(self, stream: Stream) -> bool:
-        """Return whether a stream decodes and does not move yet."""
+        """Return whether a stream decodes and is not moving yet."""
         moves = stream in self._moving or stream.successor is not None
         return stream.attempt.reading.decodes and not moves and stream.retry_s <= self._now_s()
 
@@ -243,7 +243,7 @@ class Moves:
     ) -> Routed | None:
         """Reserve a worker that can take the blocks of a stream, or return None without room."""
         source = _worker(stream)
-        if chosen is not None:  # no request may wait for room that only a better place needs
+        if chosen is not None:  # a stream that need not move must not make requests wait
             sinks = (one for one in self._fleet.open if one.worker_id == chosen.sink)
             sink = next(sinks, None)
             need, queue = need_of(request), self._parts.queue
@@ -260,7 +260,7 @@ class Moves:
             return None
         if can_supply(source, routed.worker):
             return routed
-        routed.worker.release(request.request_id)  # the last able worker has left meanwhile
+        routed.worker.release(request.request_id)  # the last suitable worker has left meanwhile
         await self._parts.queue.claims.end(request.request_id)
         self._parts.queue.pump()
         return None
@@ -350,7 +350,7 @@ def _worker(stream: Stream) -> FleetWorker:
 
 
 def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
-    """Return what a destination lacks of the choice of which it lacks most.
+    """Return the missing part of the choice of which a destination lacks most.
 
     Args:
         held_blocks: leading blocks that it holds, by choice.

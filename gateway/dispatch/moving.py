@@ -23,7 +23,7 @@ _MOVED: Final = "the stream moved to another worker"
 
 
 class Stream:
-    """A prompt of a job, which runs on one worker after the other.
+    """A prompt of a job, which runs on one worker after another.
 
     Attributes:
         output: the output so far.
@@ -60,7 +60,7 @@ class Stream:
     def hand_over(self, successor: Attempt, move: Migration) -> None:
         """Let the reader continue with a prepared attempt.
 
-        A reader that waits for a delta is interrupted. Another one notices at its next delta.
+        A reader that waits for a delta is interrupted. Any other reader notices at its next delta.
         """
         self.successor, self._move = successor, move
         successor.on_delta = self._observe_first

@@ -50,7 +50,7 @@ class Waiting:
         avoid: ids of workers that run the request only if no other worker is available.
         since_s: start of the wait, for the timeout. None means the next call of `turn`.
         reconsider: decides again about the request while it waits.
-        claim_tokens: tokens of a resumed request, which may claim a worker, or 0 for others.
+        claim_tokens: tokens for which a resumed request may claim a worker, or 0 for a new request.
         refused: whether workers had capacity but the store refused the lease.
     """
 
@@ -232,8 +232,8 @@ class CentralQueue:
         """Dispatch resumed requests that now fit.
 
         Returns:
-            Whether each of the others has claimed a worker, so that new requests may use the other
-            workers.
+            Whether each resumed request that still waits has claimed a worker, so that new requests
+            may use the other workers.
         """
         for place in tuple(self._resumed.values()):
             if self._placed(place):
@@ -253,9 +253,9 @@ class CentralQueue:
         return True
 
     def hold(self) -> None:
-        """Dispatch nothing for `HELD_S`.
+        """Dispatch nothing for `HELD_S`, after the store has refused a lease.
 
-        Workers then seem free, but other gateways hold their leases.
+        The workers seem free, but other gateways have leased their capacity.
         """
         if not self._held:
             self._held = True
@@ -311,7 +311,7 @@ class CentralQueue:
             self.pump()  # the request may have blocked the requests after it
 
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
-        """Return the error of a request that has waited for the longest time."""
+        """Return the error of a request that has waited for the maximum time."""
         assert self._timeout_s is not None  # no request times out without a limit
         refused = waiting.reconsider(waiting.ticket, self._timeout_s)
         retry_s = UNKNOWN_RETRY_S if refused is None else refused.retry_after_s
@@ -337,7 +337,7 @@ class CentralQueue:
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:
-        """Remove a request that stops waiting, perhaps when it also gets a worker."""
+        """Remove a request that stops waiting, even if it gets a worker at the same time."""
         ticket, turn = place.waiting.ticket, place.turn
         if ticket.key in self._places:
             self.ordering.remove(ticket.key)

@@ -54,7 +54,7 @@ class Quotas:
         return QuotaReservation(request_id, tenant, tokens, quota)
 
     def is_short(self, tenant: str) -> bool:
-        """Return whether the quota of a tenant was too small a moment ago, and may be still."""
+        """Return whether a tenant's quota was too small a moment ago, and may still be."""
         return self._now_s() < self._short_until_s.get(tenant, 0.0)
 
     async def reserve(self, reservation: QuotaReservation) -> Shortage | None:
@@ -80,7 +80,7 @@ class Quotas:
         await self._end(Settlement(request_id, used_tokens))
 
     async def release(self, request_id: str) -> None:
-        """Undo a reservation, so that the quota of requests ignores the request, too."""
+        """Undo a reservation, so that the request does not count against any limit."""
         await self._end(release_of(request_id))
 
     async def renew(self) -> None:

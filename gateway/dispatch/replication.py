@@ -85,7 +85,7 @@ class Replicator:
         if prefix is None:
             prefix = self._prefixes[use.prefix] = _Prefix()
         own = prefix.own[worker.worker_id] = prefix.own.get(worker.worker_id, 0) + use.sequences
-        if is_filled(own, load.max_sequences):  # the usual case is that it is not
+        if is_filled(own, load.max_sequences):  # usually it is not
             blocks = {**cached_blocks, worker.worker_id: most}
             self._copy(run, prefix, request.block_hashes[:most], blocks)
         return use

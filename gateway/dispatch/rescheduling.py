@@ -1,8 +1,8 @@
 """The choice of moves of this node's streams between workers that keep running.
 
-Every gateway calls the policy with the loads of all workers and with its own streams, so no gateway
-is the leader. The move slots of the store let one gateway at a time move a stream to or from a
-worker.
+Every gateway calls the policy with the loads of all workers and with its own streams, so the
+gateways need no leader. The move slots in the store ensure that only one gateway at a time moves a
+stream to or from a worker.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rescheduler:
 
         def streams_of(worker_id: str) -> list[StreamView]:
             worker, found = workers[worker_id], []
-            if worker.leaving:  # its streams move in any case
+            if worker.leaving:  # its streams move without the policy
                 return []
             for stream in streams.get(worker, ()):
                 # A stream of a slow reader needs no better place.

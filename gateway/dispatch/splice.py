@@ -1,8 +1,9 @@
-"""The outputs of two workers that run the same prompt from one position on, joined to one output.
+"""The output of a stream during a move, while its source and its destination both run it.
 
-In an exact numerics class, both workers compute the same tokens. The client gets the output of the
-source. The output of the destination is compared with it, and continues it after the switch. Tokens
-and text are functions of the position, so the join may be inside a delta.
+In an exact numerics class, both workers compute the same tokens. The client first gets the output
+of the source, with which the output of the destination is compared. After the switch, the client
+gets the output of the destination. Tokens and text are functions of the position, so the switch may
+be inside a delta.
 """
 
 from __future__ import annotations

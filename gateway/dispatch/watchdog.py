@@ -2,7 +2,7 @@
 
 The watchdog checks all workers with open streams once a second, and `policies.resilience.liveness`
 decides which are lost. It ignores paused streams. It also ignores a stream whose reader does not
-wait for the next delta, because that reader still has deltas or a slow client.
+wait for the next delta, because that reader still has deltas to process or its client is slow.
 """
 
 from __future__ import annotations

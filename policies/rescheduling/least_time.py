@@ -1,18 +1,18 @@
-"""`least_time`: move a stream if all streams together then end sooner, by twice the cost.
+"""`least_time`: move a stream if this saves all streams together twice the time that it costs.
 
     gain   = own + others + memory
     own    = weight x left x (TPOT on the source - TPOT on the destination)
     TPOT   = (step_s + (sequences - 1) x step_sequence_s) / tokens
     tokens = 1 + sum over slots of (survival - price)
-    others = left / tokens x step_sequence_s x other sequences, on both workers likewise
+    others = left / tokens x step_sequence_s x other sequences, source less destination
     memory = waits for memory on both workers before the move, less those after it
     wait   = sequences that wait x missing tokens / tokens released per second
     cost   = transfer + gap
 
 A stream moves if gain > 2 x cost x 2^(moves so far). All quantities are seconds. `left` is the
 expected rest of the output. `tokens` is the number of tokens per step with the stream's own drafts,
-at the price on each worker, less what the drafts cost others. The price on the destination is the
-one after the stream has joined. So a stream may move because its drafts pay more elsewhere.
+at the price on each worker, less what the drafts cost others. The price on the destination is its
+price after the stream has joined. So a stream may move because its drafts pay more elsewhere.
 
 The cost model is that of `routing.least_cost`. Every move lowers the predicted time of all streams,
 so a pool without arrivals comes to rest.
@@ -80,7 +80,7 @@ class LeastTime:
 
 
 def _pairs(workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, WorkerState]]:
-    """Yield pairs of which the first worker is slower for one more sequence, or short of memory."""
+    """Yield pairs of a source and a destination, by their pressure."""
     known = [one for one in workers if one.load.speed.step_s > 0.0]
     ranked = sorted(known, key=lambda one: (one.leaving, _pressure(one), one.worker_id))
     sinks = list(ranked)
@@ -97,8 +97,8 @@ def _pairs(workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, Worker
 def _pressure(worker: WorkerState) -> float:
     """Return the seconds of a step that one sequence takes from itself and from all others.
 
-    The result rises with the used memory, and further with tokens that wait for memory. It ranks
-    the workers only. The gain of a move is predicted for each stream.
+    The result rises with the used memory, and further with tokens that wait for memory. It only
+    ranks the workers. The gain of a move is predicted for each stream.
     """
     load, speed = worker.load, worker.load.speed
     step_s = speed.step_s + 2.0 * max(load.running - 1, 0) * speed.step_sequence_s
@@ -119,7 +119,7 @@ def _move(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link
     after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
     joining = float(stream.sequences)
     sink_price = sink.load.price + price_rise(sink.load, joining)
-    # An idle worker would otherwise keep the acceptance of its last requests for ever.
+    # An idle worker would otherwise keep the acceptance of its last requests forever.
     acceptance = (source.load.acceptance + sink.load.acceptance) / 2.0
     tokens = (
         _tokens(stream, source.load, source.load.price, acceptance),

@@ -8,7 +8,7 @@ from draftgate.policies.rescheduling.types import ChosenMove, PoolState, Streams
 
 
 class Off:
-    """Moves no stream. A leaving worker still gives its streams away (`policies.moves`)."""
+    """Moves no stream. Streams still move from a worker that is leaving (`policies.moves`)."""
 
     name = "off"
     reschedules = False

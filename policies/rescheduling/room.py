@@ -1,9 +1,9 @@
-"""Room for the next request in the queue, by moving streams away from one worker.
+"""Making room for the next request in the queue by moving streams away from one worker.
 
-The memory that is free on all workers together may hold a prompt that no single worker can hold
-(fragmentation). The streams that release the missing memory of one worker at the least number of
-bytes then move. Requests in the queue keep their order, so the freed memory accumulates until the
-request at the head fits.
+All workers together may have enough free memory for a prompt that fits on none of them
+(fragmentation). The policy then chooses the streams of one worker that release the missing memory
+with the fewest bytes to copy. Requests in the queue keep their order, so the freed memory
+accumulates until the request at the head fits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
         for one in pool.workers
         if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
     }
-    if not all(lacking.values()):  # it does not wait for memory
+    if not all(lacking.values()):  # the request does not wait for memory
         return []
     idle = [one for one in pool.workers if not one.moving]
     able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
@@ -89,7 +89,7 @@ def _clearing(
     workers: Sequence[WorkerState],
     streams_of: StreamsOf,
 ) -> list[tuple[int, ChosenMove]]:
-    """Return the bytes that leave a worker until it has room, and the first move, if it pays."""
+    """Return the bytes to move until a worker has room, and the first move, if they pay."""
     streams = [one for one in streams_of(source.worker_id) if one.may_move]
     sinks = {one.worker_id: one for one in workers if can_exchange(source, one)}
     placed = list[tuple[StreamView, WorkerState, float]]()
@@ -116,9 +116,9 @@ def _clearing(
 
 
 def _victims(streams: Sequence[StreamView], missing: int) -> list[StreamView]:
-    """Return streams that release the missing tokens, few and short, or none if all are too few.
+    """Return few and short streams that release the missing tokens, or none if all do not suffice.
 
-    The last one is the shortest that suffices, and the others are the longest.
+    The last stream is the shortest that suffices, and the others are the longest.
     """
     left = sorted(streams, key=lambda one: (one.tokens, one.stream_id))
     if sum(one.tokens for one in left) < missing:

@@ -25,7 +25,7 @@ class WorkerState:
     """A worker of the pool.
 
     Attributes:
-        load: its load, of all gateways.
+        load: its load, with the requests of all gateways.
         kv_format: format of its KV blocks. Workers exchange blocks if their formats are equal and
             not None.
         leaving: whether the worker stops soon, so that every stream should leave it.
@@ -83,7 +83,7 @@ class StreamView:
 
     @property
     def may_move(self) -> bool:
-        """Whether the last move of the stream is long enough ago."""
+        """Whether the last move of the stream was long enough ago."""
         return self.moved_s >= LEAST_INTERVAL_S
 
 
@@ -149,7 +149,7 @@ def can_exchange(source: WorkerState, sink: WorkerState) -> bool:
 
 
 def fits(stream: StreamView, sink: WorkerState) -> bool:
-    """Return whether a worker has capacity for a stream besides the sequences that wait there.
+    """Return whether a worker has capacity for a stream in addition to its waiting sequences.
 
     A block for each choice stays free, because the stream continues to grow.
     """
@@ -190,7 +190,7 @@ def move_cost_s(stream: StreamView, source: WorkerState, sink: WorkerState, link
 def release_rate(worker: WorkerState, left_tokens: float) -> float:
     """Return the tokens per second of memory that ending sequences release, or 0 if unknown.
 
-    All sequences of the worker are taken as equal, with `left_tokens` expected further tokens each.
+    The estimate assumes that each sequence of the worker still generates `left_tokens` tokens.
     """
     left_s = left_tokens * worker.load.speed.tpot_s
     return worker.used_tokens / left_s if left_s > 0.0 else 0.0
