@@ -12,6 +12,7 @@ import typer
 from msgspec import Meta
 from typer.testing import CliRunner
 
+from draftgate.gateway.cli import app
 from draftgate.gateway.cli.options import SettingsCommand, config_from
 from draftgate.gateway.config import Setting
 from draftgate.gateway.config.schema import PANELS
@@ -27,6 +28,13 @@ def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=environ, check=False
     )
+
+
+def help_page(*arguments: str, columns: int = 200) -> str:
+    """Return the help page of a command. No process starts for it."""
+    done = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0
+    return done.stdout
 
 
 def test_help_lists_the_commands_without_slow_imports() -> None:
@@ -52,15 +60,14 @@ def test_help_lists_the_commands_without_slow_imports() -> None:
 )
 def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
     """Each help page fits 80 columns and contains only ASCII characters."""
-    done = draftgate(*arguments, "--help", env={"COLUMNS": "80"})
-    assert done.returncode == 0
-    assert done.stdout.isascii()
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    page = help_page(*arguments, columns=80)
+    assert page.isascii()
+    assert max(map(len, page.splitlines())) <= 80
 
 
 def test_serve_help_groups_settings_in_panels() -> None:
     """The help of `serve` groups the settings under headings, without double negatives."""
-    shown = draftgate("serve", "--help").stdout
+    shown = help_page("serve")
     for panel in PANELS:
         assert f"\n{panel}:\n" in shown
     assert "--no-worker / --worker" in shown
@@ -81,9 +88,8 @@ def test_help_of_a_nested_command_lists_its_flags(
     arguments: tuple[str, ...], flags: tuple[str, ...]
 ) -> None:
     """The help of a nested command lists the nested command's own flags."""
-    done = draftgate(*arguments, "--help")
-    assert done.returncode == 0
-    assert all(flag in done.stdout for flag in flags)
+    page = help_page(*arguments)
+    assert all(flag in page for flag in flags)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
     """The help of `serve` lists a flag for every setting."""
     from draftgate.gateway.config import settings
 
-    shown = draftgate("serve", "--help").stdout
+    shown = help_page("serve")
     assert all(setting.flag in shown for setting in settings())
 
 
