@@ -135,8 +135,9 @@ def without_ids(step: StepTrace) -> tuple[object, ...]:
     [
         ("auto", None, 32 << 20, 8),  # n-grams, the draft model, and sparse self-speculation
         ("auto", "ngram", 3 << 20, REQUESTS),  # with preemptions and evictions
-        ("fixed:4", "ngram", 8 << 20, REQUESTS),
-        ("fixed:4", "draft_model", 5 << 20, REQUESTS),  # whose pages evict cached blocks
+        pytest.param("fixed:4", "ngram", 8 << 20, REQUESTS, marks=pytest.mark.long),
+        # The pages of the draft model evict cached blocks.
+        pytest.param("fixed:4", "draft_model", 5 << 20, REQUESTS, marks=pytest.mark.long),
     ],
 )
 def test_recorded_run_replays_exactly(
