@@ -1,7 +1,7 @@
 """The exchange of what the gateways of a pool have learned, with each heartbeat and after refusals.
 
-A refused request gets an appointment after the bookings of all gateways. Two gateways that refuse
-requests at the same time would promise the same time of the pool, until they exchange.
+A refused request gets an appointment after the bookings of all gateways. Until they exchange their
+bookings, two gateways that refuse requests at the same time promise the same time of the pool.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Sharing:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Send what is new, and merge the news, until the store responds no more or has no more."""
+        """Exchange until nothing new is left, or the store does not respond."""
         while await self._exchange_once():
             pass
 
     async def _exchange_once(self) -> bool:
-        """Exchange once, and return whether more is left."""
+        """Send what is new, merge what the store returns, and return whether more is left."""
         number = self._number + 1
         restored = tuple(islice(self._restoring, AT_ONCE))
         sent = tuple(self._history.take(AT_ONCE))
