@@ -143,7 +143,11 @@ async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.A
 
 
 @pytest.mark.parametrize(
-    ("steps", "undisturbed"), [(1, set()), (6, {"stop", "schema", "embedding"})]
+    ("steps", "undisturbed"),
+    [
+        pytest.param(1, set(), marks=pytest.mark.long),
+        (6, {"stop", "schema", "embedding"}),
+    ],
 )
 async def test_every_kind_of_request_survives_its_engine(
     device: StickyError, steps: int, undisturbed: set[str]
@@ -197,7 +201,11 @@ async def test_the_node_fails_with_its_second_engine(device: StickyError) -> Non
         assert (await http.post("/v1/completions", json=TEXT)).status_code == 503
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)],
+    ids=["killed", "stopped"],
+)
 async def test_streams_survive_their_engine_process(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

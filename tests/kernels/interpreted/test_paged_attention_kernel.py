@@ -13,6 +13,7 @@ from draftgate.backends.engine.kernels import paged_attention_ref
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kv_pool import KvPool
+from tests.examples import grid
 from tests.kernels.attention_cases import AttentionCase, attention_case
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
@@ -41,7 +42,12 @@ def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "head_dim"),
-    [(4, 4, 16), (6, 2, 32), (8, 2, 64), (7, 1, 80)],
+    [
+        pytest.param(4, 4, 16, marks=pytest.mark.long),
+        (6, 2, 32),
+        pytest.param(8, 2, 64, marks=pytest.mark.long),
+        (7, 1, 80),
+    ],
 )
 def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head_dim: int) -> None:
     """Attention of a mixed batch equals the reference for odd head sizes and groups."""
@@ -51,7 +57,7 @@ def test_ragged_batch_equals_the_reference(query_heads: int, kv_heads: int, head
     _equals_the_reference(case, None)
 
 
-@pytest.mark.parametrize("window", [1, 30, 64, 1000])
+@pytest.mark.parametrize("window", grid((1, 30, 64, 1000), quick={30, 1000}.__contains__))
 def test_windows_equal_the_reference(window: int) -> None:
     """Windows that end in a tile, at a tile boundary or before the sequence equal the reference."""
     case = attention_case(

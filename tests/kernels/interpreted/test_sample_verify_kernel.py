@@ -9,7 +9,15 @@ from draftgate.backends.engine.kernels import sample_verify, sample_verify_ref
 from tests.kernels import sampling_cases as cases
 
 
-@pytest.mark.parametrize(("vocab", "tile"), [(4096, 2048), (1001, 256), (7, 16), (511, 512)])
+@pytest.mark.parametrize(
+    ("vocab", "tile"),
+    [
+        pytest.param(4096, 2048, marks=pytest.mark.long),
+        (1001, 256),
+        (7, 16),
+        pytest.param(511, 512, marks=pytest.mark.long),
+    ],
+)
 def test_tokens_equal_the_reference(vocab: int, tile: int) -> None:
     """The kernel samples the same tokens as the reference with mixed filters, ties and any
     tiling."""

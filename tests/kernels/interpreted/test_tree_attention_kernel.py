@@ -8,6 +8,7 @@ import torch
 from draftgate.backends.engine.kernels import paged_attention_ref
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from tests.examples import grid
 from tests.kernels.attention_cases import (
     AttentionCase,
     attention_case,
@@ -44,7 +45,7 @@ def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -
     )
 
 
-@pytest.mark.parametrize("window", [None, 2, 30])
+@pytest.mark.parametrize("window", grid((None, 2, 30), quick={30}.__contains__))
 def test_trees_equal_the_reference(window: int | None) -> None:
     """Attention to combs, stars, chains and bushes equals the reference in both modes."""
     case = _mixed()
