@@ -284,6 +284,8 @@ class AdmissionController:
     def _share(self) -> float:
         """Return this gateway's share of the sequences on the workers (`PoolView.share`)."""
         shared = [worker.usage for worker in self._fleet.serving if not worker.own]
+        if not shared:
+            return 1.0
         others = sum([usage.others for usage in shared])
         own = max(1, sum([usage.sequences for usage in shared]))
         return own / (own + others)
