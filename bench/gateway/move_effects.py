@@ -18,6 +18,9 @@ from draftgate.gateway.fleet import Fleet
 OTHER_TOKENS = 500
 """Context of the stream that stays on the destination."""
 
+CONTEXT_TOKENS = 8000
+"""Context at which a stream would end, which fits into a worker."""
+
 ENOUGH_S = 0.5
 """Time of each round with both streams and without a move."""
 
@@ -37,7 +40,7 @@ async def measure_effects(
     for number in range(rounds):
         other, moving = Observed(), Observed()
         jobs = [
-            job_of(length, 55_000_000 + 2 * number + index, 7000 - length)
+            job_of(length, 55_000_000 + 2 * number + index, CONTEXT_TOKENS - length)
             for index, length in enumerate((OTHER_TOKENS, tokens))
         ]
         tasks = []
@@ -46,8 +49,9 @@ async def measure_effects(
             await until(partial(_has_begun, observed), tasks)
         since_s = time.perf_counter()
         await asyncio.sleep(ENOUGH_S)
-        source = fleet.workers[1]  # the first worker was free for the first stream
-        assert source.usage.sequences == 1
+        source = moving.worker
+        assert source is not None
+        assert source is not other.worker  # the router prefers the idle worker
         began_s = time.perf_counter()
         source.drained = True
         with longest_turn() as turn:

@@ -38,6 +38,7 @@ class Observed:
     """An observer of a job, and the times of its deltas.
 
     Attributes:
+        worker: the worker on which the job began, or None before.
         copied_s: end of the last transfer of blocks.
         computed_tokens: tokens that a worker computed although another worker had done so.
     """
@@ -45,13 +46,15 @@ class Observed:
     times_s: list[float] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
+    worker: FleetWorker | None = None
     copied_s: float = 0.0
     computed_tokens: int = 0
     _held_blocks: dict[str, int] = field(default_factory=dict)  # by worker, since the last switch
     _switched: int = 0  # number of deltas before the last switch
 
     def placed(self, placed: Placement) -> None:
-        """Ignore a placement."""
+        """Record the first worker."""
+        self.worker = self.worker or placed.worker
 
     def resumed(self, resume: Resume) -> None:
         """Record a switch."""
