@@ -139,8 +139,12 @@ async def until(condition: Callable[[], bool], tasks: Sequence[asyncio.Task[None
 
     Raises:
         Exception: a task has failed.
+        RuntimeError: all tasks have ended without the condition.
     """
     while not condition():
+        if tasks and all(task.done() for task in tasks):
+            await asyncio.gather(*tasks)
+            raise RuntimeError("the streams have ended too early")
         for task in tasks:
             if task.done():
                 task.result()
