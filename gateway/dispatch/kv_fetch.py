@@ -143,7 +143,7 @@ class KvFetcher:
         )
         most, source = max(zip(held, sources, strict=True), key=lambda pair: pair[0])
         cause = FetchCause.RESUMED
-        return await _pull(self.pulls, cause, hashes[:most], source, sink, form, known)
+        return await pull_if_faster(self.pulls, cause, hashes[:most], source, sink, form, known)
 
 
 async def reported(run: Run, fetching: Coroutine[None, None, KvFetch]) -> KvFetch:
@@ -162,21 +162,15 @@ async def pull_if_faster(
     source: FleetWorker,
     sink: FleetWorker,
     form: KvFormat,
+    known: int | None = None,
 ) -> KvFetch:
-    """Pull the blocks of a chain that the destination lacks, unless computing them is faster."""
-    known = await blocks_held(sink.kv.begin_import(hashes))
-    return await _pull(pulls, cause, hashes, source, sink, form, known)
+    """Pull the blocks of a chain that the destination lacks, unless computing them is faster.
 
-
-async def _pull(
-    pulls: KvPulls,
-    cause: FetchCause,
-    hashes: Sequence[bytes],
-    source: FleetWorker,
-    sink: FleetWorker,
-    form: KvFormat,
-    known: int,
-) -> KvFetch:
+    Args:
+        known: leading blocks that the destination holds for the import, or None to ask it.
+    """
+    if known is None:
+        known = await blocks_held(sink.kv.begin_import(hashes))
     decision = decide_pull(pulls.view(source, sink, form, known, len(hashes)))
     fetch = KvFetch(cause, source.worker_id, sink.worker_id, decision, known)
     return await pulls.run(fetch, source, sink, form, hashes) if decision.pulls else fetch
