@@ -40,6 +40,11 @@ class KvFormat(Struct, frozen=True):
         """Bytes of a block."""
         return self.strips * self.block_tokens * self.head_dim * ITEM_BYTES[self.dtype]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token."""
+        return self.block_bytes // self.block_tokens
+
 
 def refusal(source: KvFormat | None, sink: KvFormat | None) -> str | None:
     """Return why a worker cannot use the blocks of another worker, or None if it can."""

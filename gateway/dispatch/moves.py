@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.moving import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
-from draftgate.gateway.dispatch.rescheduling import Rescheduler, makes_room
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.splice import Splice
 from draftgate.gateway.errors import QueueTimeout
@@ -41,6 +41,7 @@ from draftgate.policies.moves import (
     ROOM_S,
     Missing,
     MoveEnd,
+    MoveReason,
     MoveStep,
     MoveView,
     may_switch,
@@ -144,9 +145,9 @@ class Moves:
             return
         under_way = self._chosen.values()
         moving = {end for chosen in under_way for end in (chosen.source, chosen.sink)}
-        room = any(map(makes_room, under_way))
+        room = any(chosen.reason is MoveReason.ROOM for chosen in under_way)
         planned = self._rescheduler.choose(self._streams, self._may_move, moving, makes_room=room)
-        for stream, _, chosen in planned[: max(MOST_MOVES - len(self._moving), 0)]:
+        for stream, chosen in planned[: max(MOST_MOVES - len(self._moving), 0)]:
             self._start(stream, chosen)
 
     def _start(self, stream: Stream, chosen: ChosenMove | None) -> None:
@@ -170,10 +171,10 @@ class Moves:
         form, lengths = source.kv_format, stream.output.lengths
         assert form is not None
         return MoveView(
-            len(request.prompt_ids) + sum(lengths),
+            stream.tokens,
             request.sampling.max_tokens - min(lengths, default=0),
             len(lengths),
-            form.block_bytes // form.block_tokens,
+            form.token_bytes,
             form.block_tokens,
             self._parts.kv.pulls.bytes_per_s(source, sink),
             source.backend.load().speed,
@@ -227,7 +228,7 @@ class Moves:
                 return end
             stream.copied = True
             self._begin_moves()
-            if not _is_slow(stream):
+            if not stream.is_read_slowly:
                 await _boundary(stream.attempt)
                 move.note_delta()
                 if _is_exact(stream, successor):
@@ -272,7 +273,7 @@ class Moves:
         held: dict[int, int] = {}  # leading blocks of each choice
         while (step := next_step(move.stages, missing)) in (MoveStep.COPY, MoveStep.WAIT):
             if step is MoveStep.WAIT:
-                if _is_slow(stream):
+                if stream.is_read_slowly:
                     return MoveEnd.MOVED  # the client waits for nothing
                 await _boundary(stream.attempt)
             else:
@@ -365,11 +366,6 @@ def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
         for choice, context in contexts.items()
     )
     return Missing(tokens, context, form.block_tokens, source.backend.load().speed)
-
-
-def _is_slow(stream: Stream) -> bool:
-    """Return whether a client reads slowly, so that the gateway has not read all deltas."""
-    return stream.run.pace is not Pace.FULL
 
 
 def _is_exact(stream: Stream, successor: Attempt) -> bool:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Final
 
 from draftgate.backends.errors import StreamMoved
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
@@ -51,6 +51,16 @@ class Stream:
         self.moved_s = -math.inf
         self._numbers = count(1)
         self._move: Migration | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of prompt and output, of all choices that run."""
+        return len(self.run.requests[self.index].prompt_ids) + sum(self.output.lengths)
+
+    @property
+    def is_read_slowly(self) -> bool:
+        """Whether the client reads slowly, so that the gateway has not read all deltas."""
+        return self.run.pace is not Pace.FULL
 
     def rest(self) -> GenerationRequest:
         """Return the request for the rest of the output, with a new id."""

@@ -10,15 +10,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
-from draftgate.backends.types import Pace
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.moving import Stream
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store
-from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
+from draftgate.policies.moves import MOST_FAILURES, MOVE_S
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
@@ -32,14 +31,6 @@ from draftgate.policies.speculation.weights import due_in_s
 INTERVAL_S: Final = 0.2
 """Interval between two calls of the policy, about ten decode steps of a large model. Llumnix calls
 its policy every 0.05 to 0.5 s, by its version. (Chosen, not tuned, 2026-11-23.)"""
-
-
-class PlannedMove(NamedTuple):
-    """A move that the policy has chosen, with the objects that it names."""
-
-    stream: Stream
-    sink: FleetWorker
-    chosen: ChosenMove
 
 
 class Rescheduler:
@@ -77,8 +68,8 @@ class Rescheduler:
         moving: Collection[str],
         *,
         makes_room: bool,
-    ) -> list[PlannedMove]:
-        """Return the next moves, most important first.
+    ) -> list[tuple[Stream, ChosenMove]]:
+        """Return the next moves with their streams, most important first.
 
         Args:
             streams: the streams of this node by worker.
@@ -97,8 +88,8 @@ class Rescheduler:
                 return []
             for stream in streams.get(worker, ()):
                 # A stream of a slow reader needs no better place.
-                reads = stream.run.pace is Pace.FULL and stream.failures < MOST_FAILURES
-                if reads and may_move(stream):
+                stays = stream.is_read_slowly or stream.failures >= MOST_FAILURES
+                if not stays and may_move(stream):
                     view = self._stream_view(stream, worker)
                     offered[view.stream_id] = stream
                     found.append(view)
@@ -122,7 +113,7 @@ class Rescheduler:
 
         head = None if makes_room else self._head()
         chosen = self._policy.choose(PoolState(tuple(states), link, head), streams_of)
-        return [PlannedMove(offered[one.stream_id], workers[one.sink], one) for one in chosen]
+        return [(offered[one.stream_id], one) for one in chosen]
 
     @asynccontextmanager
     async def slots(self, chosen: ChosenMove | None) -> AsyncIterator[bool]:
@@ -159,17 +150,12 @@ class Rescheduler:
             laxity_s = due_in_s(request.service, now_s - entry.answered_s, longest)
         return StreamView(
             request.request_id,
-            len(request.prompt_ids) + sum(lengths),
+            stream.tokens,
             max(left, 1.0),
-            form.block_bytes // form.block_tokens,
+            form.token_bytes,
             stream.attempt.placed.view,
             len(lengths),
             laxity_s,
             now_s - stream.moved_s,
             stream.moves,
         )
-
-
-def makes_room(chosen: ChosenMove | None) -> bool:
-    """Return whether a move makes room for the next request."""
-    return chosen is not None and chosen.reason is MoveReason.ROOM
