@@ -30,6 +30,7 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
+from draftgate.gateway.scaling import Scaling
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
@@ -120,8 +121,12 @@ class Node:
         self.forwarder = build_forwarder(
             fleet, self.dispatcher, self.policy, self.decisions, self.metrics, budget
         )
+        self.scaling = Scaling(fleet, queue, self.metrics.recent)
         self.live = Live(
-            lambda: self._loads(fleet.workers), self.metrics.recent, lambda: len(queue)
+            lambda: self._loads(fleet.workers),
+            self.metrics.recent,
+            lambda: len(queue),
+            advice=lambda: self.scaling.advice,
         )
 
     @cached_property
@@ -162,7 +167,11 @@ class Node:
         return self._served
 
     def take_sample(self, others: Sequence[Activity] = ()) -> None:
-        """Take a sample for the live page, as `Live.take` does."""
+        """Update the scaling advice, and take a sample for the live page, as `Live.take` does."""
+        if self._loads(self.fleet.workers):
+            self.scaling.update()
+        if (advice := self.scaling.advice) is not None:
+            self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
         self.metrics.before_reading()
         self.live.take(others)
 

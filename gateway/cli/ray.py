@@ -6,7 +6,7 @@ The command requires the extra `ray`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ Pool = Annotated[str, typer.Option(help="Name of the pool.")]
 
 
 @app.command(cls=SettingsCommand)
-def start(
+def start(  # noqa: PLR0913, PLR0917 - each is a flag
     context: typer.Context,
     workers: Annotated[int, typer.Option(min=1, help="Number of workers, one node each.")] = 1,
     cpus_per_worker: Annotated[
@@ -47,13 +47,33 @@ def start(
             "--detach", help="Return once all workers have joined. `ray stop` stops them."
         ),
     ] = False,
+    max_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Add up to this number of workers, and drain workers down to --workers, as the "
+            "gateways advise.",
+        ),
+    ] = None,
+    gateway: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a gateway whose advice --max-workers follows. Repeatable."),
+    ] = None,
+    gateway_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with a key for /metrics of gateways.")
+    ] = None,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
     from draftgate.gateway.launch.messages import Resources
 
     given = config_from(context)
     need = Resources(cpus_per_worker, gpus_per_worker, max_restarts, detach)
-    _run(address, lambda: _start(given, workers, need))
+    if (max_workers is None) != (not gateway):
+        fail("--max-workers and --gateway need each other", BAD_USAGE)
+    if max_workers is not None and (max_workers < workers or detach):
+        fail("--max-workers must be at least --workers, and excludes --detach", BAD_USAGE)
+    key = None if gateway_key_env is None else os.environ.get(gateway_key_env)
+    _run(address, lambda: _start(given, workers, need, max_workers, gateway or [], key))
 
 
 @app.command()
@@ -78,15 +98,38 @@ def stop(address: Address = "auto", pool: Pool = "default") -> None:
     _run(address, lambda: stop_all(_actors(pool), typer.echo))
 
 
-async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
-    from draftgate.gateway.launch.launcher import launch
-    from draftgate.gateway.launch.plan import worker_orders
+async def _start(
+    given: EffectiveConfig,
+    workers: int,
+    need: Any,
+    max_workers: int | None,
+    gateways: Sequence[str],
+    key: str | None,
+) -> bool:
+    from draftgate.gateway.launch.advice import GatewayAdvice, PoolLimits
+    from draftgate.gateway.launch.launcher import Scaling, launch
+    from draftgate.gateway.launch.plan import unused_numbers, worker_orders
 
-    cluster = _cluster()
-    first = max(cluster.find_actors(given.config.pool), default=-1) + 1
-    numbers = range(first, first + workers)
-    orders = worker_orders(given, numbers, need.cpus, os.environ)
-    return await launch(cluster.start(orders, need), typer.echo, detached=need.detached)
+    cluster, pool = _cluster(), given.config.pool
+
+    def add(number: int) -> list[Any]:
+        numbers = unused_numbers(cluster.find_actors(pool), number)
+        orders = worker_orders(given, numbers, need.cpus, os.environ)
+        return list(cluster.start(orders, need))
+
+    def add_more(number: int) -> list[Any]:
+        try:
+            return add(number)
+        except (ConfigError, cluster.NameTaken) as error:  # the present workers must go on
+            typer.echo(f"cannot add workers: {error}")
+            return []
+
+    scaling = None
+    if max_workers is not None:
+        advice = GatewayAdvice(gateways, pool, key, typer.echo)
+        scaling = Scaling(PoolLimits(workers, max_workers), advice.read, add_more)
+    actors = add(workers)
+    return await launch(actors, typer.echo, detached=need.detached, scaling=scaling)
 
 
 def _actors(pool: str) -> list[Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
 from draftgate.gateway.app import Signals, until_signal
+from draftgate.gateway.launch.advice import READ_S, PoolLimits
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 
 POLL_S: Final = 1.0
@@ -34,6 +36,7 @@ class State(StrEnum):
     READY = "ready, not in the pool"
     JOINED = "joined"
     RESTARTING = "restarting"
+    DRAINING = "draining"
     FAILED = "failed"
     LOST = "lost"
     STOPPED = "stopped"
@@ -77,6 +80,23 @@ class Actor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The way in which the number of workers follows the advice of gateways.
+
+    Attributes:
+        limits: the fewest and the most workers.
+        read: returns the advised number of workers, or None if it is unknown.
+        add: starts a number of workers, or fewer if it cannot.
+        interval_s: seconds between two reads.
+    """
+
+    limits: PoolLimits
+    read: Callable[[], Awaitable[int | None]]
+    add: Callable[[int], Sequence[Actor]]
+    interval_s: float = READ_S
+
+
 class LaunchedWorker:
     """A worker with the state that the launcher last read and printed."""
 
@@ -86,24 +106,39 @@ class LaunchedWorker:
         self._show = show
         self._status: WorkerStatus | None = None
         self._shown = ""
+        self._draining: asyncio.Task[None] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the worker has neither ended nor begun to drain."""
+        return self._draining is None and self.state not in OVER
 
     async def poll(self) -> None:
         """Read the status of the worker, after waiting until Ray has placed it."""
+        status, reason = None, ""
         try:
             status = await self.actor.status()
+            state = worker_state(status)
         except Restarting:
-            self._note(State.RESTARTING)
+            state = State.RESTARTING
         except WorkerGone as error:
-            self._note(State.LOST, str(error))
-        else:
-            self._status = status
-            self._note(worker_state(status))
+            state, reason = State.LOST, str(error)
+        if self._draining is None:  # draining determines all further states
+            self._status = status or self._status
+            self._note(state, reason)
 
-    async def stop(self) -> None:
+    def drain(self) -> asyncio.Task[None]:
+        """Begin to drain the worker, unless it drains already, and return the task."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        return self._draining
+
+    async def _drain(self) -> None:
         """Drain the worker if it serves, end its actor, and print the outcome."""
         if self.state not in {State.READY, State.JOINED}:
             self.end()
             return
+        self._note(State.DRAINING)
         try:
             code = await self.actor.stop()
         except (Restarting, WorkerGone) as error:
@@ -148,18 +183,49 @@ class Launcher:
             show: a function that prints a line.
         """
         self.workers = [LaunchedWorker(actor, show) for actor in actors]
+        self._show = show
         self._polled = asyncio.Event()
+        self._following = set[asyncio.Task[None]]()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Read the status of all workers repeatedly until the block ends."""
-        tasks = [asyncio.create_task(self._follow(worker)) for worker in self.workers]
+        for worker in self.workers:
+            self._begin_following(worker)
         try:
             yield
         finally:
-            for task in tasks:
+            for task in self._following:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._following, return_exceptions=True)
+
+    async def scale(self, scaling: Scaling) -> None:
+        """Add and drain workers as advised, until cancelled."""
+        while True:
+            advised = await scaling.read()
+            if advised is not None:
+                self.resize(scaling.limits.clamp(advised), scaling.add)
+            await asyncio.sleep(scaling.interval_s)
+
+    def resize(self, wanted: int, add: Callable[[int], Sequence[Actor]]) -> None:
+        """Add workers, or drain the last ones, until a number of workers runs.
+
+        Args:
+            add: a function that starts a number of workers.
+        """
+        running = [worker for worker in self.workers if worker.runs]
+        if wanted == len(running):
+            return
+        self._show(f"the gateways advise {wanted} workers instead of {len(running)}")
+        for worker in running[wanted:]:
+            worker.drain()
+        for actor in add(wanted - len(running)) if wanted > len(running) else ():
+            worker = LaunchedWorker(actor, self._show)
+            self.workers.append(worker)
+            self._begin_following(worker)
+
+    def _begin_following(self, worker: LaunchedWorker) -> None:
+        self._following.add(asyncio.create_task(self._follow(worker)))
 
     async def all_joined(self) -> bool:
         """Wait until all workers have joined, or a worker has ended.
@@ -193,7 +259,7 @@ class Launcher:
         Args:
             hurry: an event that ends the wait for open streams.
         """
-        tasks = {asyncio.create_task(worker.stop()) for worker in self.workers}
+        tasks = {worker.drain() for worker in self.workers}
         hurried = asyncio.create_task(hurry.wait())
         stopped = asyncio.create_task(_all(tasks))
         await asyncio.wait({stopped, hurried}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,7 +275,7 @@ class Launcher:
         return self._are({State.STOPPED})
 
     async def _follow(self, worker: LaunchedWorker) -> None:
-        while worker.state not in OVER:
+        while worker.runs:
             await worker.poll()
             self._polled.set()
             await asyncio.sleep(POLL_S)
@@ -231,11 +297,20 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
         await asyncio.wait(tasks)
 
 
-async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detached: bool) -> bool:
+async def launch(
+    actors: Sequence[Actor],
+    show: Callable[[str], None],
+    *,
+    detached: bool,
+    scaling: Scaling | None = None,
+) -> bool:
     """Follow new workers until a signal and drain them, and return whether all succeeded.
 
     Detached workers keep running once all workers have joined. If a worker cannot start, all
     other workers stop.
+
+    Args:
+        scaling: determines the number of workers once all have joined, or None to keep it.
     """
     signals = Signals()
     launcher = Launcher(actors, show)
@@ -247,7 +322,9 @@ async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detach
             joined = await launcher.all_joined()
             if joined:
                 show(f"all {len(actors)} workers have joined")
-                if not detached:
+                if scaling is not None:
+                    await launcher.scale(scaling)
+                elif not detached:
                     await launcher.all_over()
 
         await until_signal(signals, follow())

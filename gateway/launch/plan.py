@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count, islice
 from typing import Final
 
 from msgspec.structs import replace
@@ -33,6 +34,11 @@ def worker_number(pool: str, name: str) -> int | None:
     """Return the number in the name of an actor of this pool, or None for other names."""
     of, _, number = name.rpartition("/")
     return int(number) if of == pool and number.isdecimal() else None
+
+
+def unused_numbers(taken: Collection[int], workers: int) -> list[int]:
+    """Return the smallest numbers that no worker has, so that ports stay in a small range."""
+    return list(islice((number for number in count() if number not in taken), workers))
 
 
 def worker_orders(

@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
+from draftgate.policies.scaling import ScalingAdvice, ScalingReason
 from draftgate.policies.types import WorkerLoad
 
 Loads = Callable[[], Sequence[WorkerLoad | None]]
@@ -28,6 +29,10 @@ WINDOW_S: Final = 60.0
 
 MOST_KEPT: Final = 2048
 """Maximum values of each kind. Sorting them takes less than 1 ms."""
+
+LEAST_JUDGED: Final = 20
+"""Requests from which an attainment is computed. A single request of fewer would change it by more
+than 5%. (Chosen, not tuned, 2026-11-23.)"""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True):
@@ -90,6 +95,7 @@ class Recent:
         self._ttft_s = _Window[float](clock)
         self._tpot_s = _Window[float](clock)
         self._steps = _Window[tuple[int, int]](clock)  # decode steps, and their drafted tokens
+        self._met = _Window[bool](clock)
 
     def add_ttft(self, seconds: float) -> None:
         """Add a time to first token."""
@@ -104,6 +110,15 @@ class Recent:
         steps = tokens - outcome.num_accepted_tokens
         if steps > 0:
             self._steps.add((steps, outcome.num_drafted_tokens))
+
+    def add_judged(self, *, met: bool) -> None:
+        """Add whether a request with latency targets met them, or False for a refused request."""
+        self._met.add(met)
+
+    def attainment(self) -> float | None:
+        """Return the share of requests that met their targets, or None for too few requests."""
+        found = self._met.values()
+        return fmean(found) if len(found) >= LEAST_JUDGED else None
 
     def ttft_s(self) -> list[float]:
         """Return the times to first token."""
@@ -136,6 +151,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
         requests_per_s, tokens_per_s: rates over `RATE_S` seconds.
         steps, drafted_tokens: decode steps of the last minute's requests, and their draft tokens.
         ttft_s, tpot_s: values of the last minute's requests.
+        desired_workers, scaling_reason: its scaling advice, or 0 and an empty text without advice.
     """
 
     queued: int = 0
@@ -145,6 +161,8 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     drafted_tokens: int = 0
     ttft_s: list[float] = []
     tpot_s: list[float] = []
+    desired_workers: int = 0
+    scaling_reason: str = ""
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -168,6 +186,8 @@ class NodeSample(msgspec.Struct, frozen=True):
         requests_per_s: rate of ended requests, including rejected requests, over `RATE_S` seconds.
         tokens_per_s: rate of generated tokens over the same time.
         workers: number of workers that have not failed.
+        desired_workers: number of workers that the pool should have (`policies.scaling`).
+        scaling_reason: the reason for the last change of this number.
     """
 
     at_s: float
@@ -183,6 +203,8 @@ class NodeSample(msgspec.Struct, frozen=True):
     requests_per_s: float
     tokens_per_s: float
     workers: int
+    desired_workers: int
+    scaling_reason: str
 
 
 def node_sample(
@@ -192,12 +214,13 @@ def node_sample(
 
     Args:
         loads: the loads of the workers that have not failed, at least one.
-        activities: the activity of each process of the node.
+        activities: the activity of each process of the node, at least one.
     """
     blocks = sum(load.kv_blocks_total for load in loads)
     drafting = [load for load in loads if load.proposers]
     steps = sum(one.steps for one in activities)
     drafted = sum(one.drafted_tokens for one in activities)
+    advised = max(activities, key=lambda one: one.desired_workers)
     return NodeSample(
         at_s=at_s,
         price=fmean(load.price for load in drafting) if drafting else None,
@@ -212,6 +235,8 @@ def node_sample(
         requests_per_s=sum(one.requests_per_s for one in activities),
         tokens_per_s=sum(one.tokens_per_s for one in activities),
         workers=len(loads),
+        desired_workers=advised.desired_workers or len(loads),
+        scaling_reason=advised.scaling_reason or ScalingReason.START.value,
     )
 
 
@@ -230,6 +255,7 @@ class Live:
         recent: Recent,
         queued: Callable[[], int] = lambda: 0,
         now_s: Callable[[], float] = time.time,
+        advice: Callable[[], ScalingAdvice | None] = lambda: None,
     ) -> None:
         """Start without samples.
 
@@ -238,11 +264,13 @@ class Live:
             recent: the requests of the last minute.
             queued: a function that returns the number of requests in the gateway's queue.
             now_s: the clock, in Unix time.
+            advice: a function that returns the scaling advice.
         """
         self.activity = Activity()
         self._loads = loads
         self._recent = recent
         self._queued = queued
+        self._advice = advice
         self._now_s = now_s
         self._samples: deque[bytes] = deque(maxlen=KEPT)
         self._totals: deque[tuple[float, int, int]] = deque(maxlen=RATE_S + 1)
@@ -293,6 +321,7 @@ class Live:
         self._totals.append((now_s, recent.requests, recent.tokens))
         then_s, requests, tokens = self._totals[0]
         span_s = max(now_s - then_s, SAMPLE_S)
+        advice = self._advice()
         return Activity(
             self._queued(),
             (recent.requests - requests) / span_s,
@@ -300,4 +329,6 @@ class Live:
             *recent.steps(),
             recent.ttft_s(),
             recent.tpot_s(),
+            0 if advice is None else advice.workers,
+            "" if advice is None else advice.reason.value,
         )

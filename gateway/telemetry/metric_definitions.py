@@ -398,6 +398,12 @@ OPEN_WORKERS: Final = _gauge(
     "Workers to which this node may send requests, including workers of peers",
     shared=True,
 )
+DESIRED_WORKERS: Final = _gauge(
+    "draftgate_desired_workers",
+    "Workers that the pool should have, by this node's view (scale on the maximum over all nodes)",
+    labels=("pool",),
+    shared=True,
+)
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks",
     "Tasks of the event loop, including one per connection with a request",

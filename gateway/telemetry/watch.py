@@ -13,7 +13,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
-from draftgate.gateway.errors import TooMany
+from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import is_logged, log
 from draftgate.gateway.telemetry.request_series import RequestSeries
@@ -310,8 +310,13 @@ class RequestWatch:
         if isinstance(error, TooMany):
             metrics.add(metric.REFUSED, 1, error.kind)
         tpot_s = self._tpot_s()
+        met = self._met_targets(ending, tpot_s)
+        if met is not None:
+            self._recent.add_judged(met=met)
+        elif isinstance(error, Overloaded | QueueTimeout):
+            self._recent.add_judged(met=False)
         if self.tenant is not None:
-            self._count_tenant(self.tenant, ending, seconds, tpot_s, error)
+            self._count_tenant(self.tenant, ending, seconds, met, error)
         metrics.observe(metric.DURATION, seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
         # The finish reasons of a finished request at an upstream are unknown here.
@@ -330,7 +335,7 @@ class RequestWatch:
         tenant: str,
         ending: Ending,
         seconds: float,
-        tpot_s: float | None,
+        met: bool | None,
         error: BaseException | None,
     ) -> None:
         """Count the tokens, latency, refusal and SLO of a tenant's request."""
@@ -343,15 +348,20 @@ class RequestWatch:
             metrics.observe(metric.TENANT_TTFT, self._ttft_s, tenant)
         if ending is Ending.FINISHED:
             metrics.observe(metric.TENANT_DURATION, seconds, tenant)
+        if met is not None:
+            metrics.add(metric.TENANT_SLO, 1, tenant, "met" if met else "missed")
+
+    def _met_targets(self, ending: Ending, tpot_s: float | None) -> bool | None:
+        """Return whether an ended request met its latency targets, or None if it had none."""
         service = self._service
         if service.ttft_s is None and service.tpot_s is None:
-            return
-        if ending in {Ending.FINISHED, Ending.FAILED}:
-            met = ending is Ending.FINISHED and all(
-                target is None or found is None or found <= target
-                for found, target in ((self._ttft_s, service.ttft_s), (tpot_s, service.tpot_s))
-            )
-            metrics.add(metric.TENANT_SLO, 1, tenant, "met" if met else "missed")
+            return None
+        if ending not in {Ending.FINISHED, Ending.FAILED}:
+            return None
+        return ending is Ending.FINISHED and all(
+            target is None or found is None or found <= target
+            for found, target in ((self._ttft_s, service.ttft_s), (tpot_s, service.tpot_s))
+        )
 
     def _count_speculation(self) -> None:
         outcome = self.outcome

@@ -56,7 +56,7 @@ def adapter_expressions() -> list[str]:
     """Return every expression of the autoscaler's rules with the template fields substituted."""
     rules = yaml.safe_load(ADAPTER.read_text(encoding="utf-8"))["rules"]
     found = []
-    for rule in (*rules["custom"], *rules["external"]):
+    for rule in rules["external"]:
         series = rule["seriesQuery"]
         templates = {
             "<<.Series>>": series.partition("{")[0],

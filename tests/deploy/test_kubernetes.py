@@ -12,6 +12,7 @@ from aiohttp import web
 from draftgate.gateway.app import CLOSE_S
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 from tests.deploy.kubernetes import (
     BASE,
     FOLDER,
@@ -183,18 +184,16 @@ def test_only_autoscalers_set_the_number_of_nodes() -> None:
     assert sorted(targets) == sorted(NODES)
 
 
-def test_workers_scale_by_metrics_of_the_adapter() -> None:
-    """The adapter has a rule for each metric of the workers' autoscaler."""
-    rules = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())["rules"]
-    rule_names = {
-        kind: {rule["name"]["as"] for rule in rules[kind]} for kind in ("custom", "external")
-    }
-    metrics = manifests_of_kind("HorizontalPodAutoscaler")["HorizontalPodAutoscaler", "worker"][
-        "spec"
+def test_workers_scale_to_the_largest_advice_of_the_gateways() -> None:
+    """The autoscaler runs as many workers as the adapter's metric, the largest advice, says."""
+    (rule,) = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())["rules"][
+        "external"
     ]
-    requested = {m["type"]: m[m["type"].lower()]["metric"]["name"] for m in metrics["metrics"]}
-    assert {requested["Pods"]} == rule_names["custom"]
-    assert {requested["External"]} == rule_names["external"]
+    assert rule["metricsQuery"].startswith("max(")
+    scalers = manifests_of_kind("HorizontalPodAutoscaler")
+    (metric,) = scalers["HorizontalPodAutoscaler", "worker"]["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"] == DESIRED_WORKERS.name
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
 def test_one_secret_holds_all_credentials() -> None:

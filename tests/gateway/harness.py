@@ -37,6 +37,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.policies.scaling import DemandView, ScalingAdvice
 from draftgate.policies.types import WorkerLoad
 
 PATIENCE_S = 10.0
@@ -125,6 +126,17 @@ class ScriptedBackend:
         """Fail the worker permanently."""
         self.failure = reason
         self.streams.fail(reason)
+
+
+class FixedAdvisor:
+    """A scaling advisor with a given advice, which keeps the last view."""
+
+    def __init__(self, advice: ScalingAdvice) -> None:
+        self.advice = advice
+
+    def update(self, view: DemandView, now_s: float) -> ScalingAdvice:
+        self.view = view
+        return self.advice
 
 
 @asynccontextmanager

@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import Delta, FinishReason, Phases
-from draftgate.gateway.errors import QuotaExceeded
+from draftgate.gateway.errors import Overloaded, QueueTimeout, QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.live import LEAST_JUDGED
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.metrics import (
     MOST_VALUES,
@@ -330,6 +331,25 @@ def test_attainment_counts_requests_that_ended_intact_and_in_time(
     watch.end(ending, 200)
     counts = {series: one.value for series, one in metrics._scalars[metric.TENANT_SLO].items()}
     assert counts == ({} if outcome is None else {("a", outcome): 1})
+
+
+def test_refused_requests_miss_their_targets(metrics: Metrics) -> None:
+    """The attainment of recent requests counts refusals for want of capacity as missed, but neither
+    those of quotas nor requests without targets. It is unknown for a few requests."""
+    cases = [
+        (ServiceLevel(0.5), Ending.FINISHED, None),
+        (ServiceLevel(0.5), Ending.REJECTED, Overloaded("too late", 1.0)),
+        (ServiceLevel(0.5), Ending.REJECTED, QuotaExceeded("no tokens left", 1.0)),
+        (ServiceLevel(), Ending.FINISHED, None),
+        (ServiceLevel(), Ending.FAILED, QueueTimeout("no worker had capacity", 1.0)),
+    ]
+    for number in range(LEAST_JUDGED):
+        assert (metrics.recent.attainment() is None) is (3 * number < LEAST_JUDGED)
+        for service, ending, error in cases:
+            watch = watched(metrics, Clock())
+            watch.forwarding("m", "a", service, 1, stream=True)
+            watch.end(ending, 200, error)
+    assert metrics.recent.attainment() == pytest.approx(1 / 3)
 
 
 def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:

@@ -11,7 +11,8 @@ from contextlib import suppress
 import pytest
 
 from draftgate.gateway.launch import launcher as launching
-from draftgate.gateway.launch.launcher import launch, show_status, stop
+from draftgate.gateway.launch.advice import PoolLimits
+from draftgate.gateway.launch.launcher import Scaling, launch, show_status, stop
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 from draftgate.gateway.processes.messages import Notice
 from tests.gateway.harness import until
@@ -75,7 +76,8 @@ async def test_a_signal_drains_all_workers_and_succeeds() -> None:
     actors, lines = [FakeActor("p/0"), FakeActor("p/1")], list[str]()
     assert await launch_until(lines, actors, send_signal, once="all 2 workers have joined")
     assert [(actor.stops, actor.ended) for actor in actors] == [(1, True)] * 2
-    assert [line.split()[1] for line in lines[-2:]] == ["stopped"] * 2
+    last = {line.split()[0]: line.split()[1] for line in lines}
+    assert (last["p/0"], last["p/1"]) == ("stopped", "stopped")
 
 
 async def test_a_second_signal_does_not_wait_for_streams() -> None:
@@ -142,6 +144,63 @@ async def test_a_worker_that_does_not_serve_yet_is_ended_without_draining(
     send_signal()
     assert await running
     assert (actor.stops, actor.ended) == (0, True)
+
+
+class Advice:
+    """Advice that the test decides, and the workers that are added as a result."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self.workers: int | None = None
+        self.added: list[FakeActor] = []
+        self.scaling = Scaling(PoolLimits(fewest, most), self.read, self.add, interval_s=0.0)
+
+    async def read(self) -> int | None:
+        return self.workers
+
+    def add(self, number: int) -> list[FakeActor]:
+        new = [FakeActor(f"p/new-{len(self.added) + one}") for one in range(number)]
+        self.added += new
+        return new
+
+
+async def test_workers_follow_the_advice_within_their_limits() -> None:
+    """The launcher adds workers up to the maximum and drains the last ones down to the minimum. A
+    worker that drains does not count, and is not drained again at the end."""
+    first, advice, lines = FakeActor("p/0"), Advice(1, 3), list[str]()
+    running = asyncio.create_task(
+        launch([first], lines.append, detached=False, scaling=advice.scaling)
+    )
+    await until(lambda: any("have joined" in line for line in lines))
+    assert not advice.added  # nothing is known yet
+    advice.workers = 9
+    await until(lambda: sum("joined" in line and "p/new" in line for line in lines) == 2)
+    one, other = advice.added
+    other.stopped.clear()
+    advice.workers = 0
+    await until(lambda: other.stops == 1 and one.ended)
+    await until(lambda: any(line.startswith("p/new-0") and "stopped" in line for line in lines))
+    assert len(advice.added) == 2
+    other.stopped.set()
+    send_signal()
+    assert await running
+    assert [actor.stops for actor in (first, one, other)] == [1, 1, 1]
+    assert [actor.ended for actor in (first, one, other)] == [True] * 3
+
+
+async def test_a_lost_worker_is_replaced() -> None:
+    """A worker that Ray has given up is replaced, because it no longer counts."""
+    first, second, advice = FakeActor("p/0"), FakeActor("p/1"), Advice(2, 4)
+    lines = list[str]()
+    running = asyncio.create_task(
+        launch([first, second], lines.append, detached=False, scaling=advice.scaling)
+    )
+    await until(lambda: any("have joined" in line for line in lines))
+    advice.workers = 1
+    second.reply = WorkerGone
+    await until(lambda: any(line.startswith("p/new-0") and "joined" in line for line in lines))
+    send_signal()
+    assert not await running  # a worker was lost
+    assert [actor.stops for actor in (first, *advice.added)] == [1, 1]
 
 
 async def test_the_launcher_leaves_detached_workers_running() -> None:

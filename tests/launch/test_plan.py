@@ -10,7 +10,7 @@ import pytest
 from draftgate.gateway.config import ConfigError, effective_config
 from draftgate.gateway.launch.launcher import State, status_line, worker_state
 from draftgate.gateway.launch.messages import WorkerStatus
-from draftgate.gateway.launch.plan import actor_name, worker_number, worker_orders
+from draftgate.gateway.launch.plan import actor_name, unused_numbers, worker_number, worker_orders
 from draftgate.gateway.processes.messages import Notice, Order
 
 JOIN = {"join": "redis://:hush@10.0.0.1:6379"}
@@ -32,6 +32,12 @@ def test_ports_are_free_or_count_up_from_the_setting() -> None:
     assert [order.config.port for order in orders(range(2, 4), port="8100")] == [8102, 8103]
     with pytest.raises(ConfigError, match="--port: the last worker would need port"):
         orders(port="65534")
+
+
+def test_new_workers_get_the_smallest_unused_numbers() -> None:
+    """Numbers of ended workers are used again, and no number twice."""
+    assert unused_numbers({0, 2, 3}, 3) == [1, 4, 5]
+    assert unused_numbers(set(), 0) == []
 
 
 def test_threads_equal_the_cores_that_ray_reserves() -> None:
