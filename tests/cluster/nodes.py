@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -106,8 +107,12 @@ class NodeProcess:
 
     async def in_flight(self) -> int:
         """Return the number of the node's requests in flight, from clients and other nodes."""
+        return int((await self.json("/health"))["in_flight"])
+
+    async def json(self, path: str) -> Any:
+        """Return the JSON of a response."""
         async with httpx.AsyncClient(base_url=self.url, verify=False, timeout=START_S) as http:
-            return int((await http.get("/health")).json()["in_flight"])
+            return (await http.get(path)).json()
 
     async def metric_sum(self, name: str) -> float:
         """Return the sum over all series of a metric."""
@@ -196,9 +201,8 @@ async def until_known(gateway: NodeProcess, workers: int) -> None:
     """Wait until a gateway is linked to this many healthy workers."""
 
     async def known() -> bool:
-        async with httpx.AsyncClient(base_url=gateway.url, verify=False, timeout=START_S) as http:
-            log_text = (await http.get("/health")).json()
-        return [worker["status"] for worker in log_text["workers"]].count("ok") == workers
+        health = await gateway.json("/health")
+        return [worker["status"] for worker in health["workers"]].count("ok") == workers
 
     await eventually(known)
 

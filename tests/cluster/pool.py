@@ -10,6 +10,9 @@ from tests.gateway.redis_server import RedisServer
 
 PREFIX = "draftgate:{default}:"
 
+REQUEST_KEYS = ("lease:", "moves", "worker-claim")
+"""Beginnings of the keys that exist only while requests run."""
+
 SNAPSHOT_SCRIPT = """
 local P = ARGV[1]
 local now = redis.call('TIME')
@@ -48,8 +51,8 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the pool has no lease."""
-        return not (self.leases or self.leased or self.left_s or self._lease_keys)
+        """Whether the pool has no lease, claim or move slot."""
+        return not (self.leases or self.leased or self.left_s or self._request_keys)
 
     @property
     def usage(self) -> float:
@@ -66,8 +69,8 @@ class Pool:
         return sums != self.leased or set(self.leases) != set(self.left_s)
 
     @property
-    def _lease_keys(self) -> set[str]:
-        return {key for key in self.keys if key.startswith("lease:")}
+    def _request_keys(self) -> set[str]:
+        return {key for key in self.keys if key.startswith(REQUEST_KEYS)}
 
 
 def read_pool(redis: RedisServer) -> Pool:
@@ -90,7 +93,7 @@ def read_pool(redis: RedisServer) -> Pool:
 
 
 async def until_settled(nodes: Cluster, redis: RedisServer) -> None:
-    """Wait until the pool has no lease and lists only living nodes."""
+    """Wait until the pool is empty and lists only living nodes."""
     workers = {worker.worker_id for worker in nodes.workers}
 
     async def lists_only_living_nodes() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from draftgate.gateway.dispatch.leases import LEASE_S
+from draftgate.loadgen.types import PlannedRequest
 from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import Cluster, cluster
 from tests.cluster.pool import until_settled
@@ -71,23 +72,27 @@ class Outcome:
 async def chaos(
     nodes: Cluster,
     redis: RedisServer,
-    rate_rps: float,
+    planned: Iterator[PlannedRequest],
     play: Callable[[NodeFailures], Awaitable[None]],
+    concurrency: int = 4,
 ) -> Outcome:
     """Send load during failures, repeat the same requests without failures, and check the
-    cleanup."""
+    cleanup.
+
+    Args:
+        concurrency: number of requests that are repeated at the same time.
+    """
     over = asyncio.Event()
     async with clients_of(*(gateway.url for gateway in nodes.gateways)) as clients:
         troubles = NodeFailures(nodes, clients.clock, random.Random(SEED))
         async with watching(redis) as watch:
-            planned = planned_requests(rate_rps, SEED, MOST_TOKENS)
             sending = asyncio.create_task(clients.send(planned, over))
             playing = asyncio.ensure_future(play(troubles))
             await asyncio.wait({sending, playing}, return_when=asyncio.FIRST_COMPLETED)
             over.set()
             await asyncio.gather(sending, playing)
         await until_settled(nodes, redis)
-        changed_responses = await clients.changed_responses(concurrency=4)
+        changed_responses = await clients.changed_responses(concurrency)
         await until_settled(nodes, redis)
     return Outcome(clients, troubles, watch, changed_responses)
 
@@ -139,7 +144,8 @@ async def test_no_stream_is_lost_while_nodes_fail(
     No lease, block or request remains afterwards.
     """
     async with cluster(tmp_path, own_redis.url, *load.flags) as nodes:
-        outcome = await chaos(nodes, own_redis, load.rate_rps, play)
+        planned = planned_requests(load.rate_rps, SEED, MOST_TOKENS)
+        outcome = await chaos(nodes, own_redis, planned, play)
     command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'
     write_results("CLUSTER_JSON", command, results_of(outcome))
     assert outcome.clients.failed == []
