@@ -8,7 +8,8 @@ is admitted. It waits for `retry-after-ms`, as OpenAI's clients do, or for the w
 `Retry-After` (`--whole-seconds`).
 
 The metrics are those of `overload.py`. This module adds the time from a request to its refusal, as
-the client sees it, and the server's maximum memory and queue.
+the client sees it, and the server's maximum memory and queue. A refusal has status 429. After 5 s,
+the first heartbeat of a stream sends status 200, and a later refusal is an error event.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ REAL_FACTORS: Final = "0.7,0.85,1.0,1.2"
 FILES: Final = 8192
 TOO_MANY: Final = 429
 
+COMMITTED_S: Final = 5.0
+"""Seconds until a stream sends its status (docs/guide/overload.md)."""
+
 
 @dataclass(slots=True)
 class Attempts:
@@ -62,12 +66,16 @@ class Attempts:
         refusal_s: seconds from each refused request to its response.
         queued, running: samples of the node, once per second.
         broken: number of responses that were neither a whole stream nor a refusal, by kind.
+        error_s: seconds from each request to an error event after status 200.
+        without_delay: number of refusals without `Retry-After`.
     """
 
     refusal_s: list[float] = field(default_factory=list)
     queued: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     broken: dict[str, int] = field(default_factory=dict)
+    error_s: list[float] = field(default_factory=list)
+    without_delay: int = 0
 
     def note_broken(self, what: str) -> None:
         """Count an unexpected response."""
@@ -124,6 +132,7 @@ class Crowd:
                     await self._read(client, at_s, response)
                     return
                 self.attempts.refusal_s.append(self._now_s() - at_s)
+                self.attempts.without_delay += "Retry-After" not in response.headers
                 await response.read()
             retry_s = self._retry_s(response)
             if client.refusals:
@@ -148,9 +157,8 @@ class Crowd:
                 first_s = self._now_s() if first_s is None else first_s
                 message = json.loads(event.data)
                 usage = message.get("usage") or usage
-                if (
-                    "error" in message
-                ):  # The server sent the status line, queued the request, and then refused it.
+                if "error" in message:
+                    self.attempts.error_s.append(self._now_s() - at_s)
                     self.attempts.note_broken(str(message["error"]["code"]))
                     return
         if not done or usage is None or first_s is None:
@@ -223,7 +231,10 @@ def _server(resources: ResourceUse, attempts: Attempts) -> dict[str, Any]:
         "refusal_s": quantiles(attempts.refusal_s) if attempts.refusal_s else None,
         "queued": {"max": max(attempts.queued, default=0)},
         "running": {"max": max(attempts.running, default=0)},
+        "refusals_without_retry_after": attempts.without_delay,
         "broken": attempts.broken,
+        "error_events": len(attempts.error_s),
+        "error_events_within_5_s": sum(one < COMMITTED_S for one in attempts.error_s),
         "server": resources.metrics(),
     }
 

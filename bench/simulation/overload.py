@@ -8,6 +8,8 @@ refused client retries at the requested time until it is admitted. Goodput count
 their TTFT and TPOT targets, measured from the admitted attempt. The study also computes the
 earliest feasible retry of a refused client in hindsight, from actual service times (`earliest_s`),
 and how long the server was idle while clients waited (`idle_metrics`).
+
+`overload_gateways` describes `--servers`, and `overload_real` describes `--real`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.simulation import overload_gateways
 from bench.simulation.overload_clients import Overload
 from bench.simulation.overload_metrics import overload_metrics
 from draftgate.backends.worker_config import WorkerConfig
@@ -56,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from bench.gateway import overload_real
 
         overload_real.main(given)
+        return
+    if "--servers" in given:
+        overload_gateways.main(given)
         return
     parser = bench_parser("overload", __doc__)
     parser.add_argument("--rate", type=float, default=16.0, help="nominal requests per second")

@@ -1,4 +1,4 @@
-"""A toy pool under overload in virtual time: servers, gateways with queues, and returning clients.
+"""A pool under overload in virtual time: servers, gateways with queues, and returning clients.
 
 Service times are random, and policies know only the expected service time. Each attempt of a client
 goes to a random gateway, and a free server takes a request of the gateway that runs the fewest.
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from bench.simulation.hindsight import QueuedRequest, earliest_starts_s
 from draftgate.gateway.dispatch.sharing import SOON_S
+from draftgate.policies.admission.appointments import Appointments, BookingNote
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView
+from draftgate.policies.protocols import SharesAppointments
 from draftgate.policies.registry import admission_policy, ordering_policy
 from draftgate.policies.types import ServiceLevel, Ticket, WorkerSpeed
 
@@ -44,7 +46,23 @@ class Client:
 
     @property
     def wait_allowed_s(self) -> float:
+        """The longest wait that meets the target, in seconds."""
         return MAX_WAIT_S if self.ttft_s is None else self.ttft_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds from the admission to the start of a request that has started."""
+        assert self.start_s is not None
+        assert self.admitted_s is not None
+        return self.start_s - self.admitted_s
+
+    @property
+    def entered_s(self) -> float:
+        """Time of the first refusal, or of the admission of a client that was never refused."""
+        if self.refusals:
+            return self.refusals[0][0]
+        assert self.admitted_s is not None
+        return self.admitted_s
 
 
 MAX_WAIT_S = 20.0
@@ -54,27 +72,8 @@ ReturnTime = Callable[[random.Random, float, float], float | None]
 
 
 def obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    """Return the time of a client that returns up to 0.3 s late."""
     return now_s + retry_s + rng.uniform(0, 0.3)
-
-
-def rounds_up(rng: random.Random, now_s: float, retry_s: float) -> float | None:
-    return now_s + math.ceil(retry_s) + rng.uniform(0, 0.1)
-
-
-def never(rng: random.Random, now_s: float, retry_s: float) -> float | None:
-    return None
-
-
-def half_obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
-    return now_s + retry_s if rng.random() < 0.5 else None
-
-
-def all_at_30_s(rng: random.Random, now_s: float, retry_s: float) -> float | None:
-    return 30.0 if now_s < 30.0 else now_s + retry_s
-
-
-def early(rng: random.Random, now_s: float, retry_s: float) -> float | None:
-    return now_s + (retry_s / 2 if retry_s > 1.0 else retry_s)
 
 
 @dataclass
@@ -133,17 +132,20 @@ class Pool:
                         heapq.heappush(events, (return_s, 0, number, "arrival"))
             while len(runs_at) < self.servers and (waiting := [g for g in gateways if g.queue]):
                 gateway = min(waiting, key=lambda one: one.running)
-                started = clients[self._numbers[gateway.queue.take(now_s).key]]
+                taken = gateway.queue.take(now_s)
+                assert taken is not None
+                started = clients[self._numbers[taken.key]]
                 started.start_s = now_s
                 runs_at[started.number] = gateway
                 gateway.running += 1
-                gateway.policy.learn(started.admission, now_s - started.admitted_s)
+                assert started.admission is not None
+                gateway.policy.learn(started.admission, started.waited_s)
                 heapq.heappush(events, (now_s + started.service_s, 1, started.number, "departure"))
         return clients
 
     def _clients(self, rng: random.Random) -> list[Client]:
         self._numbers: dict[int, int] = {}
-        clients, now_s, target_rng = [], 0.0, random.Random(self.seed)
+        clients, now_s, target_rng = list[Client](), 0.0, random.Random(self.seed)
         sigma = math.sqrt(math.log(1 + self.spread**2))
         while True:
             now_s += rng.expovariate(self.load * self.servers / (self.mean_s * self.bias))
@@ -208,30 +210,35 @@ class Gateway:
         self.queue = ordering_policy(pool.ordering)
         self.running = 0
 
+    @property
+    def appointments(self) -> Appointments:
+        """The bookings of an admission policy that has any."""
+        assert isinstance(self.policy, SharesAppointments)
+        return self.policy.appointments
+
 
 def exchange_bookings(gateways: list[Gateway], now_s: float) -> None:
     """Tell each gateway what the others have booked since the last exchange."""
     if len(gateways) == 1:
         return
-    taken = {}
+    taken: dict[Gateway, list[BookingNote]] = {}
     for gateway in gateways:
-        taken[gateway] = gateway.policy.appointments.take(now_s, 1 << 30, gateway.name)
-        gateway.policy.appointments.confirm()
+        taken[gateway] = gateway.appointments.take(now_s, 1 << 30, gateway.name)
+        gateway.appointments.confirm()
     for gateway in gateways:
         others = [note for other in gateways if other is not gateway for note in taken[other]]
-        gateway.policy.appointments.merge(others, now_s)
+        gateway.appointments.merge(others, now_s)
 
 
 def started_in_time(client: Client) -> bool:
     """Return whether an admitted request started within its TTFT target or had no target."""
-    return client.ttft_s is None or client.start_s - client.admitted_s <= client.wait_allowed_s
+    return client.ttft_s is None or client.waited_s <= client.wait_allowed_s
 
 
 def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
     """Return the requests per second that started in time during the overload."""
-    good = [c for c in clients if c.start_s is not None and started_in_time(c)]
-    window = [c for c in good if begin_s <= c.start_s < pool.seconds]
-    return len(window) / (pool.seconds - begin_s)
+    started = [c for c in clients if c.start_s is not None and begin_s <= c.start_s < pool.seconds]
+    return sum(map(started_in_time, started)) / (pool.seconds - begin_s)
 
 
 def attainment(clients: list[Client], with_target: bool = True) -> float:
@@ -263,12 +270,9 @@ def earliest_delays(pool: Pool, clients: list[Client]) -> list[tuple[Client, flo
     with their true service times (`earliest_starts_s`).
     """
     served = [c for c in clients if c.start_s is not None]
-    requests = [
-        QueuedRequest(c.refusals[0][0] if c.refusals else c.admitted_s, c.priority, c.service_s)
-        for c in served
-    ]
+    requests = [QueuedRequest(c.entered_s, c.priority, c.service_s) for c in served]
     return [
-        (c, max(start_s - c.wait_allowed_s - c.refusals[0][0], 0.0))
+        (c, max(start_s - c.wait_allowed_s - c.entered_s, 0.0))
         for c, start_s in zip(served, earliest_starts_s(requests, pool.servers), strict=True)
         if c.refusals
     ]

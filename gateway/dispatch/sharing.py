@@ -30,7 +30,8 @@ SOON_S: Final = 0.05
 
 Two gateways at 24 times the capacity lost 4% of the goodput with 0.05 and 8% with a second, after
 which the pool was idle for 14 s while clients waited for their appointments (simulated,
-tests/policies/overload.py, three seeds, 2026-11-23). Shorter times cost the store more calls."""
+bench/simulation/overload_servers.py, three seeds, 2026-11-23). Shorter times cost the store more
+calls."""
 
 
 class Sharing:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import math
+import random
 from functools import cache
 from statistics import mean
 
 import pytest
 
-from tests.policies.overload import (
+from bench.simulation.overload_servers import (
     Client,
     Pool,
     ReturnTime,
-    all_at_30_s,
     attainment,
-    early,
     goodput,
-    half_obeys,
     idle_while_clients_wait,
     kept_share,
-    never,
     retry_ratio,
-    rounds_up,
 )
 
 SEEDS = (1, 2, 3)
+
+
+def rounds_up(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + math.ceil(retry_s) + rng.uniform(0, 0.1)
+
+
+def never(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return None
+
+
+def half_obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + retry_s if rng.random() < 0.5 else None
+
+
+def all_at_30_s(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return 30.0 if now_s < 30.0 else now_s + retry_s
+
+
+def early(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + (retry_s / 2 if retry_s > 1.0 else retry_s)
 
 
 @cache
