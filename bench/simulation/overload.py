@@ -25,23 +25,20 @@ from bench.simulation.overload_metrics import overload_metrics
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
-FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
-"""Offered rates as multiples of the nominal rate."""
+FACTORS: Final = "0.5,0.7,0.8,0.9,1.0,1.1,1.3,1.6,2.0,3.0"
+"""Default rates as multiples of the nominal rate."""
 
 TIMES: Final = 3.0
 """Default rate of the overload as a multiple of the peak of goodput, the capacity."""
 
 
-def measure(overload: Overload, nominal_rps: float, times: float) -> dict[str, Any]:
+def measure(overload: Overload, rates_rps: Sequence[float], times: float) -> dict[str, Any]:
     """Return the metrics of all rates and of the overload.
 
     Args:
         times: rate of the overload as a multiple of the peak of goodput.
     """
-    rows = [
-        overload_metrics(overload, rate, overload.run(rate))
-        for rate in (factor * nominal_rps for factor in FACTORS)
-    ]
+    rows = [overload_metrics(overload, rate, overload.run(rate)) for rate in rates_rps]
     peak = max(rows, key=lambda row: row["goodput_rps"])
     rate = times * peak["goodput_rps"]
     over = overload_metrics(overload, rate, overload.run(rate))
@@ -65,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     parser = bench_parser("overload", __doc__)
     parser.add_argument("--rate", type=float, default=16.0, help="nominal requests per second")
+    parser.add_argument(
+        "--factors", default=FACTORS, help="multiples of --rate to find the peak of goodput"
+    )
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=64)
     parser.add_argument("--workers", type=int, default=1)
@@ -97,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     found = {
         **simulated_provenance("overload", arguments),
-        **measure(overload, args.rate, args.times),
+        **measure(
+            overload,
+            [float(factor) * args.rate for factor in args.factors.split(",")],
+            args.times,
+        ),
     }
     for row in (*found["rates"], found["overload"]):
         print(row)
