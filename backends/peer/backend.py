@@ -241,7 +241,7 @@ class PeerBackend(OperatedBlocks):
         """Send the request with the number of its lease, and yield its deltas."""
         failure = self.failure
         if failure is not None or self._link is None:
-            raise BackendFailed(failure)
+            raise self._loss(failure)
         stream = self._streams.open(request)
         self._link.send(Submit(self._ids.new_id(request.request_id), request, lease_number))
         return stream

@@ -30,9 +30,10 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.span_attributes import describe_claim
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
+from draftgate.policies.values import replace
 
 RECOVERY_S: Final = 15.0
-"""The longest wait of a prompt that lost its worker for another worker, in seconds.
+"""The longest wait of a prompt while no worker is available, in seconds.
 
 A broken link is reopened within 5 s, and a process restarts a few seconds later. (Chosen, not
 tuned, 2026-11-22.)"""
@@ -148,6 +149,10 @@ class Failover:
             QueueTimeout, BackendFailed: no worker had capacity in time, or no worker is left. A
                 prompt that has lost a worker always ends with `BackendFailed`.
         """
+        # A new request that finds no worker fails at once. Any other request waits for a worker.
+        waits = lost is not None or bool(self._fleet.serving)
+        if waiting.since_s is None:
+            waiting = replace(waiting, since_s=self._queue.now_s())
         with run.span.child("queue") as span:
             view = partial(self._parts.route_view, run, index, request)
             while True:
@@ -156,11 +161,11 @@ class Failover:
                     describe_claim(span, self._queue.claims.worker_of(request.request_id))
                     return routed
                 except (QueueTimeout, BackendFailed) as error:
-                    if lost is None:
-                        raise
-                    waits = isinstance(error, BackendFailed)
+                    waits = waits and isinstance(error, BackendFailed)
                     if waits and await self._wait_for(lambda: bool(self._fleet.serving)):
                         continue
+                    if lost is None:
+                        raise
                     run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
                     raise BackendFailed(f"{lost.error}; afterwards: {error}") from error
 

@@ -20,6 +20,7 @@ from draftgate.backends.types import (
     SamplingParams,
     Task,
 )
+from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
@@ -295,6 +296,49 @@ def test_a_resume_without_capacity_ends_with_the_loss() -> None:
             await other_result
             assert await dispatched.is_idle()
         assert watch.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
+
+    run_scenario(scenario())
+
+
+def test_waiting_requests_survive_a_short_loss_of_all_workers() -> None:
+    """Requests in the queue wait until a lost worker returns. A new request fails at once."""
+
+    async def scenario() -> None:
+        worker = ScriptedBackend()
+        worker.max_sequences = 1
+        async with serving(worker) as dispatched:
+            dispatched.fleet.discovers = True
+            running, _ = await send_job(dispatched, worker, job("a"))
+            waiting = asyncio.create_task(run_job(dispatched.dispatcher, job("b")))
+            await asyncio.sleep(1.0)
+            worker.crash("gone")
+            await asyncio.sleep(RECOVERY_S / 2)
+            with pytest.raises(BackendFailed, match="gone"):
+                await run_job(dispatched.dispatcher, job("c"))
+            worker.failure = None
+            for _ in range(2):
+                worker.emit(await worker.submitted.get(), "done", last=True)
+            assert texts(await running) == texts(await waiting) == ["done"]
+            assert await dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
+def test_waiting_requests_fail_if_no_worker_returns() -> None:
+    """Requests in the queue fail with the outage after `RECOVERY_S` without a worker."""
+
+    async def scenario() -> None:
+        worker = ScriptedBackend()
+        worker.max_sequences = 1
+        async with serving(worker) as dispatched:
+            dispatched.fleet.discovers = True
+            await send_job(dispatched, worker, job("a"))
+            waiting = asyncio.create_task(run_job(dispatched.dispatcher, job("b")))
+            await asyncio.sleep(1.0)
+            worker.crash("gone")
+            with pytest.raises(BackendFailed, match=r"^gone$"):
+                await waiting
+            assert asyncio.get_running_loop().time() == pytest.approx(1.0 + RECOVERY_S)
 
     run_scenario(scenario())
 

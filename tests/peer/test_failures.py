@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 
-from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected, WorkerLeft
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_FRAME_BYTES
 from draftgate.backends.peer.link import Link, PeerRefused
@@ -269,7 +269,8 @@ async def test_stop_ends_a_waiting_start() -> None:
 
 
 async def test_draining_node_refuses_new_requests_and_completes_running_requests() -> None:
-    """The gateway refuses new requests for a draining node, and running requests complete."""
+    """A draining node refuses new requests, which are not to blame, and completes running
+    requests."""
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -278,7 +279,7 @@ async def test_draining_node_refuses_new_requests_and_completes_running_requests
         first = await anext(stream)
         draining = asyncio.create_task(drain(where.node, 30))
         await until(lambda: backend.failure is not None)
-        with pytest.raises(BackendFailed, match="the node is draining"):
+        with pytest.raises(WorkerLeft, match="the node is draining"):
             backend.generate(make_request(backend))
         rest = [delta async for delta in stream]
         assert sum(len(delta.token_ids) for delta in (first, *rest)) == 60
