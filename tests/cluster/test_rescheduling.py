@@ -19,7 +19,7 @@ from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.rescheduling.types import LEAST_INTERVAL_S
 from tests.cluster.clients import planned_requests
-from tests.cluster.nodes import NodeProcess, cluster, eventually
+from tests.cluster.nodes import NodeProcess, cluster, eventually, until_known
 from tests.cluster.results import write_results
 from tests.cluster.test_chaos import CLUSTER_S, KILL_EVERY_S, SEED, chaos, results_of
 from tests.cluster.troubles import NodeFailures
@@ -27,11 +27,11 @@ from tests.gateway.redis_server import RedisServer
 
 WORKER = (
     *("--backend", "sim", "--profile", str(DEVICES / "a10-7b.json")),
-    *("--kv-bytes", "2GiB", "--drain-timeout-s", "300"),
+    *("--kv-bytes", "1GiB", "--drain-timeout-s", "300"),
 )
-"""A simulated worker with steps of 25 ms and KV memory for 4,096 tokens."""
+"""A simulated worker with steps of 25 ms and KV memory for 2,048 tokens."""
 
-RATE_RPS = 2.0
+RATE_RPS = 1.0
 MOST_TOKENS = 512
 """A rate of requests of 64 and 512 tokens that fills most of the KV memory of three workers."""
 
@@ -117,6 +117,8 @@ async def minutes(troubles: NodeFailures, moves: ReportedMoves) -> None:
     """Drain a worker and kill another at the same time every 30 s."""
     workers, begun_s = troubles.cluster.workers, troubles.now_s()
     for number in range(round(CLUSTER_S / KILL_EVERY_S)):
+        for gateway in troubles.cluster.gateways:
+            await until_known(gateway, len(workers))
         await asyncio.gather(
             troubles.restart(workers[number % len(workers)]),
             troubles.kill(workers[(number + 1) % len(workers)]),
@@ -142,7 +144,7 @@ async def test_rescheduling_loses_no_stream_while_workers_fail(
     The policy moves a request at most once in two seconds. No lease, move slot, claim or block
     remains afterwards.
     """
-    flags = ("--rescheduling", policy)
+    flags = ("--rescheduling", policy, "--admission", "none")  # a slow machine refuses none
     async with cluster(tmp_path, own_redis.url, *WORKER, gateway_flags=flags) as nodes:
         moves = ReportedMoves(nodes.gateways)
         watching = asyncio.create_task(moves.watch())
