@@ -16,7 +16,7 @@ import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
-from draftgate.policies.moves import MoveEnd, MoveReason
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.revision import RevisionCause
@@ -24,6 +24,9 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
 """Maximum decisions in memory, which cover a few minutes of a busy node in about a megabyte."""
+
+KEPT_MOVES: Final = 50
+"""Maximum moves in the list of the latest moves, which a page can show at once."""
 
 
 class RevisionRecord(msgspec.Struct, frozen=True):
@@ -36,24 +39,48 @@ class RevisionRecord(msgspec.Struct, frozen=True):
 
 
 class MoveRecord(msgspec.Struct, frozen=True):
-    """An attempt to move the request from its worker to another worker.
+    """An attempt to move the request from its worker to another worker, or a failover.
 
     Attributes:
-        sink: id of the destination, or empty if none had room.
-        num_bytes: bytes of KV blocks that the destination stored.
-        gap_s: extra pause of the client in seconds, or None if the request stayed.
-        gain, threshold: predicted gain and its threshold, or None if the worker was leaving.
-        explanation: the decision in words, or empty if the worker was leaving.
+        source, sink: ids of the workers. The destination is empty if none had room.
+        reason: a `MoveReason`, or the cause of a failover (`policies.resilience.failover.Cause`).
+        stages: number of copies while the request ran on the source.
+        blocks, num_bytes: KV blocks that the destination stored in these stages.
+        gap_s: time between the last token of the source and the first new token in seconds, or None
+            if the request did not move or lost its worker.
+        policy: name of the rescheduling policy, or empty if no policy chose the move.
+        gain, threshold: predicted gain and its threshold, or None without a policy.
+        explanation: the decision in words, or empty without a policy.
+        ended_s: Unix time of the end, which `Decisions.add_move` sets.
     """
 
+    source: str
     sink: str
-    reason: MoveReason
+    reason: str
     end: MoveEnd
-    num_bytes: int
-    gap_s: float | None
+    stages: int = 0
+    blocks: int = 0
+    num_bytes: int = 0
+    gap_s: float | None = None
+    policy: str = ""
     gain: float | None = None
     threshold: float | None = None
     explanation: str = ""
+    ended_s: float = 0.0
+
+
+class RecentMove(msgspec.Struct, frozen=True):
+    """A move of one of the latest requests.
+
+    Attributes:
+        request_id: the id of the response.
+        prompt: index of the prompt that moved.
+    """
+
+    request_id: str
+    prompt: int
+    tenant: str
+    move: MoveRecord
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True):
@@ -102,7 +129,8 @@ class Decision(msgspec.Struct):
         degraded: whether the state store did not respond, so that recent requests of other gateways
             were unknown.
         outcome: the result of the plan, or None before the first choice has ended.
-        moves: attempts to move the request to another worker, which are not in decision files.
+        moves: attempts to move the request to another worker, and the failover that ended its run
+            on this worker. Decision files do not contain them.
     """
 
     request_id: str
@@ -145,6 +173,9 @@ class Decisions:
     """The decisions of a node.
 
     Use the object only on the thread of the event loop.
+
+    Attributes:
+        moves: the latest moves, oldest first.
     """
 
     def __init__(self, file: JsonLinesFile | None, now_s: Callable[[], float]) -> None:
@@ -154,6 +185,7 @@ class Decisions:
             file: the file for all decisions, or None.
             now_s: the clock, in Unix time.
         """
+        self.moves: deque[RecentMove] = deque(maxlen=KEPT_MOVES)
         self._latest: deque[tuple[str, Decision]] = deque(maxlen=KEPT)  # with tenants
         self._changed: set[int] | None = None  # ids of objects, once a caller takes changes
         self._file = file
@@ -195,6 +227,21 @@ class Decisions:
             )
             self._file.append(line)
 
+    def add_move(
+        self, request_id: str, prompt: int, tenant: str, decision: Decision | None, move: MoveRecord
+    ) -> None:
+        """Record the end of a move in the decision about its source, and among the latest moves.
+
+        Args:
+            decision: the decision, or None if the request needed none.
+        """
+        move = msgspec.structs.replace(move, ended_s=self._now_s())
+        self.moves.append(RecentMove(request_id, prompt, tenant, move))
+        if decision is not None:
+            decision.moves = (*decision.moves, move)
+            if self._changed is not None:
+                self._changed.add(id(decision))
+
     def latest(self, most: int, tenant: str | None = None) -> list[Decision]:
         """Return the latest decisions, newest first.
 
@@ -205,7 +252,7 @@ class Decisions:
         return list(islice((one for owner, one in newest if tenant in {None, owner}), most))
 
     def take_changed(self) -> list[tuple[str, Decision]]:
-        """Return the decisions that are new or have a new outcome since the last call.
+        """Return the decisions that are new, or have a new outcome or move, since the last call.
 
         The list is in the order of the decisions, and contains the tenant of each.
         """

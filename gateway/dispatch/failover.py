@@ -17,6 +17,7 @@ from typing import Final
 from draftgate.backends.errors import BackendFailed, StreamMoved, WorkerLeft, WorkerStalled
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
+from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.moving import Stream
@@ -100,7 +101,7 @@ class Failover:
                 try:
                     async with attempt as deltas, self._moves.watching(stream, attempt):
                         if lost is not None:
-                            _record_resume(run, index, lost, attempt.placed)
+                            self._record_resume(run, index, lost, attempt.placed)
                         reading = attempt.reading
                         reading.waiting = True
                         async for delta in deltas:
@@ -134,6 +135,14 @@ class Failover:
         finally:
             run.entry.output_tokens += output.tokens
             await stream.close()
+
+    def _record_resume(self, run: Run, index: int, lost: _Lost, placed: Placement) -> None:
+        """Record that a prompt continues on another worker."""
+        run.resume(Resume(index, lost.placed, placed, lost.cause, str(lost.error)))
+        if lost.cause is not Cause.MOVED:  # a move records itself
+            ends = lost.placed.worker.worker_id, placed.worker.worker_id
+            record = MoveRecord(*ends, lost.cause.value, MoveEnd.MOVED)
+            self._parts.placer.record_move(run.job, index, lost.placed, record)
 
     async def _turn(
         self,
@@ -209,11 +218,6 @@ class Failover:
                 break
             await asyncio.sleep(CHECK_INTERVAL_S)
         return ready()
-
-
-def _record_resume(run: Run, index: int, lost: _Lost, placed: Placement) -> None:
-    """Record that a prompt continues on another worker."""
-    run.resume(Resume(index, lost.placed, placed, lost.cause, str(lost.error)))
 
 
 def _placed(run: Run, index: int) -> Placement:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from contextvars import Context
 from functools import partial
@@ -93,6 +93,15 @@ class Moves:
         if self._timer is None:
             self._schedule()
 
+    @property
+    def streams(self) -> Mapping[FleetWorker, Iterable[Stream]]:
+        """The streams by worker, in the order in which they arrived there."""
+        return self._streams
+
+    def is_moving(self, stream: Stream) -> bool:
+        """Return whether a move of a stream is under way."""
+        return stream in self._moving or stream.successor is not None
+
     async def remove(self, stream: Stream) -> None:
         """Forget a stream whose reader has stopped, and end its move."""
         worker = _worker(stream)
@@ -162,8 +171,8 @@ class Moves:
 
     def _may_move(self, stream: Stream) -> bool:
         """Return whether a stream decodes and is not moving yet."""
-        moves = stream in self._moving or stream.successor is not None
-        return stream.attempt.reading.decodes and not moves and stream.retry_s <= self._now_s()
+        decodes, retries = stream.attempt.reading.decodes, stream.retry_s <= self._now_s()
+        return decodes and retries and not self.is_moving(stream)
 
     def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
         """Return the policy's view of a stream that could move to a worker like `sink`."""
@@ -183,7 +192,8 @@ class Moves:
 
     async def _move(self, stream: Stream, chosen: ChosenMove | None) -> None:
         """Move a stream, or leave it on its worker."""
-        move, end = Migration(stream, chosen, self._now_s), MoveEnd.ENDED
+        move = Migration(stream, chosen, self._parts.placer, self._now_s)
+        end = MoveEnd.ENDED
         try:
             async with asyncio.timeout(MOVE_S), self._rescheduler.slots(chosen) as free:
                 end = await self._try_move(stream, move) if free else MoveEnd.TAKEN

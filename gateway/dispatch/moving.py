@@ -13,6 +13,7 @@ from draftgate.gateway.dispatch.attempt import Attempt
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.run import Move, Run
 from draftgate.gateway.telemetry.span_attributes import describe_move
@@ -120,16 +121,24 @@ class Migration:
     """
 
     def __init__(
-        self, stream: Stream, chosen: ChosenMove | None, now_s: Callable[[], float]
+        self,
+        stream: Stream,
+        chosen: ChosenMove | None,
+        placer: Placer,
+        now_s: Callable[[], float],
     ) -> None:
-        """Begin the span of a move."""
+        """Begin the span of a move.
+
+        Args:
+            placer: records the move.
+        """
         self.stages = self.verified_tokens = 0
         self.sink = "" if chosen is None else chosen.sink
         self.chosen = chosen
         self.now_s = now_s
         self._stream = stream
-        self._decision = stream.attempt.placed.decision
-        self._source = stream.attempt.placed.worker.worker_id
+        self._placer = placer
+        self._source = stream.attempt.placed
         self._blocks = self._bytes = 0
         self._last_s: float | None = None  # time of the last delta of the source
         self._span = stream.run.span.child("migrate")
@@ -151,21 +160,23 @@ class Migration:
             gap_s = self.now_s() - self._last_s
         reason = MoveReason.DRAIN if self.chosen is None else self.chosen.reason
         move = Move(
-            *(self._stream.index, reason, end, self._source, self.sink),
+            *(self._stream.index, reason, end, self._source.worker.worker_id, self.sink),
             *(self.stages, self._blocks, self._bytes, self.verified_tokens, gap_s),
             chosen=self.chosen,
         )
-        if self._decision is not None:
-            self._decision.moves = (*self._decision.moves, _record(move))
+        run = self._stream.run
+        self._placer.record_move(run.job, move.index, self._source, _record(move))
         describe_move(self._span, move)
         self._span.end()
-        self._stream.run.watch.moved(move)
+        run.watch.moved(move)
 
 
 def _record(move: Move) -> MoveRecord:
     """Return the record of a move in the decision about its source."""
-    fields = (move.sink, move.reason, move.end, move.num_bytes, move.gap_s)
+    ends = (move.source, move.sink, move.reason.value, move.end)
+    copied = (move.stages, move.blocks, move.num_bytes, move.gap_s)
     chosen = move.chosen
     if chosen is None:
-        return MoveRecord(*fields)
-    return MoveRecord(*fields, chosen.gain, chosen.threshold, chosen.explanation)
+        return MoveRecord(*ends, *copied)
+    figures = (chosen.policy, chosen.gain, chosen.threshold, chosen.explanation)
+    return MoveRecord(*ends, *copied, *figures)

@@ -8,7 +8,7 @@ from typing import Final
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed, RequestRejected
 from draftgate.backends.types import GenerationRequest, SpeculationOutcome
-from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import InvalidRequest
@@ -185,6 +185,10 @@ class Placer:
                 drafted=outcome.num_drafted_tokens,
                 histogram=outcome.acceptance_histogram,
             )
+
+    def record_move(self, job: Job, index: int, source: Placement, move: MoveRecord) -> None:
+        """Record that a prompt has moved from its placement, or could not move."""
+        self._decisions.add_move(job.request_id, index, job.tenant, source.decision, move)
 
     def _record_size(self, request: GenerationRequest, reservation: Reservation) -> None:
         """Record the size of a request, to estimate requests that other gateways have leased."""

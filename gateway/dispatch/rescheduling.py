@@ -27,6 +27,7 @@ from draftgate.policies.rescheduling.types import (
     WorkerState,
 )
 from draftgate.policies.speculation.weights import due_in_s
+from draftgate.policies.values import replace
 
 INTERVAL_S: Final = 0.2
 """Interval between two calls of the policy, about ten decode steps of a large model. Llumnix calls
@@ -113,7 +114,8 @@ class Rescheduler:
 
         head = None if makes_room else self._head()
         chosen = self._policy.choose(PoolState(tuple(states), link, head), streams_of)
-        return [(offered[one.stream_id], one) for one in chosen]
+        named = (replace(one, policy=self._policy.name) for one in chosen)
+        return [(offered[one.stream_id], one) for one in named]
 
     @asynccontextmanager
     async def slots(self, chosen: ChosenMove | None) -> AsyncIterator[bool]:

@@ -197,6 +197,7 @@ def describe_move(span: Span, move: Move) -> None:
     if move.chosen is not None:
         span.set(
             {
+                "draftgate.move.policy": move.chosen.policy,
                 "draftgate.move.gain": move.chosen.gain,
                 "draftgate.move.threshold": move.chosen.threshold,
                 "draftgate.move.explanation": move.chosen.explanation,

@@ -131,6 +131,7 @@ class ChosenMove:
         gain: predicted gain, in seconds, or for `MoveReason.BALANCE` in steps of freeness.
         threshold: gain that `gain` must exceed.
         explanation: the decision in words, with its figures.
+        policy: name of the policy, which the gateway sets.
     """
 
     stream_id: str
@@ -140,6 +141,7 @@ class ChosenMove:
     gain: float
     threshold: float
     explanation: str
+    policy: str = ""
 
 
 def can_exchange(source: WorkerState, sink: WorkerState) -> bool:

@@ -20,6 +20,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import SpeculationMode
@@ -199,6 +200,24 @@ def test_a_resume_in_another_numerics_class_is_reported() -> None:
             assert not resume.same_numerics_class
             classes = [worker.backend.card.numerics_class for worker in dispatched.fleet.workers]
             assert classes == ["sim:cpu-demo", "sim:h100-8b"]
+
+    run_scenario(scenario())
+
+
+def test_decision_records_the_failover_from_its_worker() -> None:
+    """The decision about a failed worker names the next worker and the cause of the failover."""
+
+    async def scenario() -> None:
+        factory = simulated({0: DeviceFault(after_tokens(5))})
+        async with dispatching(factory, 2) as dispatched:
+            await run_job(dispatched.dispatcher, make_job())
+            second, first = dispatched.decisions.latest(9)
+            (move,) = first.moves
+            assert (move.source, move.sink) == (first.worker_id, second.worker_id)
+            assert (move.reason, move.end) == ("failed", MoveEnd.MOVED)
+            assert move.ended_s >= second.decided_s
+            assert [one.move for one in dispatched.decisions.moves] == [move]
+            assert not second.moves
 
     run_scenario(scenario())
 

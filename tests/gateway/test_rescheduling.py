@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 
 import pytest
 from msgspec import structs
@@ -159,7 +160,8 @@ def test_room_is_made_for_a_long_prompt(policy: str) -> None:
 
 
 async def test_trace_and_decisions_explain_a_move() -> None:
-    """The span `migrate` and `/decisions` state gain, threshold and reason of a move."""
+    """The span `migrate` and `/decisions` state policy, gain, threshold, reason and result of a
+    move."""
     exporter = InMemorySpanExporter()
     tracing = OtelTracing(SimpleSpanProcessor(exporter))
     settings = {"devices": (0, 1), "rescheduling": "llumnix:5000,6000"}
@@ -184,7 +186,14 @@ async def test_trace_and_decisions_explain_a_move() -> None:
     spans = [dict(one.attributes) for one in exporter.get_finished_spans() if one.name == "migrate"]
     (span,) = (one for one in spans if one["draftgate.move.end"] == "moved")
     (record,) = (move for one in found for move in one["moves"] if move["end"] == "moved")
+    assert record["source"] == span["draftgate.move.from"] == workers[0].worker_id
     assert record["sink"] == span["draftgate.move.to"] == workers[1].worker_id
+    assert record["policy"] == span["draftgate.move.policy"] == "llumnix:5000,6000"
+    assert record["stages"] == span["draftgate.move.stages"] >= 1
+    assert record["blocks"] == span["draftgate.move.blocks"] >= 50
+    assert record["num_bytes"] == span["draftgate.move.bytes"] == record["blocks"] * BLOCK_BYTES
+    assert record["gap_s"] == span["draftgate.move.gap_s"] > 0.0
+    assert abs(time.time() - record["ended_s"]) < 60.0
     assert record["reason"] == span["draftgate.move.reason"] == "balance"
     assert record["gain"] == span["draftgate.move.gain"] > span["draftgate.move.threshold"]
     assert record["explanation"] == span["draftgate.move.explanation"]
