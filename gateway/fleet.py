@@ -104,6 +104,15 @@ class FleetWorker:
         )
 
     @property
+    def status(self) -> str:
+        """Whether the worker serves: `ok`, `loading`, `hung` or `failed`."""
+        if self.backend.failure is not None:
+            return "failed"
+        if self.hung:
+            return "hung"
+        return "ok" if self.backend.progress >= 1.0 else "loading"
+
+    @property
     def leaving(self) -> bool:
         """Whether the worker or its node is drained, so that its streams should move."""
         backend = self.backend

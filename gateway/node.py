@@ -43,6 +43,7 @@ from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.types import WorkerLoad
@@ -174,6 +175,10 @@ class Node:
             self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
         self.metrics.before_reading()
         self.live.take(others)
+
+    def streams(self) -> ProcessStreams:
+        """Return the streams that this process has dispatched, and their latest moves."""
+        return process_streams(self.dispatcher.moves, self.decisions)
 
     async def start(self) -> None:
         """Load the model, or find a worker of another node.

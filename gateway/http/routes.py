@@ -113,6 +113,7 @@ def _routes() -> list[web.RouteDef]:
         web.get(METRICS_PATH, health.metrics),
         web.get("/decisions", live.list_decisions),
         web.get("/live", live.live, allow_head=False),
+        web.get("/workers", live.list_workers),
         web.get("/web/{name}", page.file),
         web.get("/openapi.json", get_document),
     ]

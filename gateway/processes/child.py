@@ -90,7 +90,7 @@ def _inherited(order: Order) -> Inherited | None:
 def _set_siblings(node: Node, order: Order) -> None:
     """Let a node share what it shows with the other processes, if its parent has several."""
     if order.parent is not None:
-        shown = node.metrics, node.live, node.decisions
+        shown = node.metrics, node.live, node.decisions, node.streams
         node.siblings = Siblings(Path(order.parent), order.process, *shown)
 
 

@@ -1,9 +1,10 @@
-"""The other processes of a node, which share what `/metrics`, `/live` and `/decisions` show."""
+"""The other processes of a node, which share what its metrics and its live page show."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 
 class Siblings:
@@ -26,13 +28,20 @@ class Siblings:
     """
 
     def __init__(
-        self, path: Path, process: str, metrics: Metrics, live: Live, decisions: Decisions
+        self,
+        path: Path,
+        process: str,
+        metrics: Metrics,
+        live: Live,
+        decisions: Decisions,
+        own_streams: Callable[[], ProcessStreams],
     ) -> None:
         """Share what one process shows over a socket.
 
         Args:
             path: path of the socket of the parent.
             process: name of this process.
+            own_streams: a function that returns the streams of this process.
         """
         self._client = Client(path)
         self._process = process
@@ -40,11 +49,14 @@ class Siblings:
         self._metrics = metrics
         self._live = live
         self._decisions = decisions
+        self._own_streams = own_streams
 
     async def share(self) -> None:
         """Send a snapshot of this process to the others. Errors are logged."""
         changed = [_shared(*one) for one in self._decisions.take_changed()]
-        snapshot = ProcessSnapshot(self._metrics.snapshot(), self._live.activity, changed)
+        snapshot = ProcessSnapshot(
+            *(self._metrics.snapshot(), self._live.activity, changed, self._own_streams())
+        )
         try:
             await self._client.call("snapshots.share", self._process, self._run, snapshot)
         except StoreError as error:
@@ -57,6 +69,10 @@ class Siblings:
     async def activities(self) -> list[Activity]:
         """Return the activities of the others."""
         return await self._found("activities", self._process)
+
+    async def streams(self) -> list[ProcessStreams]:
+        """Return the streams of the others."""
+        return await self._found("streams", self._process)
 
     async def decisions(self, most: int, tenant: str | None) -> list[tuple[float, bytes]]:
         """Return the latest decisions of the others with their Unix time, newest first.

@@ -7,6 +7,7 @@ import msgspec
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots, without_gauges
+from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 
 class SharedDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,7 @@ class ProcessSnapshot(msgspec.Struct, frozen=True, array_like=True):
     metrics: list[Row]
     activity: Activity
     decisions: list[SharedDecision]
+    streams: ProcessStreams
 
 
 class SharedSnapshots:
@@ -65,6 +67,10 @@ class SharedSnapshots:
     async def activities(self, process: str) -> list[Activity]:
         """Return the activities of all other processes."""
         return [snapshot.activity for snapshot in self._others(process)]
+
+    async def streams(self, process: str) -> list[ProcessStreams]:
+        """Return the streams of all other processes."""
+        return [snapshot.streams for snapshot in self._others(process)]
 
     async def decisions(self, run: str, most: int, tenant: str | None) -> list[tuple[float, bytes]]:
         """Return the latest decisions of all other runs, newest first.

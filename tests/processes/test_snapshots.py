@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.types import SpeculationOutcome
-from draftgate.gateway.dispatch.decisions import KEPT, Decisions
+from draftgate.gateway.dispatch.decisions import KEPT, Decisions, MoveRecord, RecentMove
 from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecision, SharedSnapshots
 from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
@@ -19,6 +19,8 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, Live, node_sample
 from draftgate.gateway.telemetry.metric_snapshots import add_snapshots
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
 
 LOAD = WorkerLoad(3, 2, 6, 8, 0.2, 0.5, ("ngram",))
@@ -72,7 +74,7 @@ def test_metrics_of_another_version_are_omitted() -> None:
 
 def snapshot(of: Metrics, *decisions: SharedDecision) -> ProcessSnapshot:
     """Return the snapshot of an idle process with some decisions."""
-    return ProcessSnapshot(of.snapshot(), Activity(), list(decisions))
+    return ProcessSnapshot(of.snapshot(), Activity(), list(decisions), ProcessStreams())
 
 
 def decided(key: int, tenant: str = "") -> SharedDecision:
@@ -130,7 +132,8 @@ async def test_number_of_shared_decisions_is_bounded() -> None:
 
 
 def test_changed_decisions_are_taken_once() -> None:
-    """Each call returns what is new or has another outcome, after all kept decisions at first."""
+    """Each call returns what is new or has another outcome or move, after all kept decisions at
+    first."""
     decisions = Decisions(None, lambda: 7.0)
     first = decisions.record("1", "w", VIEW, LOAD, PLAN, tenant="t")
     assert decisions.take_changed() == [("t", first)]
@@ -138,6 +141,8 @@ def test_changed_decisions_are_taken_once() -> None:
     second = decisions.record("2", "w", VIEW, LOAD, PLAN)
     decisions.add_outcome(first, SpeculationOutcome())
     assert decisions.take_changed() == [("t", first), ("", second)]
+    decisions.add_move("2", 0, "", second, MoveRecord("w", "v", "drain", MoveEnd.MOVED))
+    assert decisions.take_changed() == [("", second)]
 
 
 def test_sample_covers_all_processes() -> None:
@@ -158,11 +163,13 @@ class Process:
         self.metrics = metrics()
         self.live = Live(lambda: [LOAD], self.metrics.recent, now_s=lambda: 0.0)
         self.decisions = Decisions(None, lambda: 7.0)
-        self.siblings = Siblings(path, name, self.metrics, self.live, self.decisions)
+        self.streams = ProcessStreams()
+        shown = self.metrics, self.live, self.decisions, lambda: self.streams
+        self.siblings = Siblings(path, name, *shown)
 
 
 async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -> None:
-    """Metrics, activity and decisions arrive at the other process as they were."""
+    """Metrics, activity, decisions and streams arrive at the other process as they were."""
     path = tmp_path / "stores"
     stores = SharedStores(MemoryStore(), SharedResponses(1000, 60))
     async with serving_stores(stores, path):
@@ -171,7 +178,13 @@ async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -
         one.metrics.recent.add_ttft(0.25)
         decision = one.decisions.record("1", "w", VIEW, LOAD, PLAN, tenant="t")
         one.live.take()
+        move = MoveRecord("w-0", "w-1", "drain", MoveEnd.MOVED, gap_s=0.5)
+        one.streams = ProcessStreams(
+            [RunningStream("1", 0, "t", "w-1", 100, 2, moving=True)],
+            [RecentMove("1", 0, "t", move)],
+        )
         await one.siblings.share()
+        assert await other.siblings.streams() == [one.streams]
         rows = add_snapshots(await other.siblings.metrics())
         assert value(rows, "draftgate_generation_tokens") == 5
         assert [found.ttft_s for found in await other.siblings.activities()] == [[0.25]]
@@ -185,3 +198,4 @@ async def test_without_the_parent_a_process_shows_itself(tmp_path: Path) -> None
     alone = Process(tmp_path / "nothing", "front 0").siblings
     await alone.share()
     assert await alone.metrics() == await alone.activities() == await alone.decisions(9, None) == []
+    assert await alone.streams() == []

@@ -60,13 +60,12 @@ def _hung(fleet: Fleet) -> str | None:
 
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
-    if failure is None:
-        if worker.hung:
-            return WorkerHealth(worker.worker_id, "hung", "the worker completes no step")
-        status = "ok" if worker.backend.progress >= 1.0 else "loading"
-        return WorkerHealth(worker.worker_id, status)
-    reason = f"upstream {number}: {failure}" if worker.forwards else failure
-    return WorkerHealth(worker.worker_id, "failed", reason)
+    found = WorkerHealth(worker.worker_id, worker.status)
+    if failure is not None:
+        found.reason = f"upstream {number}: {failure}" if worker.forwards else failure
+    elif worker.hung:
+        found.reason = "the worker completes no step"
+    return found
 
 
 async def version(_request: web.Request) -> web.Response:

@@ -1,8 +1,9 @@
-"""The endpoints `/live` and `/decisions`, which provide the data of the live page."""
+"""The endpoints `/live`, `/workers` and `/decisions`, which provide the data of the live page."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from heapq import nlargest
 from operator import itemgetter
@@ -17,6 +18,7 @@ from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.live import SAMPLE_S
+from draftgate.gateway.telemetry.worker_list import worker_list
 
 MOST_INTERVAL_S: Final = 60
 
@@ -49,6 +51,18 @@ async def live(request: web.Request) -> web.StreamResponse:
             await events.write(b"".join(event(sample) for sample in due))
     await events.end()
     return events.response
+
+
+async def list_workers(request: web.Request) -> web.Response:
+    """List the workers of the pool, the streams of this node, and their latest moves.
+
+    Tenants see only their own streams and moves. Those of the other processes of the node are up to
+    a second late.
+    """
+    node = request.app[NODE]
+    others = [] if node.siblings is None else await node.siblings.streams()
+    processes, tenant = [node.streams(), *others], request[ACCOUNT].sees_tenant
+    return json_response(worker_list(time.time(), node.fleet.workers, processes, tenant))
 
 
 async def list_decisions(request: web.Request) -> web.Response:

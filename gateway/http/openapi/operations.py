@@ -53,6 +53,7 @@ from draftgate.gateway.http.requests.schemas import (
     TokenizeBody,
 )
 from draftgate.gateway.telemetry.live import NodeSample
+from draftgate.gateway.telemetry.worker_list import WorkerList
 
 
 class ErrorDetail(Struct):
@@ -350,6 +351,12 @@ OPERATIONS: Final = (
         events=NodeSample,
         errors=(400,),
         parameters=(_in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
+    ),
+    Operation(
+        "GET",
+        "/workers",
+        "Return the workers of the pool, the streams of this node, and their latest moves.",
+        WorkerList,
     ),
     Operation("GET", "/", "Return the live page.", ("text/html",)),
     Operation(

@@ -24,6 +24,7 @@ from draftgate.gateway.state.store import (
 )
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row
+from draftgate.gateway.telemetry.worker_list import ProcessStreams
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 _LENGTH: Final = struct.Struct("!I")
@@ -96,6 +97,7 @@ METHODS: Final = {
     "snapshots.share": _method(tuple[str, str, ProcessSnapshot], None),
     "snapshots.metrics": _method(tuple[str], list[list[Row]]),
     "snapshots.activities": _method(tuple[str], list[Activity]),
+    "snapshots.streams": _method(tuple[str], list[ProcessStreams]),
     "snapshots.decisions": _method(tuple[str, int, str | None], list[tuple[float, bytes]]),
 }
 """The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
