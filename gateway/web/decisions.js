@@ -3,6 +3,7 @@
 import { getJson } from "/web/client.js";
 import { byId, figure, make, percent } from "/web/dom.js";
 import { isPaused } from "/web/live.js";
+import { describeMove } from "/web/moves.js";
 
 const EVERY_MS = 3000;
 const SHOWN = 50;
@@ -42,7 +43,7 @@ async function refresh() {
     return; // the header shows the state of the node
   }
   if (only) found = found.filter((decision) => last.includes(decision.request_id));
-  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome])]);
+  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome, decision.moves.length])]);
   if (key === shown) return;
   shown = key;
   byId("decisions").replaceChildren(...found.map(row));
@@ -50,10 +51,10 @@ async function refresh() {
 }
 
 /** What happened under a plan, or nothing while the request runs. */
-function happened(outcome) {
-  if (!outcome) return "";
-  const accepted = `${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted`;
-  return [accepted, ...outcome.revisions.map((revision) => revision.reason)].join("; ");
+function happened(outcome, moves) {
+  const accepted = outcome ? [`${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted`] : [];
+  const revised = outcome ? outcome.revisions.map((revision) => revision.reason) : [];
+  return [...accepted, ...revised, ...moves.map(describeMove)].join("; ");
 }
 
 /** The load of a worker. Servers without metrics do not report their KV blocks. */
@@ -62,7 +63,7 @@ function describeLoad({ running, waiting, kv_blocks_free: free, kv_blocks_total:
   return `${running} running, ${waiting} waiting${memory}`;
 }
 
-function row({ request_id: id, decided_s: at, plan, load, outcome }) {
+function row({ request_id: id, decided_s: at, plan, load, outcome, moves }) {
   const time = new Date(at * 1e3);
   const mine = last.includes(id);
   const cells = [
@@ -73,7 +74,7 @@ function row({ request_id: id, decided_s: at, plan, load, outcome }) {
     [String(plan.max_draft_tokens)],
     [figure(plan.price)],
     [plan.reason],
-    [happened(outcome)],
+    [happened(outcome, moves)],
     [describeLoad(load)],
   ];
   // Narrow screens show rows as cards, in which each cell has the name of its column. Explicit roles

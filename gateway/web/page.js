@@ -1,9 +1,10 @@
-/** The live page: the form, the charts and the table of decisions. */
+/** The live page: the form, the charts, the lanes of the workers and the table of decisions. */
 
 import { getHealth, getJson } from "/web/client.js";
 import { byId } from "/web/dom.js";
 import * as decisions from "/web/decisions.js";
 import * as generate from "/web/generate.js";
+import * as lanes from "/web/lanes.js";
 import * as live from "/web/live.js";
 import * as settings from "/web/settings.js";
 
@@ -66,4 +67,5 @@ settings.setUp();
 generate.setUp(decisions.follow);
 live.setUp(check, decisions.explainNone);
 decisions.setUp();
+lanes.setUp();
 check();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -11,10 +12,11 @@ from playwright.async_api import Browser, Page, expect
 
 from draftgate.backends.types import StepTrace
 from draftgate.gateway.app import Listening
+from draftgate.gateway.fleet import FleetWorker
 from tests.browser.browse import Visit, visiting
 from tests.browser.conftest import Scene, open_scene
 from tests.browser.draft_steps import PATTERN, TEXT, in_steps
-from tests.gateway.harness import running
+from tests.gateway.harness import client, running, until
 from tests.gateway.upstreams import (
     DONE,
     LAST,
@@ -231,6 +233,35 @@ async def stopped_server(browser: Browser) -> AsyncIterator[Page]:
         yield visit.page
 
 
+@asynccontextmanager
+async def moving(browser: Browser) -> AsyncIterator[tuple[Page, FleetWorker, FleetWorker]]:
+    """A request that has moved between two simulated workers, of which the first is leaving."""
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(running(devices=(0, 1)))
+        visit = await stack.enter_async_context(visiting(browser, gateway.url))
+        http = await stack.enter_async_context(client(gateway))
+        body = {"prompt": [9] * 800, "max_tokens": 6000, "ignore_eos": True}
+        request = asyncio.create_task(http.post("/v1/completions", json=body, timeout=600))
+        workers = gateway.node.fleet.workers
+        await until(lambda: any(one.usage.started for one in workers))
+        source, sink = sorted(workers, key=lambda one: -one.usage.started)
+        await expect(visit.page.get_by_role("img", name="Request")).to_be_visible()
+        source.drained = True
+        await expect(visit.page.locator("#moves tr")).to_have_count(1)
+        await receive_sample(visit.page, gateway)
+        yield visit.page, source, sink
+        visit.check()
+        request.cancel()
+        await asyncio.wait({request})
+
+
+@asynccontextmanager
+async def moved(browser: Browser) -> AsyncIterator[Page]:
+    """A request in the lane to which it has moved."""
+    async with moving(browser) as (page, _source, _sink):
+        yield page
+
+
 STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]] = {
     "completion": completion,
     "chat": chat,
@@ -238,6 +269,7 @@ STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]]
     "comparing": comparing,
     "compared": compared,
     "with-keys": with_keys,
+    "moved": moved,
     "plain-upstream": plain_upstream,
     "reasoning": reasoning,
     "stopped-server": stopped_server,
