@@ -1,7 +1,7 @@
 """Workers outside the gateway's process: their messages, and the requests that they can run.
 
 Such a worker is an engine in its own process or a worker of another node. The gateway reaches the
-engine over a socket (`engine/channel.py`) and the other node over a WebSocket (`peer/channel.py`).
+engine over a socket (`engine/channel.py`) and the other node over a connection (`peer/channel.py`).
 Messages are msgpack, in which token ids are bytes. A link carries many requests. Each has an id
 that is used once, so that a late message for an abandoned request is not mistaken for its second
 attempt.
@@ -65,6 +65,10 @@ class SetPace(WorkerMessage, frozen=True):
     pace: Pace
 
 
+class Alive(WorkerMessage, frozen=True):
+    """Message to a peer that this node still runs. The first message to a peer."""
+
+
 class FetchTokenizer(WorkerMessage, frozen=True):
     """Message to a peer to send the files of the model's tokenizer."""
 
@@ -76,19 +80,17 @@ class Loading(WorkerMessage, frozen=True):
 
 
 class Ready(WorkerMessage, frozen=True):
-    """Message from the worker once it can run requests. The first message of a peer.
+    """Message from the worker once it can run requests. A peer's answer to the first `Alive`.
 
     Attributes:
         epoch: epoch of a peer's worker, which each restart increases.
         tokenizer: digest of a peer's tokenizer files.
-        proof: proof that a peer knows the secret too, or empty if it has none.
         streams_blocks: whether a peer exchanges KV blocks over a stream (`peer.block_stream`).
     """
 
     card: ModelCard
     epoch: str = ""
     tokenizer: str = ""
-    proof: str = ""
     streams_blocks: bool = False
 
 
@@ -148,7 +150,7 @@ class KvReply(WorkerMessage, frozen=True):
     result: KvResult
 
 
-Command = Start | Submit | Cancel | SetPace | FetchTokenizer | KvCall
+Command = Start | Submit | Cancel | SetPace | Alive | FetchTokenizer | KvCall
 Report = Loading | Ready | Update | Failed | TokenizerFiles | KvReply
 
 

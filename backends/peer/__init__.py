@@ -1,1 +1,1 @@
-"""Workers of other Draftgate nodes, which receive token ids over a WebSocket."""
+"""Workers of other Draftgate nodes, which receive token ids over one connection."""

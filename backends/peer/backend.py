@@ -26,9 +26,10 @@ from draftgate.backends.kv_transfer.transfer import TransferOutcome
 from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.clock import RemoteClock
-from draftgate.backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
+from draftgate.backends.peer.link import Link, PeerChanged, linked
 from draftgate.backends.peer.proof import SharedSecret, secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
+from draftgate.backends.peer.upgrade import CONNECT_S, PeerRefused
 from draftgate.backends.remote_worker import (
     Cancel,
     Report,

@@ -1,13 +1,12 @@
-"""The stream of KV blocks between two nodes, beside the WebSocket of a worker.
+"""The stream of KV blocks between two nodes, beside the connection for requests (`channel`).
 
-    GET /peer/v1/workers/NUMBER/blocks?format=DIGEST       Authorization: as for the WebSocket
-    Connection: Upgrade, Upgrade: tcp
+The connection begins with an HTTP request (`upgrade`) to
 
-    101                                                    Draftgate-Peer: answer to the proof
+    /peer/v1/workers/NUMBER/blocks?format=DIGEST
 
-Afterwards, both nodes send frames (`kv_transfer.framing`). A WebSocket client would mask each byte
-of a block. Here blocks are read into their final buffer, and written from where they were copied.
-Deltas never wait for blocks, because the blocks have their own connection.
+Afterwards, both nodes send frames (`kv_transfer.framing`). Blocks are read into their final buffer,
+and written from where they were copied. Deltas never wait for blocks, because the blocks have their
+own connection.
 
 The connecting node sends calls, and the other node answers each of them, in any order. The end of
 the connection ends all calls.
@@ -29,13 +28,6 @@ from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 
 BLOCKS_PATH: Final = "/blocks"
 """Suffix of a worker's path (`channel.WORKER_PATH`)."""
-
-PROOF_HEADER: Final = "Draftgate-Peer"
-"""Response header with the answer to the proof of the connecting node."""
-
-UPGRADE: Final = "tcp"
-"""Protocol in the `Upgrade` header. aiohttp hands over connections only to this protocol and to
-`websocket`."""
 
 MOST_MESSAGE_BYTES: Final = 16 << 20
 """Maximum size of a message without its blocks: the hashes of 15 million tokens."""

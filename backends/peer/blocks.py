@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -25,8 +24,6 @@ from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BLOCKS_PATH,
-    PROOF_HEADER,
-    UPGRADE,
     BlockReport,
     BlockStream,
     CancelKvCall,
@@ -35,8 +32,8 @@ from draftgate.backends.peer.block_stream import (
     KvCallFailed,
     format_digest,
 )
-from draftgate.backends.peer.link import CONNECT_S
-from draftgate.backends.peer.proof import SharedSecret, is_answer
+from draftgate.backends.peer.proof import SharedSecret
+from draftgate.backends.peer.upgrade import CONNECT_S, upgraded
 from draftgate.backends.remote_worker import KvCall, KvReply
 
 UNREACHABLE_S: Final = 30.0
@@ -149,27 +146,12 @@ class PeerBlocks(OperatedBlocks):
             opening.add_done_callback(_close_opened)
 
     async def _open(self) -> _Calls:
+        url = self._url.with_query(format=format_digest(self._form))
         try:
             async with asyncio.timeout(CONNECT_S):
-                return await self._upgrade()
-        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+                return _Calls(*await upgraded(self._http, url, self._secret), self._form)
+        except TimeoutError as error:
             raise BackendFailed(public_reason(error)) from None
-
-    async def _upgrade(self) -> _Calls:
-        proof = None if self._secret is None else self._secret.proof(self._url.path, time.time())
-        headers = {"Connection": "Upgrade", "Upgrade": UPGRADE}
-        if proof is not None:
-            headers["Authorization"] = proof.header
-        url = self._url.with_query(format=format_digest(self._form))
-        response = await self._http.get(url, headers=headers, allow_redirects=False)
-        connection = response.connection
-        if response.status != 101 or connection is None or connection.transport is None:
-            response.close()
-            raise BackendFailed(f"it responded with status {response.status}")
-        if not is_answer(proof, response.headers.get(PROOF_HEADER, "")):
-            response.close()
-            raise BackendFailed("it has another secret, or none")
-        return _Calls(response, connection.transport, self._form)
 
 
 def _answers(operation: KvOperation, result: KvResult) -> bool:

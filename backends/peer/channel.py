@@ -1,41 +1,33 @@
-"""The protocol between a gateway and another node's worker (a peer), over a WebSocket (RFC 6455).
+"""The protocol between a gateway and another node's worker (a peer), over one connection.
 
-One connection carries all requests of a gateway to a worker. A step costs one message for all of
-them, and a single silence shows that the machine is gone. The connection begins with
+The connection carries all requests of a gateway to a worker. A step costs one message for all of
+them, and a single silence shows that the machine is gone. The connection begins with an HTTP
+request (`upgrade`) to
 
-    GET /peer/v1/workers/NUMBER        with a proof that the secret is known (`proof`)
+    /peer/v1/workers/NUMBER
 
-on the peer's own port. The peer first sends `Ready`. The gateway continues only if it accepts the
-proof in that message. Then commands (`backends.remote_worker`) travel in one direction and reports
-in the other. The end of the connection cancels every request on it.
+on the peer's own port. After the response 101, both nodes send frames (`backends.framing`) of
+messages (`backends.remote_worker`): the gateway commands, and the peer reports. The gateway begins
+with `Alive`, which shows that it has read the response, and the peer answers with `Ready`. The end
+of the connection cancels every request on it.
 
-A message that is larger than a piece is sent in pieces. A prompt of 1 MB is a message of 5 MB. A
-single frame of that size would block the event loop for 5 to 7 ms, because a WebSocket client masks
-each byte. A piece takes a third of a millisecond, and other tasks run in between (one core, Zen 5,
-2026-11-22).
+Both ends handle a message in the callback that reads it, without a task or a future. A round trip
+of two messages takes a third of the CPU time of WebSocket messages, whose client masks each byte.
 """
 
 from __future__ import annotations
 
 import asyncio
-from types import UnionType
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from aiohttp import ClientWebSocketResponse
-from aiohttp.web import WebSocketResponse
-
+from draftgate.backends.framing import Frames, FrameTooLarge, framed
 from draftgate.backends.remote_worker import Codec, WorkerMessage
 
 PREFIX: Final = "/peer/"
 """Prefix of all paths that are for other nodes only."""
 
 WORKER_PATH: Final = PREFIX + "v1/workers/"
-
-PIECE_BYTES: Final = 256 << 10
-
-MOST_FRAME_BYTES: Final = 2 * PIECE_BYTES
-"""Maximum size of a received frame, which is a piece or a whole message of that size with its
-envelope."""
 
 MOST_COMMAND_BYTES: Final = 64 << 20
 """Maximum size of a command. The default limit of a client's body, 8 MiB, allows four million token
@@ -50,74 +42,115 @@ REPORT_S: Final = 0.1
 report takes about 30 us on either side, or 0.03% of a core for each pair of nodes. (Chosen, not
 tuned.)"""
 
+ALIVE_S: Final = 5.0
+"""Seconds between two `Alive` of a gateway. (Chosen, not tuned, 2026-11-23.)"""
+
+BROKEN: Final = "the connection broke"
+CLOSED: Final = "it closed the connection"
+INVALID: Final = "a message was invalid"
+TOO_LARGE: Final = "a message was too large"
+
 Received = TypeVar("Received")
 
 
-class MessagePiece(WorkerMessage, frozen=True):
-    """A part of a large message, in either direction. Pieces arrive in order."""
+class PeerChannel(asyncio.Protocol, Generic[Received]):
+    """One end of a connection, for use on the event loop's thread.
 
-    data: bytes
-    last: bool
-
-
-class PeerChannel(Generic[Received]):
-    """The messages at one end of a connection, for use on the event loop's thread."""
+    Attributes:
+        heard: whether bytes have arrived since a watcher of silence has cleared it.
+        writable: whether the other end reads as fast as this end sends.
+        reason: why the connection has ended, or None while it is open.
+    """
 
     def __init__(
         self,
-        socket: ClientWebSocketResponse | WebSocketResponse,
-        received: UnionType,
+        received: object,
         most_bytes: int,
+        receive: Callable[[Received], None],
+        lost: Callable[[], None],
+        on_writable: Callable[[], None] = lambda: None,
     ) -> None:
-        """Use an open connection.
+        """Prepare an end.
 
         Args:
             received: type of the messages from the other end.
             most_bytes: maximum size of such a message.
+            receive: receives each message, and must return immediately.
+            lost: callback for the end of the connection, after `reason` is set.
+            on_writable: callback for each time that the channel becomes `writable` again.
         """
-        self._socket = socket
-        self._codec = Codec[Received | MessagePiece](received | MessagePiece)
-        self._most_bytes = most_bytes
-        self._pieces: list[bytes] = []
-        self._piece_bytes = 0
-        self._sending_pieces = asyncio.Lock()
+        self._codec = Codec[Received](received)
+        self._frames = Frames(most_bytes)
+        self._receive = receive
+        self._lost = lost
+        self._on_writable = on_writable
+        self._transport: asyncio.Transport | None = None
+        self._http: asyncio.BaseProtocol | None = None  # the protocol before this one
+        self.heard = False
+        self.writable = True
+        self.reason: str | None = None
 
-    async def send(self, message: WorkerMessage) -> None:
-        """Send a message, and wait while the other end reads slowly. Any number of tasks may send.
+    def take_over(self, transport: asyncio.Transport) -> None:
+        """Use a connection that has changed from HTTP to this protocol."""
+        self._transport, self._http = transport, transport.get_protocol()
+        transport.pause_reading()  # uvloop chooses the way of reading when reading begins
+        transport.set_protocol(self)
+        transport.resume_reading()
 
-        Raises:
-            ConnectionError: the connection has ended.
-        """
-        data = self._codec.encode(message)
-        if len(data) <= PIECE_BYTES:
-            await self._socket.send_bytes(data)
-            return
-        # Small messages may pass between the pieces, but the pieces of two large messages must not
-        # mix.
-        async with self._sending_pieces:
-            for begin in range(0, len(data), PIECE_BYTES):
-                end = begin + PIECE_BYTES
-                piece = MessagePiece(data[begin:end], last=end >= len(data))
-                await self._socket.send_bytes(self._codec.encode(piece))
-                await asyncio.sleep(0)
+    def send(self, *messages: WorkerMessage) -> None:
+        """Send messages in one write. They are lost if the connection ends first."""
+        if self.reason is None and self._transport is not None:
+            encode = self._codec.encode
+            self._transport.write(b"".join([framed(encode(message)) for message in messages]))
 
-    def read(self, frame: bytes) -> Received | None:
-        """Return the message that a frame completes, or None while pieces are missing.
+    def close(self) -> None:
+        """Close the connection after what was sent, but without waiting for a hung reader."""
+        if self._transport is not None:
+            if self._transport.get_write_buffer_size():
+                self._transport.abort()
+            else:
+                self._transport.close()
 
-        Raises:
-            ValueError: the frame holds no message, or the message is too large.
-        """
-        message = self._codec.decode(frame)
-        if not isinstance(message, MessagePiece):
-            return message
-        self._pieces.append(message.data)
-        self._piece_bytes += len(message.data)
-        if self._piece_bytes > self._most_bytes:
-            raise ValueError(f"a message exceeds {self._most_bytes} bytes")
-        if not message.last:
-            return None
-        whole, self._pieces, self._piece_bytes = b"".join(self._pieces), [], 0
-        message = self._codec.decode(whole)
-        if isinstance(message, MessagePiece):
-            raise ValueError("a piece contains another piece")  # noqa: TRY004 - the sender's fault
-        return message
+    # --- the event loop calls these methods ----------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Pass on the messages that are complete."""
+        self.heard = True
+        try:
+            for frame in self._frames.add(data):
+                try:
+                    message = self._codec.decode(frame)
+                except ValueError:
+                    self.fail(INVALID)
+                    return
+                self._receive(message)
+        except FrameTooLarge:
+            self.fail(TOO_LARGE)
+
+    def pause_writing(self) -> None:
+        """Tell the sender to wait."""
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        """Tell the sender to continue."""
+        self.writable = True
+        self._on_writable()
+
+    def fail(self, reason: str) -> None:
+        """End the connection from this side, for a reason."""
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end of the connection, also to aiohttp, which closes its side."""
+        self._end(CLOSED if exc is None else BROKEN)
+        if self._http is not None:
+            self._http.connection_lost(exc)
+
+    # -------------------------------------------------------------------------------------------
+
+    def _end(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._lost()

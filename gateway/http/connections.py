@@ -69,7 +69,7 @@ class Connection(web.RequestHandler):
     def close_if_idle(self) -> bool:
         """Close the connection unless a part of a request has arrived, and return if it was idle.
 
-        A WebSocket counts as idle but stays open, because it has no further requests.
+        A peer's connection counts as idle but stays open, because it has no further requests.
         """
         if self._upgraded or self.transport is None:
             return True
@@ -175,7 +175,7 @@ def ends_connection(
         most_bytes: the maximum size of a body, in bytes.
     """
     if response.status == 101:
-        return False  # a WebSocket uses the connection
+        return False  # a peer uses the connection
     if request.version < HttpVersion11 and "Content-Length" not in response.headers:
         return True  # the end of the connection is the end of the response
     body = request.content

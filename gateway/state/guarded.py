@@ -317,7 +317,7 @@ def open_store(join: str | None, pool: str) -> Store:
     if join is None:
         return MemoryStore()
     if join.startswith(SCHEME):
-        return GuardedStore(LocalStore(socket_path(join)))
+        return LocalStore(socket_path(join))
     from draftgate.gateway.state.redis.store import RedisStore
 
     return GuardedStore(RedisStore.at(join, pool, f"g-{secrets.token_hex(4)}"))

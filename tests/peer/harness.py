@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,9 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, WORKER_PATH, PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.backends.peer.upgrade import UPGRADE
 from draftgate.backends.remote_worker import (
+    Alive,
     Command,
     FetchTokenizer,
     Ready,
@@ -62,11 +65,11 @@ class Impostor:
 
     Attributes:
         ready: its first message, or None to stay silent.
-        commands: received commands of all connections, without requests for the tokenizer.
-        connection: the latest connection.
+        commands: received commands of all connections, without `Alive` and requests for the
+            tokenizer.
+        channel: the latest connection.
     """
 
-    connection: web.WebSocketResponse
     channel: PeerChannel[Command]
 
     def __init__(self, ready: Ready | None) -> None:
@@ -74,25 +77,30 @@ class Impostor:
         self.ready = ready
         self.commands: list[Command] = []
 
-    async def say(self, *messages: Any) -> None:
+    def say(self, *messages: Any) -> None:
         """Send reports on the latest connection."""
-        for message in messages:
-            await self.channel.send(message)
+        self.channel.send(*messages)
 
-    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+    async def serve(self, request: web.Request) -> web.StreamResponse:
         """Serve a connection."""
-        self.connection = web.WebSocketResponse()
-        await self.connection.prepare(request)
-        self.channel = PeerChannel[Command](self.connection, Command, MOST_COMMAND_BYTES)
-        if self.ready is not None:
-            await self.say(self.ready, an_update())
-        async for message in self.connection:
-            command = self.channel.read(message.data)
-            if isinstance(command, FetchTokenizer):
-                await self.say(TokenizerFiles(FILES), an_update())
-            elif command is not None:
-                self.commands.append(command)
-        return self.connection
+        headers = {"Connection": "Upgrade", "Upgrade": UPGRADE}
+        response = web.StreamResponse(status=101, headers=headers)
+        await response.prepare(request)
+        ended = asyncio.Event()
+        self.channel = PeerChannel[Command](Command, MOST_COMMAND_BYTES, self._receive, ended.set)
+        assert request.transport is not None
+        self.channel.take_over(request.transport)
+        await ended.wait()
+        return response
+
+    def _receive(self, command: Command) -> None:
+        if isinstance(command, Alive):
+            if self.ready is not None:
+                self.say(self.ready, an_update())
+        elif isinstance(command, FetchTokenizer):
+            self.say(TokenizerFiles(FILES), an_update())
+        else:
+            self.commands.append(command)
 
 
 @asynccontextmanager

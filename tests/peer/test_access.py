@@ -10,10 +10,14 @@ from contextlib import aclosing
 import aiohttp
 import httpx
 import pytest
+from yarl import URL
 
+from draftgate.backends.framing import framed
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.link import PeerRefused
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
 from draftgate.backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
+from draftgate.backends.peer.upgrade import UPGRADE, PeerRefused, upgraded
+from draftgate.backends.remote_worker import Report
 from draftgate.backends.testing import make_request
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
@@ -25,6 +29,7 @@ PATH = "/peer/v1/workers/0"
 VARIABLE = "CLUSTER_SECRET"
 OTHER = SharedSecret("a secret of another cluster")
 KEY = "a client's own key"
+UPGRADED = {"Connection": "Upgrade", "Upgrade": UPGRADE}
 
 
 @pytest.fixture
@@ -71,14 +76,8 @@ async def test_peer_paths_look_missing_without_a_proof(where: Listening) -> None
     """Without a proof, a peer path responds like an unknown path to any key, method and header."""
     proof = OTHER.proof(PATH, 0.0)
     tries = [{}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": proof.header}]
-    upgrade = {
-        "Connection": "Upgrade",
-        "Upgrade": "websocket",
-        "Sec-WebSocket-Version": "13",
-        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-    }
     async with client(where) as http:
-        for headers in (*tries, *({**header, **upgrade} for header in tries)):
+        for headers in (*tries, *({**header, **UPGRADED} for header in tries)):
             for method in ("GET", "POST", "OPTIONS"):
                 peer = await http.request(method, PATH, headers=headers)
                 missing = await http.request(method, "/peer/v1/nothing", headers=headers)
@@ -95,47 +94,48 @@ def comparable(response: httpx.Response, path: str) -> tuple[object, ...]:
     return response.status_code, headers, response.text.replace(path, "PATH")
 
 
+async def status_of(where: Listening, headers: dict[str, str]) -> int:
+    """Return the status of a request to change a connection to frames."""
+    async with aiohttp.ClientSession() as http:
+        response = await http.get(where.url + PATH, headers={**UPGRADED, **headers})
+        response.close()
+        return response.status
+
+
 async def test_proof_is_valid_once(where: Listening) -> None:
     """The node rejects a recorded proof."""
     headers = {"Authorization": SECRET.proof(PATH, time.time()).header}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.ws_connect(where.url + PATH, headers=headers) as first,
-    ):
-        assert (await first.receive()).type is aiohttp.WSMsgType.BINARY
-        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-            await session.ws_connect(where.url + PATH, headers=headers)
-        assert refused.value.status == 401
+    assert [await status_of(where, headers) for _ in range(2)] == [101, 401]
 
 
 async def test_browser_page_is_not_a_peer() -> None:
     """The node rejects a connection with the origin of a browser page."""
-    async with running() as where, aiohttp.ClientSession() as session:
-        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-            await session.ws_connect(where.url + PATH, origin="http://example.com")
-        assert refused.value.status == 404
-        async with session.ws_connect(where.url + PATH) as plain:
-            assert (await plain.receive()).type is aiohttp.WSMsgType.BINARY
+    async with running() as where:
+        assert await status_of(where, {"Origin": "http://example.com"}) == 404
+        assert await status_of(where, {}) == 101
 
 
-@pytest.mark.parametrize(("data", "code"), [(b"\xc1", 1002), (b"\x90", 1002), (b"x" * 2000, 1009)])
-async def test_invalid_message_ends_only_its_connection(
-    data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [framed(b"\xc1"), framed(b"\x90"), (MOST_COMMAND_BYTES + 1).to_bytes(4, "big")],
+    ids=["undecodable", "unknown", "oversized"],
+)
+async def test_invalid_message_ends_only_its_connection(data: bytes) -> None:
     """An undecodable, unknown or oversized message ends only its own connection."""
-    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
     async with (
         running() as where,
         linked_to(where.url) as backend,
         aclosing(backend.generate(make_request(backend, max_tokens=60))) as stream,
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession() as http,
     ):
         await anext(stream)
-        async with session.ws_connect(where.url + PATH) as connection, asyncio.timeout(5):
-            await connection.send_bytes(data)
-            async for _ in connection:
-                pass
-            assert connection.close_code == code
+        ended = asyncio.Event()
+        channel = PeerChannel[Report](Report, 1 << 20, lambda _: None, ended.set)
+        _, transport = await upgraded(http, URL(where.url + PATH), None)
+        channel.take_over(transport)
+        transport.write(data)
+        async with asyncio.timeout(5):
+            await ended.wait()
         assert [delta async for delta in stream][-1].finish_reason is not None
 
 

@@ -8,6 +8,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
@@ -57,9 +58,9 @@ async def test_gateway_that_stops_reading_costs_bounded_memory(
     sessions: list[PeerSession] = []
     run = PeerSession.run
 
-    async def record_session(session: PeerSession, answer: str) -> None:
+    async def record_session(session: PeerSession, request: web.Request) -> None:
         sessions.append(session)
-        await run(session, answer)
+        await run(session, request)
 
     monkeypatch.setattr(PeerSession, "run", record_session)
     async with (
@@ -87,7 +88,8 @@ async def test_gateway_that_stops_reading_costs_bounded_memory(
 
 async def test_full_outbox_makes_all_streams_wait() -> None:
     """All streams wait for space in a full outbox, and each stream keeps its order."""
-    outbox = DeltaOutbox()
+    news = asyncio.Event()
+    outbox = DeltaOutbox(news.set)
     most = 3 * MOST_DELTAS
 
     async def fill(link_id: str) -> None:
@@ -97,7 +99,8 @@ async def test_full_outbox_makes_all_streams_wait() -> None:
     filling = [asyncio.create_task(fill(link_id)) for link_id in "ab"]
     taken: dict[str, list[int]] = {"a": [], "b": []}
     while sum(map(len, taken.values())) < 2 * most:
-        await outbox.news.wait()
+        await news.wait()
+        news.clear()
         deltas, failed = outbox.take()
         assert len(deltas) <= MOST_DELTAS
         assert not failed

@@ -20,10 +20,11 @@ from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.framing import LENGTHS
 from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.block_stream import BLOCKS_PATH, PROOF_HEADER, format_digest
+from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
 from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.proof import SharedSecret
+from draftgate.backends.peer.upgrade import PROOF_HEADER
 from draftgate.gateway.app import Listening
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.peers.blocks import MOST_CALLS
@@ -323,7 +324,7 @@ async def guarded(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Listen
 
 async def test_stream_needs_a_proof(guarded: tuple[Listening, BlockWorker]) -> None:
     """The path looks missing without a proof, and with a proof that is too old, of another secret,
-    or for the WebSocket."""
+    or for requests."""
     where, worker = guarded
     upgrade = {"Connection": "Upgrade", "Upgrade": "tcp"}
     other = SharedSecret("a secret of another cluster")

@@ -1,108 +1,123 @@
-"""A channel carries messages of any size, limits their size, and interleaves them."""
+"""A channel carries messages of any size, however the network splits them, up to a limit."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.backends.peer import channel as channels
-from draftgate.backends.peer.channel import (
-    MOST_COMMAND_BYTES,
-    MOST_FRAME_BYTES,
-    PIECE_BYTES,
-    MessagePiece,
-    PeerChannel,
-)
-from draftgate.backends.remote_worker import (
-    Cancel,
-    Codec,
-    Command,
-    Report,
-    Submit,
-    TokenizerFiles,
-)
+from draftgate.backends.framing import Frames, FrameTooLarge, framed
+from draftgate.backends.peer.channel import INVALID, TOO_LARGE, PeerChannel
+from draftgate.backends.remote_worker import Cancel, Codec, Command, SetPace, WorkerMessage
 from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Pace
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.peer.harness import linked_to
 
 PROMPT_TOKENS = 500_000
 """The number of tokens in a prompt of about 1 MB."""
 
+MOST_BYTES = 1000
 
-class RecordingSocket:
-    """A socket that records the frames of a channel."""
+commands = st.one_of(
+    st.builds(Cancel, st.text(max_size=20)),
+    st.builds(SetPace, st.text(max_size=20), st.sampled_from(Pace)),
+)
+
+
+def pieces(data: bytes, sizes: list[int]) -> list[bytes]:
+    """Return data in pieces of these sizes, in turn."""
+    found, begin, next_size = [], 0, cycle(sizes)
+    while begin < len(data):
+        size = next(next_size)
+        found.append(data[begin : begin + size])
+        begin += size
+    return found
+
+
+class Arrivals:
+    """A channel and what it reports.
+
+    Attributes:
+        received: the received messages.
+        ends: number of reported ends.
+    """
 
     def __init__(self) -> None:
-        self.frames: list[bytes] = []
+        self.received: list[Command] = []
+        self.ends = 0
+        self.channel = PeerChannel[Command](Command, MOST_BYTES, self.received.append, self._end)
 
-    async def send_bytes(self, data: bytes) -> None:
-        self.frames.append(data)
-
-
-def a_channel(line: RecordingSocket, most_bytes: int = MOST_COMMAND_BYTES) -> PeerChannel[Report]:
-    return PeerChannel[Report](line, Report, most_bytes)
+    def _end(self) -> None:
+        self.ends += 1
 
 
-@given(st.integers(0, 5000), st.integers(1, 2000))
-def test_message_of_any_size_arrives_whole(size: int, piece_bytes: int) -> None:
-    """Two consecutive messages around the size of a piece arrive whole."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "PIECE_BYTES", piece_bytes)
-        line = RecordingSocket()
-        channel = a_channel(line)
-        messages = [TokenizerFiles({"a": bytes(size)}), TokenizerFiles({"b": bytes(size // 2)})]
-        for message in messages:
-            asyncio.run(channel.send(message))
-        assert max(map(len, line.frames)) <= piece_bytes + 64
-        read = [channel.read(frame) for frame in line.frames]
-        assert [message for message in read if message is not None] == messages
+@given(st.lists(st.binary(max_size=50)), st.lists(st.integers(1, 40), min_size=1))
+def test_frames_arrive_whole_in_reads_of_any_size(sent: list[bytes], sizes: list[int]) -> None:
+    """Messages arrive whole and in order, also empty messages."""
+    frames = Frames(MOST_BYTES)
+    data = b"".join(map(framed, sent))
+    assert [one for piece in pieces(data, sizes) for one in frames.add(piece)] == sent
 
 
-@given(st.integers(1, 3))
-def test_oversized_message_is_rejected_before_its_last_piece(over: int) -> None:
-    """The channel rejects an oversized message before its end, so memory stays bounded."""
-    line = RecordingSocket()
-    channel = a_channel(line, most_bytes=3 * PIECE_BYTES)
-    asyncio.run(channel.send(TokenizerFiles({"a": bytes((3 + over) * PIECE_BYTES)})))
-    for frame in line.frames[:3]:
-        assert channel.read(frame) is None
-    with pytest.raises(ValueError, match="exceeds"):
-        channel.read(line.frames[3])
+@given(st.integers(0, 50), st.integers(1, 1 << 31))
+def test_oversized_frame_is_rejected_at_its_length(most: int, over: int) -> None:
+    """The receiver rejects a frame before it has any of its bytes, so memory stays bounded."""
+    frames = Frames(most)
+    assert list(frames.add(framed(bytes(most)))) == [bytes(most)]
+    with pytest.raises(FrameTooLarge):
+        list(frames.add((most + over).to_bytes(4, "big")))
 
 
-def test_piece_within_a_piece_is_rejected() -> None:
-    """The channel rejects nested pieces, which would bypass the size limit."""
-    codec = Codec[Report](Report)
-    inner = codec.encode(MessagePiece(b"x", last=True))
-    with pytest.raises(ValueError, match="a piece contains another piece"):
-        a_channel(RecordingSocket()).read(codec.encode(MessagePiece(inner, last=True)))
+@given(st.lists(commands), st.lists(st.integers(1, 90), min_size=1))
+def test_messages_arrive_in_reads_of_any_size(sent: list[Command], sizes: list[int]) -> None:
+    """The channel passes on each message once, in order."""
+    arrivals, encode = Arrivals(), Codec[Command](Command).encode
+    for piece in pieces(b"".join(framed(encode(message)) for message in sent), sizes):
+        arrivals.channel.data_received(piece)
+    assert (arrivals.received, arrivals.ends) == (sent, 0)
 
 
-async def test_small_messages_pass_between_pieces_of_a_prompt() -> None:
-    """Small messages pass between the frames of a prompt of 1 MB."""
-    line = RecordingSocket()
-    channel = a_channel(line)
-    prompt = make_request_of(PROMPT_TOKENS)
-    large = asyncio.create_task(channel.send(Submit("1", prompt)))
-    num_cancels = 0
-    while not large.done():
-        await asyncio.sleep(0)
-        await channel.send(Cancel(str(num_cancels)))
-        num_cancels += 1
-    pieces = len(line.frames) - num_cancels
-    assert pieces >= 8 * PROMPT_TOKENS // PIECE_BYTES
-    assert num_cancels >= pieces
-    assert max(map(len, line.frames)) < MOST_FRAME_BYTES
-    commands = PeerChannel[Command](RecordingSocket(), Command, MOST_COMMAND_BYTES)
-    read = [commands.read(frame) for frame in line.frames]
-    assert [command for command in read if isinstance(command, Submit)] == [Submit("1", prompt)]
-    assert sum(isinstance(command, Cancel) for command in read) == num_cancels
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(framed(b"\xc1"), INVALID), ((MOST_BYTES + 1).to_bytes(4, "big"), TOO_LARGE)],
+)
+def test_invalid_frame_ends_the_channel_once(data: bytes, reason: str) -> None:
+    """Messages before an invalid frame count, and those after it do not."""
+    arrivals, cancel = Arrivals(), framed(Codec[Command](Command).encode(Cancel("1")))
+    arrivals.channel.data_received(cancel + data + cancel)
+    arrivals.channel.connection_lost(None)
+    assert arrivals.received == [Cancel("1")]
+    assert (arrivals.channel.reason, arrivals.ends) == (reason, 1)
+
+
+class RecordingTransport(asyncio.Transport):
+    """A transport that records what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+async def test_messages_of_one_call_are_one_write() -> None:
+    """Messages that are sent together wake the other end once."""
+    channel, transport = Arrivals().channel, RecordingTransport()
+    channel._transport = transport
+    messages: list[WorkerMessage] = [Cancel(str(number)) for number in range(5)]
+    channel.send(*messages)
+    (data,) = transport.written
+    there = Arrivals()
+    there.channel.data_received(data)
+    assert there.received == messages
 
 
 def make_request_of(tokens: int):

@@ -17,8 +17,9 @@ import pytest
 
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected, WorkerLeft
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.channel import MOST_FRAME_BYTES
-from draftgate.backends.peer.link import Link, PeerRefused
+from draftgate.backends.peer.channel import MOST_REPORT_BYTES
+from draftgate.backends.peer.link import Link
+from draftgate.backends.peer.upgrade import PeerRefused
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
@@ -69,19 +70,14 @@ def in_the_middle_of_a_message(proxy: TcpProxy) -> None:
     proxy.most_bytes = proxy.passed_bytes + 5
 
 
-def in_invalid_frames(proxy: TcpProxy) -> None:
-    """Send reserved bits that were not negotiated."""
-    proxy.spoil(b"\xff" * 64)
-
-
 def in_invalid_messages(proxy: TcpProxy) -> None:
-    """Send a binary frame of six bytes that are not valid msgpack."""
-    proxy.spoil(b"\x82\x06\xc1\xc1\xc1\xc1\xc1\xc1")
+    """Send a frame of six bytes that are not valid msgpack."""
+    proxy.spoil(b"\x00\x00\x00\x06\xc1\xc1\xc1\xc1\xc1\xc1")
 
 
 def with_an_oversized_frame(proxy: TcpProxy) -> None:
     """Send the head of a frame that is too large."""
-    proxy.spoil(b"\x82\x7f" + (MOST_FRAME_BYTES + 1).to_bytes(8, "big"))
+    proxy.spoil((MOST_REPORT_BYTES + 1).to_bytes(4, "big"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +85,6 @@ def with_an_oversized_frame(proxy: TcpProxy) -> None:
     [
         (TcpProxy.cut, "the connection broke"),
         (in_the_middle_of_a_message, "the connection broke|it closed the connection"),
-        (in_invalid_frames, "a message was invalid"),
         (in_invalid_messages, "a message was invalid"),
         (with_an_oversized_frame, "a message was too large"),
         (TcpProxy.freeze, f"it sent nothing for {SILENCE_S:g} s"),
@@ -108,14 +103,6 @@ async def test_broken_connection_ends_every_stream_and_is_reopened(
         await until(lambda: is_idle(where.node))
         await until(lambda: backend.failure is None)
         assert await collect(backend, make_request(backend)) == before
-
-
-async def test_streams_end_before_the_close_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams end without waiting for the close frame of a hung peer."""
-    monkeypatch.setattr("draftgate.backends.peer.link.CLOSE_S", 60.0)
-    async with behind_proxy() as (backend, proxy, _):
-        assert "it sent nothing" in await error_after(backend, proxy.freeze)
-        proxy.thaw()
 
 
 async def test_unreachable_peer_is_contacted_again() -> None:
@@ -144,8 +131,9 @@ async def test_slow_network_is_not_a_failure() -> None:
 async def test_peer_frees_requests_of_a_vanished_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer cancels the requests of a gateway that stops answering its pings."""
-    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
+    """The peer cancels the requests of a gateway that has been silent for too long."""
+    monkeypatch.setattr("draftgate.gateway.http.peers.session.SILENT_S", SILENCE_S)
+    monkeypatch.setattr("draftgate.backends.peer.link.ALIVE_S", SILENCE_S / 6)
     async with (
         running(profile=SLOW) as where,
         proxied(where.url) as proxy,
@@ -160,8 +148,9 @@ async def test_peer_frees_requests_of_a_vanished_gateway(
 
 
 async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that only reads stays connected because it answers pings."""
-    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", 0.05)
+    """A gateway that only reads stays connected because it reports that it is alive."""
+    monkeypatch.setattr("draftgate.gateway.http.peers.session.SILENT_S", SILENCE_S)
+    monkeypatch.setattr("draftgate.backends.peer.link.ALIVE_S", SILENCE_S / 6)
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -174,11 +163,11 @@ def test_silence_is_detected_after_its_limit() -> None:
     """The gateway measures the silence of a peer from its last report, in virtual time."""
 
     async def scenario() -> float:
-        link = Link(None)
-        listening = asyncio.create_task(link._watch_silence(3.0))
+        link = Link()
+        listening = asyncio.create_task(link.watch_silence(3.0))
         for _ in range(10):
             await asyncio.sleep(2.37)
-            link._heard = True
+            link.channel.heard = True
         await listening
         return asyncio.get_running_loop().time() - 23.7
 
@@ -189,14 +178,14 @@ def test_stalled_event_loop_is_not_silence_of_the_peer() -> None:
     """The gateway reads the messages that arrived during a stall before it gives up the peer."""
 
     async def scenario() -> None:
-        link, clock = Link(None), asyncio.get_running_loop()._jumping
-        listening = asyncio.create_task(link._watch_silence(3.0))
+        link, clock = Link(), asyncio.get_running_loop()._jumping
+        listening = asyncio.create_task(link.watch_silence(3.0))
         await asyncio.sleep(0.1)
         for _ in range(10):
             clock.now_s += 100.0  # The loop stalled, so its timers are due and no message was read.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            link._heard = True
+            link.channel.heard = True
             await asyncio.sleep(0.6)
         assert not listening.done()
         listening.cancel()
@@ -325,7 +314,7 @@ async def test_backend_for_one_epoch_never_uses_another() -> None:
         await backend.stop()
         async with linked_to(peer.url, epoch="first") as backend:
             peer.ready = ready_message(epoch="second")
-            await peer.connection.close()
+            peer.channel.close()
             await until(lambda: "epoch second, not first" in str(backend.failure))
             assert backend._linking is not None
             await until(backend._linking.done)  # The backend never connects again.
@@ -337,7 +326,7 @@ async def test_backend_without_an_epoch_uses_a_restarted_peer() -> None:
         generation = make_request(backend, max_tokens=100)
         backend.check(generation)
         peer.ready = ready_message(epoch="second", card=a_card(max_model_len=64))
-        await peer.connection.close()
+        peer.channel.close()
         await until(lambda: backend.epoch == "second")
         assert backend.failure is None
         with pytest.raises(RequestRejected):
@@ -350,7 +339,7 @@ async def test_restarted_peer_with_another_model_is_not_used(change: dict[str, o
     again."""
     async with impostor(ready_message()) as peer, linked_to(peer.url) as backend:
         peer.ready = ready_message(**change)
-        await peer.connection.close()
+        peer.channel.close()
         await until(lambda: "it serves another model now" in str(backend.failure))
         peer.ready = ready_message()
         await until(lambda: backend.failure is None)
@@ -368,7 +357,7 @@ async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
             assert begin.id == cancel.id != second.id
             last = Delta(0, (7,), "new", (), FinishReason.STOP, SpeculationOutcome())
             late = Delta(0, (9,), "old")
-            await peer.say(an_update((begin.id, late)), an_update((second.id, last)))
+            peer.say(an_update((begin.id, late)), an_update((second.id, last)))
             assert [delta async for delta in again] == [last]
         assert backend._ids.id_of(generation.request_id) is None
 

@@ -97,9 +97,9 @@ async def test_update_without_a_load_leaves_load_and_watermark() -> None:
     ):
         await until(lambda: bool(peer.commands))
         (submitted,) = peer.commands
-        await peer.say(Update([], load, watermark=7))
+        peer.say(Update([], load, watermark=7))
         await until(lambda: backend.load() == load)
         updated_s = backend._updated_s
-        await peer.say(Update([(submitted.id, Delta(0, (1,), "a"))]))
+        peer.say(Update([(submitted.id, Delta(0, (1,), "a"))]))
         assert (await anext(stream)).text == "a"
         assert (backend.load(), backend.watermark, backend._updated_s) == (load, 7, updated_s)

@@ -105,7 +105,7 @@ COMMANDS = [
 REPORTS = [
     Loading(0.5),
     Ready(CARD),
-    Ready(CARD, "epoch", "digest", "proof"),
+    Ready(CARD, "epoch", "digest", streams_blocks=True),
     TokenizerFiles({"tokenizer.json": b"{}\xff"}),
     Update(DELTAS, LOAD, [("4", "it broke")], 12.5, "draining", 9, leaving=True),
     Update([], LOAD),

@@ -1,6 +1,6 @@
 """The endpoints `GET /peer/v1/workers/NUMBER`, to which other nodes connect.
 
-A node has a WebSocket for requests, and a stream for KV blocks at `/blocks`.
+A node has a connection for requests, and another one for KV blocks at `/blocks`.
 
 A client without a proof gets the response for an unknown path, after the usual check of its API
 key. The OpenAPI document is for clients, so it does not contain this path.
@@ -8,16 +8,15 @@ key. The OpenAPI document is for clients, so it does not contain this path.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Final
 
-import aiohttp
 from aiohttp import web
 
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.block_stream import BLOCKS_PATH, PROOF_HEADER, UPGRADE, format_digest
-from draftgate.backends.peer.channel import MOST_FRAME_BYTES, PREFIX, WORKER_PATH
+from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
+from draftgate.backends.peer.channel import PREFIX, WORKER_PATH
+from draftgate.backends.peer.upgrade import PROOF_HEADER, UPGRADE
 from draftgate.gateway.errors import RouteNotFound
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE
@@ -28,14 +27,7 @@ from draftgate.gateway.telemetry.logs import log
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
 """The response to a node's proof. Only requests from other nodes have this key."""
 
-SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
-
-PING_S: Final = 10.0
-"""The silence of a node, in seconds, after which it gets a ping. The requests of a lost node are
-cancelled after one and a half times this duration."""
-
-GOODBYE_S: Final = 0.25
-"""Time to wait for the reply to a close frame, in seconds. A hung node never replies."""
+SESSIONS: Final = web.AppKey("peer_sessions", set[PeerSession])
 
 
 def add_peer_routes(app: web.Application) -> None:
@@ -65,7 +57,7 @@ def is_peer(request: web.Request) -> bool:
     return True
 
 
-async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
+async def _serve_peer(request: web.Request) -> web.StreamResponse:
     """Serve another node until its connection ends.
 
     Raises:
@@ -76,18 +68,16 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     if PROOF_ANSWER in request:
         node.lifecycle.require_ready()
     worker = _worker(request)
-    socket = web.WebSocketResponse(
-        heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MOST_FRAME_BYTES
-    )
-    await socket.prepare(request)
-    request.app[SESSIONS].add(socket)
+    response = await _upgraded(request)
+    session = PeerSession(node, worker)
+    request.app[SESSIONS].add(session)
     log(logging.INFO, "a peer connected", remote=request.remote, worker=worker.worker_id)
     try:
-        await PeerSession(node, worker, socket).run(request[PROOF_ANSWER])
+        await session.run(request)
     finally:
-        request.app[SESSIONS].discard(socket)
+        request.app[SESSIONS].discard(session)
         log(logging.INFO, "a peer disconnected", remote=request.remote, worker=worker.worker_id)
-    return socket
+    return response
 
 
 async def _serve_blocks(request: web.Request) -> web.StreamResponse:
@@ -100,12 +90,18 @@ async def _serve_blocks(request: web.Request) -> web.StreamResponse:
     form = worker.kv_format
     if form is None or request.query.get("format") != format_digest(form):
         raise _not_found(request)
-    headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, PROOF_HEADER: request[PROOF_ANSWER]}
-    response = web.StreamResponse(status=101, headers=headers)
-    await response.prepare(request)
+    response = await _upgraded(request)
     access = request.app[NODE].peer_access
     secret = None if access is None else access.secret
     await BlockSession(worker, form, request, secret).run()
+    return response
+
+
+async def _upgraded(request: web.Request) -> web.StreamResponse:
+    """Change the connection of a request from HTTP to frames, with the answer to its proof."""
+    headers = {"Connection": "Upgrade", "Upgrade": UPGRADE, PROOF_HEADER: request[PROOF_ANSWER]}
+    response = web.StreamResponse(status=101, headers=headers)
+    await response.prepare(request)
     return response
 
 
@@ -131,6 +127,6 @@ def _not_found(request: web.Request) -> RouteNotFound:
 
 async def _end_sessions(app: web.Application) -> None:
     """Close all connections, whose requests have already ended."""
-    sockets = app[SESSIONS]
-    goodbyes = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in sockets)
-    await asyncio.gather(*goodbyes)
+    sessions = app[SESSIONS]
+    for session in tuple(sessions):
+        session.end()

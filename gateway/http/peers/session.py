@@ -10,16 +10,24 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-import aiohttp
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
-from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, REPORT_S, PeerChannel
+from draftgate.backends.peer.channel import (
+    ALIVE_S,
+    INVALID,
+    MOST_COMMAND_BYTES,
+    REPORT_S,
+    TOO_LARGE,
+    PeerChannel,
+)
 from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.backends.remote_worker import (
+    Alive,
     Cancel,
     Command,
     FetchTokenizer,
@@ -36,6 +44,9 @@ from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
+
+SILENT_S: Final = 3 * ALIVE_S
+"""Seconds of silence after which the requests of a lost node are cancelled."""
 
 MOST_DELTAS: Final = 1024
 """Maximum deltas in an outbox. Further deltas wait in the worker's streams, merged by request. A
@@ -57,18 +68,17 @@ _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
 
 
 class DeltaOutbox:
-    """The deltas of all requests on a connection that wait for the next update.
+    """The deltas of all requests on a connection that wait for the next update."""
 
-    Attributes:
-        news: an event that is set while something waits. The session also sets it to send an
-            update.
-    """
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        """Start empty.
 
-    def __init__(self) -> None:
-        """Start empty."""
+        Args:
+            on_news: callback for the first delta or failure that waits.
+        """
+        self._on_news = on_news
         self._deltas: list[tuple[str, Delta]] = []
         self._failed: list[tuple[str, str]] = []
-        self.news = asyncio.Event()
         self._space = asyncio.Event()
         self._space.set()
 
@@ -83,19 +93,24 @@ class DeltaOutbox:
         if len(self._deltas) >= MOST_DELTAS:
             return False
         self._deltas.append((link_id, delta))
-        self.news.set()
+        if len(self._deltas) == 1:
+            self._on_news()
         return True
 
     def put_failure(self, link_id: str, reason: str) -> None:
         """Record the error of a request, to be sent after its deltas."""
         self._failed.append((link_id, reason))
-        self.news.set()
+        self._on_news()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not (self._deltas or self._failed)
 
     def take(self) -> tuple[list[tuple[str, Delta]], list[tuple[str, str]]]:
         """Remove and return the deltas, and the requests that failed after them."""
         taken = self._deltas, self._failed
         self._deltas, self._failed = [], []
-        self.news.clear()
         self._space.set()
         return taken
 
@@ -106,68 +121,67 @@ class PeerSession:
     The end of the connection cancels every request that arrived over it.
     """
 
-    def __init__(self, node: Node, worker: FleetWorker, socket: web.WebSocketResponse) -> None:
-        """Serve an open connection from an authenticated node."""
+    def __init__(self, node: Node, worker: FleetWorker) -> None:
+        """Serve an authenticated node."""
         self._node = node
         self._worker = worker
-        self._socket = socket
-        self._channel = PeerChannel[Command](socket, Command, MOST_COMMAND_BYTES)
-        self._outbox = DeltaOutbox()
+        self._channel = PeerChannel[Command](
+            Command, MOST_COMMAND_BYTES, self._execute, self._lost, self._report_news
+        )
+        self._outbox = DeltaOutbox(self._report_soon)
         self._name = secrets.token_hex(4)
+        self._greeted = asyncio.Event()
+        self._reporting = False
         self._leaving = False
         self._load_s = -math.inf
         self._loads_due = 0
         self._streams: dict[str, tuple[PeerStream, asyncio.Task[None]]] = {}
+        self._sending_files: asyncio.Task[None] | None = None
 
-    async def run(self, answer: str) -> None:
-        """Serve until the connection ends.
+    async def run(self, request: web.Request) -> None:
+        """Serve a request whose connection has changed to the protocol of `channel`.
 
-        Args:
-            answer: the response to the proof of the other node.
+        The call returns when the connection ends, and cancels all requests.
         """
+        if request.transport is None:
+            return  # the other node is gone
+        self._channel.take_over(request.transport)
         try:
-            await self._channel.send(await self._ready(answer))
-            reporting = asyncio.create_task(self._report())
-            try:
-                await self._receive()
-            finally:
-                reporting.cancel()
-                await asyncio.wait({reporting})
-        except ConnectionError:
-            pass  # the other node is gone
+            async with asyncio.timeout(SILENT_S):
+                await self._greeted.wait()
+            self._channel.send(await self._ready())
+            self._reporting = True
+            await self._beat()
+        except TimeoutError:
+            pass  # the other node hangs
         except CheckpointError as error:
-            log(logging.ERROR, "cannot read the tokenizer that a peer requested", error=error)
-            await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
+            log(logging.ERROR, "cannot read the tokenizer for a peer", error=error)
         finally:
+            self._channel.close()
             await self._cancel_all()
 
-    async def _ready(self, answer: str) -> Ready:
+    def end(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    async def _ready(self) -> Ready:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
         streams_blocks = self._worker.kv_format is not None
-        return Ready(backend.card, self._worker.epoch, digest, answer, streams_blocks)
+        return Ready(backend.card, self._worker.epoch, digest, streams_blocks)
 
-    async def _receive(self) -> None:
-        async for message in self._socket:
-            if message.type is aiohttp.WSMsgType.ERROR:
-                return  # aiohttp has closed the connection
-            try:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    raise ValueError("expected a binary message, not text")
-                command = self._channel.read(message.data)
-            except ValueError as error:
-                log(logging.ERROR, "a peer sent an invalid message", error=error)
-                await self._socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
-                return
-            if command is not None:
-                await self._execute(command)
+    def _lost(self) -> None:
+        self._greeted.set()
+        if self._channel.reason in {INVALID, TOO_LARGE}:
+            log(logging.ERROR, "a peer sent an invalid message", reason=self._channel.reason)
 
-    async def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._submit(command)
+        elif isinstance(command, Alive):
+            self._greeted.set()
         elif isinstance(command, FetchTokenizer):
-            files = await asyncio.to_thread(self._worker.generating.tokenizer.files)
-            await self._channel.send(TokenizerFiles(files))
+            self._sending_files = asyncio.create_task(self._send_files())
         elif isinstance(command, Cancel | SetPace) and command.id in self._streams:
             stream, task = self._streams[command.id]
             if isinstance(command, SetPace):
@@ -175,6 +189,15 @@ class PeerSession:
             else:
                 self._loads_due = LOADS_AFTER_CANCEL
                 task.cancel()
+
+    async def _send_files(self) -> None:
+        try:
+            files = await asyncio.to_thread(self._worker.generating.tokenizer.files)
+        except CheckpointError as error:
+            log(logging.ERROR, "cannot read the tokenizer that a peer requested", error=error)
+            self._channel.close()
+        else:
+            self._channel.send(TokenizerFiles(files))
 
     def _submit(self, command: Submit) -> None:
         link_id = command.id
@@ -199,25 +222,36 @@ class PeerSession:
             log(logging.ERROR, "a request of a peer failed", error=error)
             self._outbox.put_failure(link_id, f"internal error ({type(error).__name__})")
 
-    async def _report(self) -> None:
-        """Send an update for each step, and at least one every `REPORT_S`."""
-        beat = asyncio.create_task(self._beat())
+    async def _beat(self) -> None:
+        """Send an update every `REPORT_S`, until the connection ends or the other node is silent.
+
+        Counted beats measure the silence, so that a stall of the event loop does not count.
+        """
+        silent_beats = 0
+        while self._channel.reason is None and silent_beats * REPORT_S < SILENT_S:
+            self._report()
+            self._channel.heard = False
+            await asyncio.sleep(REPORT_S)
+            silent_beats = 0 if self._channel.heard else silent_beats + 1
+
+    def _report_soon(self) -> None:
+        """Send an update when all deltas of the step have been added."""
+        asyncio.get_running_loop().call_soon(self._report_news)
+
+    def _report_news(self) -> None:
+        """Send an update if something waits."""
+        if not self._outbox.is_empty:
+            self._report()
+
+    def _report(self) -> None:
+        """Send an update, unless the other node reads slowly."""
+        if not (self._reporting and self._channel.writable):
+            return
         try:
-            while True:
-                await self._outbox.news.wait()
-                await self._channel.send(self._update())
-        except ConnectionError:
-            pass  # `_receive` also notices the loss
+            self._channel.send(self._update())
         except Exception as error:  # noqa: BLE001 - silence would look as if this node hung
             log(logging.ERROR, "reports to a peer failed", error=error)
-            await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
-        finally:
-            beat.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            self._outbox.news.set()
-            await asyncio.sleep(REPORT_S)
+            self._channel.close()
 
     def _update(self) -> Update:
         deltas, failed = self._outbox.take()
@@ -237,6 +271,8 @@ class PeerSession:
 
     async def _cancel_all(self) -> None:
         tasks = [task for _, task in self._streams.values()]
+        if self._sending_files is not None:
+            tasks.append(self._sending_files)
         for task in tasks:
             task.cancel()
         if tasks:

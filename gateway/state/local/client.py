@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
 import msgspec
 
-from draftgate.gateway.state.local.messages import METHODS, NOTICE, Frames, Reply, framed
+from draftgate.backends.framing import Frames
+from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Reply, encoded
 from draftgate.gateway.state.store import StoreError
 
 _reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
@@ -42,22 +44,27 @@ class Client:
         self._numbers += 1
         number = self._numbers
         connection = self._connection if self._connection.is_open else await self._connected()
-        reply = await connection.send(number, framed(number, method, arguments))
+        reply = await connection.send(number, encoded(number, method, arguments))
         if reply.error:
             raise StoreError(reply.error)
         return METHODS[method].result.decode(reply.result)
 
+    async def call_or(self, otherwise: Any, method: str, *arguments: Any) -> Any:
+        """Return the result of a method, or `otherwise` if the server did not respond."""
+        try:
+            return await self.call(method, *arguments)
+        except StoreError:
+            return otherwise
+
     async def notify(self, method: str, *arguments: Any) -> None:
         """Call a method without a result, and do not wait for it.
 
-        The method runs before every later call of this client. The server loses the notice only if
-        the connection breaks, and it then ends with the server's process.
-
-        Raises:
-            StoreError: the server cannot be reached.
+        The method runs before every later call of this client. The notice is lost only if the
+        server has ended.
         """
-        connection = self._connection if self._connection.is_open else await self._connected()
-        connection.add_notice(framed(NOTICE, method, arguments))
+        with suppress(StoreError):
+            connection = self._connection if self._connection.is_open else await self._connected()
+            connection.add_notice(encoded(NOTICE, method, arguments))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -79,9 +86,10 @@ class _Connection(asyncio.Protocol):
     """A connection to the server, with its open calls."""
 
     def __init__(self) -> None:
-        self._frames = Frames()
+        self._frames = Frames(MOST_BYTES)
         self._open: dict[int, asyncio.Future[Reply]] = {}
-        self._notices: list[bytes] = []
+        self._waiting: list[bytes] = []
+        self._sends_soon = False
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -110,27 +118,33 @@ class _Connection(asyncio.Protocol):
                 call.set_result(reply)
 
     async def send(self, number: int, call: bytes) -> Reply:
-        """Send a framed call and wait for its reply."""
-        assert self._transport is not None
-        found: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        """Send a framed call and wait for its reply.
+
+        All calls of one iteration of the event loop are one write, so that they wake the server
+        only once.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Reply] = loop.create_future()
+        if not self._sends_soon:
+            self._sends_soon = True
+            loop.call_soon(self._send_waiting)
         self._open[number] = found
-        self._notices.append(call)
-        self._send_notices()
+        self._waiting.append(call)
         return await found
 
     def add_notice(self, notice: bytes) -> None:
         """Send a framed notice with the next call, or after `NOTICE_S`."""
-        if not self._notices:
-            asyncio.get_running_loop().call_later(NOTICE_S, self._send_notices)
-        self._notices.append(notice)
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(NOTICE_S, self._send_waiting)
+        self._waiting.append(notice)
 
     def close(self) -> None:
         """Send the notices and close the connection, which fails its open calls."""
         if self._transport is not None:
-            self._send_notices()
+            self._send_waiting()
             self._transport.close()
 
-    def _send_notices(self) -> None:
-        frames, self._notices = self._notices, []
+    def _send_waiting(self) -> None:
+        frames, self._waiting, self._sends_soon = self._waiting, [], False
         if frames and self._transport is not None:
             self._transport.write(b"".join(frames))

@@ -1,4 +1,4 @@
-"""The messages between shared memory stores and their clients, as MessagePack with a length.
+"""The messages between shared memory stores and their clients, in frames (`backends.framing`).
 
 A call has a number, the names of a store and of its method, and the arguments. Replies have the
 number of their call and come in the order of the calls. A notice is a call without a reply.
@@ -6,12 +6,11 @@ number of their call and come in the order of the calls. A notice is a call with
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from draftgate.backends.framing import framed
 from draftgate.gateway.processes.snapshots import ProcessSnapshot
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.response_store import StoreUsage
@@ -27,7 +26,8 @@ from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
-_LENGTH: Final = struct.Struct("!I")
+MOST_BYTES: Final = 1 << 30
+"""Maximum size of a message. Both ends belong to one node, so this limit only detects errors."""
 
 NOTICE: Final = 0
 """The number of all notices."""
@@ -103,31 +103,9 @@ METHODS: Final = {
 """The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
 
 
-def framed(*fields: Any) -> bytes:
-    """Return the fields of a `Call` or `Reply` as a message with its length in front.
+def encoded(*fields: Any) -> bytes:
+    """Return the fields of a `Call` or `Reply` as a frame.
 
     The fields are encoded together, including the arguments or the result.
     """
-    body = _encode(fields)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """The messages in a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    def add(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and yield the messages that are complete."""
-        received = self._received
-        received += data
-        begin, head = 0, _LENGTH.size
-        while len(received) - begin >= head:
-            (length,) = _LENGTH.unpack_from(received, begin)
-            end = begin + head + length
-            if len(received) < end:
-                break
-            yield bytes(received[begin + head : end])
-            begin = end
-        del received[:begin]
+    return framed(_encode(fields))

@@ -12,8 +12,9 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from draftgate.backends.framing import Frames
 from draftgate.gateway.processes.snapshots import SharedSnapshots
-from draftgate.gateway.state.local.messages import METHODS, NOTICE, Call, Frames, framed
+from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Call, encoded
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.response_store import MemoryResponseStore
@@ -67,8 +68,8 @@ class SharedStores:
             if call.number == NOTICE:
                 log(logging.ERROR, "a notice to the shared stores failed", error=error)
                 return b""
-            return framed(call.number, None, f"{type(error).__name__}: {error}")
-        return b"" if call.number == NOTICE else framed(call.number, result)
+            return encoded(call.number, None, f"{type(error).__name__}: {error}")
+        return b"" if call.number == NOTICE else encoded(call.number, result)
 
     def left(self, caller: _Connection) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
@@ -81,7 +82,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, stores: SharedStores, connections: set[_Connection]) -> None:
         self._stores = stores
         self._connections = connections
-        self._frames = Frames()
+        self._frames = Frames(MOST_BYTES)
         self.transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

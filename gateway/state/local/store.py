@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final, cast
@@ -16,7 +17,7 @@ from draftgate.gateway.state.store import (
     Snapshot,
     WorkerReport,
 )
-from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
+from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals, release_of
 
 SCHEME: Final = "local://"
 """The scheme of the address of shared stores, which the path of their socket follows."""
@@ -28,7 +29,10 @@ def socket_path(address: str) -> Path:
 
 
 class LocalStore:
-    """A `Store` in another process of this machine (`gateway.state.local.server`).
+    """A `Store` in the parent of this process (`gateway.state.local.server`).
+
+    Calls fail only if the parent has ended. This process then ends too (`processes.child`), and
+    meanwhile runs requests without leases.
 
     Attributes:
         quotas: the quotas of tenants.
@@ -43,15 +47,16 @@ class LocalStore:
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
-        return bool(await self._client.call("leases.publish", report))
+        return bool(await self._client.call_or(True, "leases.publish", report))
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
         """Remove a worker from the pool, as `Store.withdraw` describes."""
-        await self._client.call("leases.withdraw", worker_id, epoch, seq)
+        await self._client.call_or(None, "leases.withdraw", worker_id, epoch, seq)
 
     async def snapshot(self) -> Snapshot:
         """Return the live workers, as `Store.snapshot` describes."""
-        return cast(Snapshot, await self._client.call("leases.snapshot"))
+        alone = Snapshot((), degraded=True)
+        return cast(Snapshot, await self._client.call_or(alone, "leases.snapshot"))
 
     async def reserve(
         self,
@@ -63,18 +68,25 @@ class LocalStore:
     ) -> Reservation:
         """Lease tokens of an offered worker, as `Store.reserve` describes."""
         arguments = request_id, tokens, tuple(offers), ttl_s, quota
-        return cast(Reservation, await self._client.call("leases.reserve", *arguments))
+        alone = Reservation(None, degraded=True)
+        try:
+            found = await self._client.call_or(alone, "leases.reserve", *arguments)
+        except asyncio.CancelledError:
+            if quota is not None:
+                await self.quotas.settle((release_of(quota.request_id),))
+            raise
+        return cast(Reservation, found)
 
     async def claim(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Lease | None:
         """Claim the next room of an offered worker, as `Store.claim` describes."""
         arguments = request_id, tokens, tuple(offers), ttl_s
-        return cast(Lease | None, await self._client.call("leases.claim", *arguments))
+        return cast(Lease | None, await self._client.call_or(None, "leases.claim", *arguments))
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
-        found = await self._client.call("leases.renew", tuple(leases), ttl_s)
+        found = await self._client.call_or(frozenset(), "leases.renew", tuple(leases), ttl_s)
         return cast(frozenset[str], found)
 
     async def release(self, request_ids: Collection[str]) -> None:
@@ -84,15 +96,15 @@ class LocalStore:
     async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
         """Take the move slots of workers, as `Store.begin_move` describes."""
         arguments = move_id, tuple(worker_ids), ttl_s
-        return bool(await self._client.call("leases.begin_move", *arguments))
+        return bool(await self._client.call_or(False, "leases.begin_move", *arguments))
 
     async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
         """Free the move slots of workers, as `Store.end_move` describes."""
         await self._client.notify("leases.end_move", move_id, tuple(worker_ids))
 
-    async def exchange(self, update: Update) -> News:
+    async def exchange(self, update: Update) -> News | None:
         """Tell the other gateways, as `Store.exchange` describes."""
-        return cast(News, await self._client.call("leases.exchange", update))
+        return cast(News | None, await self._client.call_or(None, "leases.exchange", update))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -100,7 +112,7 @@ class LocalStore:
 
 
 class LocalQuotas:
-    """A `QuotaStore` in another process of this machine."""
+    """A `QuotaStore` in the parent of this process, without limits if the parent has ended."""
 
     def __init__(self, client: Client) -> None:
         """Use a client, which the owner of these quotas closes."""
@@ -108,11 +120,16 @@ class LocalQuotas:
 
     async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
-        return cast(Shortage | None, await self._client.call("quotas.reserve", reservation, ttl_s))
+        try:
+            found = await self._client.call_or(None, "quotas.reserve", reservation, ttl_s)
+        except asyncio.CancelledError:
+            await self.settle((release_of(reservation.request_id),))
+            raise
+        return cast(Shortage | None, found)
 
     async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
         """Extend reservations, as `QuotaStore.renew` describes."""
-        return int(await self._client.call("quotas.renew", tuple(reservations), ttl_s))
+        return int(await self._client.call_or(1, "quotas.renew", tuple(reservations), ttl_s))
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
         """End reservations, as `QuotaStore.settle` describes."""
