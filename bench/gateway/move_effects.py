@@ -14,6 +14,8 @@ from bench.harness.loop_turns import longest_turn
 from bench.harness.servers import quantiles
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet
+from draftgate.policies.moves import MoveReason
+from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 
 OTHER_TOKENS = 500
 """Context of the stream that stays on the destination."""
@@ -25,18 +27,47 @@ ENOUGH_S = 0.5
 """Time of each round with both streams and without a move."""
 
 
+class MovesOnRequest:
+    """A rescheduling policy that moves a stream when it is told to.
+
+    Attributes:
+        source: id of the worker whose first stream moves next, or None.
+    """
+
+    name = "on_request"
+    reschedules = True
+    source: str | None = None
+
+    def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
+        """Move the first stream of `source` to another worker."""
+        if self.source is None:
+            return []
+        sink = next(one.worker_id for one in pool.workers if one.worker_id != self.source)
+        return [
+            ChosenMove(stream.stream_id, self.source, sink, MoveReason.BALANCE, 1.0, 0.0, "")
+            for stream in streams_of(self.source)[:1]
+        ]
+
+
 async def measure_effects(
-    dispatcher: Dispatcher, fleet: Fleet, tokens: int, rounds: int
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    tokens: int,
+    rounds: int,
+    policy: MovesOnRequest | None = None,
 ) -> dict[str, Any]:
     """Move streams to a worker that runs another stream.
 
     A pause between two deltas is a step of their worker. The steps of the source and of the
     destination are those before a move and during the copy. Afterwards the destination runs one
     more sequence. The deltas of the other stream are those before and during the whole move.
+
+    Args:
+        policy: policy of the dispatcher that moves the streams, or None to drain their worker.
     """
     names = ("source", "source_copies", "sink", "sink_copies", "other_moves")
     found: dict[str, list[float]] = {name: [] for name in names}
-    turns = []
+    turns, cpu_s, moved_s = [], [], []
     for number in range(rounds):
         other, moving = Observed(), Observed()
         jobs = [
@@ -52,12 +83,19 @@ async def measure_effects(
         source = moving.worker
         assert source is not None
         assert source is not other.worker  # the router prefers the idle worker
-        began_s = time.perf_counter()
-        source.drained = True
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
         with longest_turn() as turn:
+            if policy is None:
+                source.drained = True
+            else:
+                policy.source = source.worker_id
             await until(partial(_has_moved, moving), tasks)
         ended_s = time.perf_counter()
+        cpu_s.append(time.process_time() - began_cpu_s)
+        if policy is not None:
+            policy.source = None
         turns.append(turn)
+        moved_s.append(ended_s - began_s)
         found["source"] += moving.gaps_s(since_s, began_s)
         found["source_copies"] += moving.gaps_s(began_s, moving.copied_s)
         found["sink"] += other.gaps_s(since_s, began_s)
@@ -74,6 +112,8 @@ async def measure_effects(
         "deltas": {name: len(gaps) for name, gaps in found.items()},
         "source_step_ratio": _ratio(found["source_copies"], found["source"]),
         "sink_step_ratio": _ratio(found["sink_copies"], found["sink"]),
+        "move_s": round(median(moved_s), 4),
+        "gateway_cpu_s": round(median(cpu_s), 4),
         "longest_turn_s": max(turn.seconds for turn in turns),
         "longest_turn_cpu_s": max(turn.cpu_s for turn in turns),
     }

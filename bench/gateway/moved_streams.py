@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 from statistics import median
 from typing import Final
+from unittest.mock import patch
 
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from draftgate.gateway import assembly
+from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
@@ -25,6 +27,7 @@ from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.failover import Cause, GivenUp
 
@@ -83,6 +86,11 @@ class Observed:
         gaps = self.gaps_s()
         return gaps[self._switched - 1] - median(gaps)
 
+    @property
+    def deltas_since_switch(self) -> int:
+        """Number of deltas after the last switch, or 0 before the first switch."""
+        return len(self.times_s) - self._switched if self.resumes else 0
+
     def gaps_s(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
         """Return the pauses between deltas in a time interval."""
         return [b - a for a, b in pairwise(self.times_s) if begin_s <= a and b <= end_s]
@@ -101,34 +109,52 @@ async def run_job(
     job: Job,
     observed: Observed,
     begun: Callable[[FleetWorker], None] | None = None,
+    settled: int | None = None,
 ) -> None:
-    """Run a job, and call `begun` with its worker after `BEGUN_TOKENS` deltas."""
+    """Run a job, and call `begun` with its worker after `BEGUN_TOKENS` deltas.
+
+    Args:
+        settled: number of deltas after a switch at which the client leaves, or None.
+    """
     async with dispatcher.run(job, watch=observed) as run:
         async for _ in run.deltas:
             observed.times_s.append(time.perf_counter())
             if begun is not None and len(observed.times_s) == BEGUN_TOKENS:
                 begun(run.placed[0].worker)
+            if settled is not None and observed.deltas_since_switch >= settled:
+                return
 
 
 @asynccontextmanager
 async def dispatching(
-    factory: BackendFactory, configs: Sequence[WorkerConfig], rules: WaitingRules
+    factory: BackendFactory,
+    configs: Sequence[WorkerConfig],
+    rules: WaitingRules,
+    policy: ReschedulingPolicy | None = None,
 ) -> AsyncIterator[tuple[Dispatcher, Fleet]]:
-    """Run workers and a dispatcher for them, as a node does, but without HTTP."""
+    """Run workers and a dispatcher for them, as a node does, but without HTTP.
+
+    Args:
+        policy: the rescheduling policy, or None for that of `rules`.
+    """
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     try:
         await fleet.start_with(factory, "w")
         lifecycle.move_to(NodeState.READY)
-        dispatcher = build_dispatcher(
-            fleet,
-            MemoryStore(loop_time_s),
-            lifecycle,
-            Decisions(None, loop_time_s),
-            speculation_policy("off"),
-            rules,
-            quotas={},
-            draw=Random(0).random,
-        )
+        with ExitStack() as stack:
+            if policy is not None:
+                named = patch.object(assembly, "rescheduling_policy", lambda _: policy)
+                stack.enter_context(named)
+            dispatcher = assembly.build_dispatcher(
+                fleet,
+                MemoryStore(loop_time_s),
+                lifecycle,
+                Decisions(None, loop_time_s),
+                speculation_policy("off"),
+                rules,
+                quotas={},
+                draw=Random(0).random,
+            )
         yield dispatcher, fleet
     finally:
         await fleet.stop()

@@ -80,7 +80,7 @@ async def measure_restart(
             for number in range(streams)
         ]
         try:
-            await until(lambda: sum(bool(one.times_s) for one in observed) >= streams)
+            await until(lambda: sum(bool(one.times_s) for one in observed) >= streams, loads)
             for server, worker in zip(servers, fleet.workers, strict=True):
                 await asyncio.to_thread(server.end)
                 await asyncio.to_thread(server.start)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bench.gateway.moved_streams import Observed
-from bench.gateway.moves import measure
+from bench.gateway.moves import PART_S, bounded, measure, parse
 from bench.gateway.rolling_restart import measure_restart
 from bench.harness.loop_turns import longest_turn
 
@@ -15,14 +15,32 @@ from bench.harness.loop_turns import longest_turn
 @pytest.mark.long
 def test_moves_between_engines_are_measured() -> None:
     """Each part has its figures, and streams move with few computed tokens."""
-    found = asyncio.run(measure((256,), 1, 2, 0))
+    flags = ["--contexts", "256", "--effect-tokens", "2000", "--tokens", "500"]
+    parts = ["--parts", "gaps", "effects", "drain"]
+    *_, found = measure(parse([*parts, *flags, "--rounds", "1", "--streams", "2"]))
     assert found["gaps"]["256"]["moved"] == 1
-    effects = found["effects"]
-    assert min(effects["deltas"].values()) > 0
-    assert 0 < effects["longest_turn_cpu_s"] <= effects["longest_turn_s"]
-    drain = found["drain"]
+    for effects in (found["effects"]["drain"], found["effects"]["balance"]):
+        assert min(effects["deltas"].values()) > 0
+        assert 0 < effects["longest_turn_cpu_s"] <= effects["longest_turn_s"]
+    (drain,) = found["drain"]
     assert (drain["moved"], drain["left"], drain["failed"]) == (2, 0, [])
     assert 0 < drain["most_computed_tokens"] <= 64
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the streams have ended too early")])
+def test_part_of_the_benchmark_that_hangs_or_fails_has_an_error(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part ends at its time limit or with an error, which is its result."""
+    monkeypatch.setitem(PART_S, "drain", 0.0)
+
+    async def part() -> None:
+        if error is not None:
+            raise error
+        await asyncio.Event().wait()
+
+    found = asyncio.run(bounded("drain", part()))
+    assert found["error"] == ("TimeoutError: " if error is None else f"RuntimeError: {error}")
 
 
 @pytest.mark.long
