@@ -146,10 +146,14 @@ class ResumedChoice:
 
     Attributes:
         output_ids: tokens generated so far, all of which have been delivered.
+        next_ids: the tokens after them, which another worker has computed too. The worker verifies
+            them as drafts in the step that computes its first token. Peers of older versions ignore
+            them.
     """
 
     choice: int
     output_ids: tuple[int, ...]
+    next_ids: tuple[int, ...] = ()
 
 
 @cache

@@ -39,8 +39,8 @@ WAIT_S: Final = 0.25
 destination computes few tokens. (Chosen, not tuned, 2026-11-23.)"""
 
 VERIFIED_TOKENS: Final = 8
-"""Tokens of the source that the destination must compute too before the switch. Both workers run
-the stream meanwhile. (Chosen, not tuned, 2026-11-23.)"""
+"""Tokens of the source that the destination must compute too before the switch. It verifies them as
+drafts, in its first step. (Chosen, not tuned, 2026-11-23.)"""
 
 MOVE_S: Final = 10.0
 """Time in seconds after which a move is given up, as in Llumnix. The destination holds imported

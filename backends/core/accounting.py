@@ -100,7 +100,7 @@ class Accounting:
 
     def _settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Count the draft, share full blocks, and return unneeded blocks to the pool."""
-        if drafted:
+        if drafted and sequence.draft_source:  # tokens of another worker are no speculation
             sequence.count_draft(drafted, accepted)
         self._queues.withdraw_pending(sequence)
         self._share_full_blocks(sequence)

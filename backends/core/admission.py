@@ -80,6 +80,7 @@ class Admission:
         self._check_ids("prompt", request.prompt_ids)
         for choice in request.resumed:
             self._check_ids("prompt", choice.output_ids)
+            self._check_ids("prompt", choice.next_ids)
         sampling = request.sampling
         if sampling.logit_bias:
             self._check_ids("logit_bias", [token for token, _ in sampling.logit_bias])

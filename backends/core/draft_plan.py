@@ -7,9 +7,9 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from draftgate.backends.core.drafting import Drafting
-from draftgate.backends.core.drafts import Draft
-from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.drafting import Drafting, legal_draft
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
+from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import StepTrace
@@ -132,6 +132,26 @@ class DraftPlan:
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def take_next(self, sequence: Sequence, most: int) -> Draft:
+        """Return the tokens of another worker that follow a sequence, and reserve their blocks.
+
+        They are verified whatever the policy is, and the policy learns nothing from them.
+
+        Args:
+            most: maximum number of tokens.
+        """
+        # The token sampled after the draft may be the last token of the output.
+        most = max(0, min(most, sequence.remaining_tokens - 1))
+        next_ids, sequence.next_ids = sequence.next_ids[:most], ()
+        if sequence.first_token_s is not None:
+            return NO_DRAFT  # it was preempted after it has sampled the first of them
+        draft, sequence.draft_source = legal_draft(sequence, Draft(next_ids)), ""
+        try:
+            self._blocks.extend(sequence.block_table, len(sequence.token_ids) + len(draft))
+        except OutOfBlocks:
+            return NO_DRAFT
+        return draft
 
     def draft_pays(self, cost: StepCost) -> bool:
         """Look up the drafts that the last step lacks because it was planned ahead.

@@ -224,7 +224,7 @@ class Drafting:
         self.step_work.looked_up += len(requests)
         add_lookup = self._gate.add_lookup
         for (sequence, _), draft in zip(requests, proposer.propose(requests), strict=True):
-            legal = draft if sequence.grammar is None else _legal(sequence, draft)
+            legal = draft if sequence.grammar is None else legal_draft(sequence, draft)
             add_lookup(name, sequence, terms)
             if legal.token_ids:
                 yield self._found(sequence, name, legal)
@@ -241,7 +241,7 @@ class Drafting:
         step_work.computed += len(requests)
         drafts = proposer.propose(requests)
         for request, draft in zip(requests, drafts, strict=True):
-            legal = _legal(request.sequence, draft.first(request.max_tokens))
+            legal = legal_draft(request.sequence, draft.first(request.max_tokens))
             if legal:
                 yield self._found(request.sequence, name, legal)
 
@@ -297,7 +297,7 @@ def _choose(options: list[list[DraftOffer]], terms: DraftTerms) -> list[DraftOff
     return [offers[index] for offers, index in zip(options, chosen, strict=True)]
 
 
-def _legal(sequence: Sequence, draft: Draft) -> Draft:
+def legal_draft(sequence: Sequence, draft: Draft) -> Draft:
     """Return the draft without the tokens that the sequence's grammar forbids."""
     grammar = sequence.grammar
     if grammar is None or not draft:

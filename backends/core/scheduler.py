@@ -63,9 +63,8 @@ _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 SPARING_STEPS: Final = 64
 """Number of steps by which a sparing sequence is ranked after its last service. All others precede
-it while each of them is served at least every 64 steps, and otherwise take turns with it. At
-steps of 10 to 30 ms, a slow reader then waits 1 to 2 seconds for a token. Even strict proxies
-keep a silent connection for 30 s."""
+it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
+30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
 
 
 def _sparing_last(sequence: Sequence) -> tuple[int, int]:
@@ -415,11 +414,8 @@ class Scheduler:
                 return
             # A sequence earlier in this loop may have preempted this sequence.
             unplanned = sequence.key not in step.work and sequence.state is SequenceState.RUNNING
-            if (
-                unplanned
-                and sequence.pending_tokens > 1
-                and self._queues.extend_or_preempt(sequence, step.work)
-            ):
+            unfinished = unplanned and sequence.pending_tokens > 1
+            if unfinished and self._queues.extend_or_preempt(sequence, step.work):
                 self._feed(step, sequence)
 
     def _admit(self, step: StepBuilder) -> None:
@@ -440,6 +436,8 @@ class Scheduler:
 
     def _feed(self, step: StepBuilder, sequence: Sequence) -> None:
         self._queues.note_fed(sequence, step.add_chunk(sequence))
+        if sequence.next_ids and step.work[sequence.key].samples:
+            step.attach_next(sequence.key, self._drafts.take_next(sequence, step.budget))
 
 
 def _continues_blindly(work: SequenceWork) -> bool:

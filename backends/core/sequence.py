@@ -92,11 +92,13 @@ class Sequence:
         draft_cap: maximum number of draft tokens in a step while drafting is on.
         has_prediction: whether the worker may draft from the prediction of the request.
         stop_ids: tokens that end it, in addition to end-of-sequence tokens.
-        draft_source: proposer of its last draft that was verified.
+        draft_source: proposer of its last draft that was verified, empty for `next_ids`.
         drafting: whether drafting is on, and the basis for its next revision.
         revisions: revisions of the plan.
         accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
             draft tokens from the prediction.
+        next_ids: tokens of another worker that the first sampling step verifies
+            (`ResumedChoice.next_ids`), empty afterwards.
     """
 
     key: int
@@ -143,6 +145,7 @@ class Sequence:
     revisions: list[PlanRevision] = field(default_factory=list)
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    next_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Compute the fields that every step needs."""
@@ -170,7 +173,8 @@ class Sequence:
         """Return a waiting sequence for one of `request.choices`."""
         tokens = compact(request.prompt_ids)
         tokens.extend(choice.output_ids)
-        return cls(key, request, choice.choice, tokens, block_hashes=list(request.block_hashes))
+        hashes, next_ids = list(request.block_hashes), choice.next_ids
+        return cls(key, request, choice.choice, tokens, block_hashes=hashes, next_ids=next_ids)
 
     @property
     def prompt_tokens(self) -> int:

@@ -193,6 +193,11 @@ class StepBuilder:
             self._scored.append(ScoredRows(len(self.work), first - start, end - first))
             sequence.scored_rows = end
 
+    def attach_next(self, key: int, draft: Draft) -> None:
+        """Verify tokens of another worker after the prompt of a sequence, as a part of it."""
+        self._prompt_tokens += len(draft)
+        self.attach_draft(key, draft)
+
     def attach_draft(self, key: int, draft: Draft) -> None:
         """Verify a draft after the tokens of a sequence of the step."""
         self.budget -= len(draft.token_ids)

@@ -141,20 +141,31 @@ class Attempt:
         """Release a prepared attempt whose context is not entered."""
         await self._end(None)
 
+    @property
+    def rest(self) -> GenerationRequest:
+        """The request for the rest of the present output."""
+        return self._output.rest(self._request.request_id)
+
     def extend(self) -> None:
         """Continue a prepared attempt from the present output, unless it has begun already."""
         if self._deltas is None:
-            plan = self.placed.request.speculation
-            self._request = self._output.rest(self._request.request_id)
-            self.placed = replace(self.placed, request=self._request.planned(plan))
+            self._replace_request(self.rest)
 
-    def begin(self) -> AsyncGenerator[Delta, None]:
-        """Send a prepared request from the present output, while the prompt runs on its source.
+    def begin(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Send a request for the rest of an earlier output, while the prompt runs on its source.
 
         The current task reads the deltas, until the context is entered with `continue_with`.
+
+        Args:
+            request: an earlier value of `rest`, which may contain the tokens after that output.
         """
-        self.extend()
+        self._replace_request(request)
         return self._send()
+
+    def _replace_request(self, request: GenerationRequest) -> None:
+        self._request = request
+        planned = request.planned(self.placed.request.speculation)
+        self.placed = replace(self.placed, request=planned)
 
     def continue_with(self, deltas: AsyncGenerator[Delta, None]) -> None:
         """Set the deltas of the context, if the request has begun before the context."""

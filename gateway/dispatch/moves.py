@@ -4,10 +4,11 @@ Streams move from a worker that is leaving, and by the rescheduling policy (`res
 
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
-stops, and must compute the same tokens (`splice`). Finally, the gateway interrupts the reader of
-the stream, and the reader continues with the *successor*, an attempt that has reserved the
-destination (`failover`). `policies.moves` decides which stream moves next and when its source
-stops. A stream whose move fails stays on its source until the source stops.
+stops. It gets the last tokens of the source as drafts, and must accept them (`splice`). Finally,
+the gateway interrupts the reader of the stream, and the reader continues with the *successor*, an
+attempt that has reserved the destination (`failover`). `policies.moves` decides which stream moves
+next and when its source stops. A stream whose move fails stays on its source until the source
+stops.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from draftgate.policies.moves import (
     MOVE_S,
     RETRY_S,
     ROOM_S,
+    VERIFIED_TOKENS,
     Missing,
     MoveEnd,
     MoveReason,
@@ -239,10 +241,10 @@ class Moves:
             stream.copied = True
             self._begin_moves()
             if not stream.is_read_slowly:
-                await _boundary(stream.attempt)
-                move.note_delta()
                 if _is_exact(stream, successor):
                     return await self._overlap(stream, successor, move)
+                await _boundary(stream.attempt)
+                move.note_delta()
             stream.hand_over(successor, move)
             return end
         finally:
@@ -307,18 +309,25 @@ class Moves:
     async def _overlap(self, stream: Stream, successor: Attempt, move: Migration) -> MoveEnd:
         """Run the stream on both workers, until the destination has computed the same tokens.
 
-        The source pauses after enough equal tokens, so that the destination catches up.
+        The destination begins when the source has added some tokens, and verifies them as drafts.
+        Then the source pauses, so that the destination catches up.
         """
         source, splice = stream.attempt, Splice(stream.output.open_choices)
+        rest, enough = successor.rest, asyncio.Event()
         paused = ended = False
-        deltas = successor.begin()
 
         def observe(delta: Delta) -> None:
             splice.add_source(delta)
             move.note_delta()
+            if splice.source_tokens >= VERIFIED_TOKENS:
+                enough.set()
 
         source.on_delta = observe
         try:
+            await enough.wait()
+            if stream.output.is_complete:
+                return MoveEnd.ENDED
+            deltas = successor.begin(splice.with_drafts(rest))
             async with aclosing(_read(successor, deltas)) as read:
                 async for delta in read:
                     splice.add_sink(delta)

@@ -1,16 +1,19 @@
 """The output of a stream during a move, while its source and its destination both run it.
 
-In an exact numerics class, both workers compute the same tokens. The client first gets the output
-of the source, with which the output of the destination is compared. After the switch, the client
-gets the output of the destination. Tokens and text are functions of the position, so the switch may
-be inside a delta.
+In an exact numerics class, both workers compute the same tokens. The destination begins at an
+earlier position, and gets the tokens that the source has added since then as drafts, which it
+verifies in one step. The client first gets the output of the source, with which the output of the
+destination is compared. After the switch, the client gets the output of the destination. Tokens and
+text are functions of the position, so the switch may be inside a delta.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
+from itertools import takewhile
 
-from draftgate.backends.types import Delta, Phases, TokenLogprob
+from draftgate.backends.types import Delta, GenerationRequest, Phases, TokenLogprob
+from draftgate.policies.values import replace
 
 
 class Splice:
@@ -34,6 +37,25 @@ class Splice:
     def caught_up(self) -> bool:
         """Whether the destination has computed all tokens of the choices that have not ended."""
         return all(one.source.ended or one.caught_up for one in self._choices.values())
+
+    @property
+    def source_tokens(self) -> int:
+        """Number of tokens that the source has added."""
+        return sum(len(choice.source.token_ids) for choice in self._choices.values())
+
+    def with_drafts(self, request: GenerationRequest) -> GenerationRequest:
+        """Return a request with the tokens of the source as drafts, without choices that ended.
+
+        Args:
+            request: the request for the rest of the output at the beginning.
+        """
+        pairs = [(choice, self._choices[choice.choice].source) for choice in request.choices]
+        resumed = [
+            replace(choice, next_ids=tuple(source.token_ids))
+            for choice, source in pairs
+            if not source.ended
+        ]
+        return replace(request, resumed=tuple(resumed))
 
     def add_source(self, delta: Delta) -> None:
         """Add a delta that the client gets."""
@@ -95,6 +117,10 @@ class _Output:
         self.ended = delta.finish_reason is not None
 
 
+def _is_pair(tokens: tuple[int, int]) -> bool:
+    return tokens[0] == tokens[1]
+
+
 class _Choice:
     """The outputs of both workers for one choice.
 
@@ -119,9 +145,11 @@ class _Choice:
         one, other = self.source, self.sink
         tokens = slice(self.verified_tokens, min(len(one.token_ids), len(other.token_ids)))
         chars = slice(self._verified_chars, min(len(one.text), len(other.text)))
-        self.verified_tokens, self._verified_chars = tokens.stop, chars.stop
+        pairs = zip(one.token_ids[tokens], other.token_ids[tokens], strict=True)
+        self.verified_tokens += sum(1 for _ in takewhile(_is_pair, pairs))
+        self._verified_chars = chars.stop
         return (
-            one.token_ids[tokens] == other.token_ids[tokens]
+            self.verified_tokens == tokens.stop
             and one.logprobs[tokens] == other.logprobs[tokens]
             and one.text[chars] == other.text[chars]
         )

@@ -233,10 +233,15 @@ class SchedulerHarness:
             ends and sequence.embeds,
         )
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
-        most = min(sequence.draft_cap, sequence.remaining_tokens - 1)
+        (choice,) = (c for c in sequence.request.choices if c.choice == sequence.choice)
+        next_ids = choice.next_ids
+        verifies_next = bool(work.num_drafts and next_ids and sequence.first_token_s is None)
+        cap = max(len(next_ids) if verifies_next else 0, sequence.draft_cap)
+        most = min(cap, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
         assert sequence.pace is not Pace.PAUSED, "a paused sequence is in a step"
-        assert sequence.pace is Pace.FULL or not work.num_drafts, "a draft for a slow reader"
+        may_draft = sequence.pace is Pace.FULL or verifies_next
+        assert may_draft or not work.num_drafts, "a draft for a slow reader"
 
     def check_results(self) -> None:
         assert self.blocks.num_free == self.blocks.num_blocks

@@ -45,6 +45,37 @@ def test_resumed_choice_completes_the_undisturbed_text(stop, drafts) -> None:
         assert rest[-1].finish_reason is plain[-1].finish_reason
 
 
+@pytest.mark.parametrize("right", range(7))
+@pytest.mark.parametrize("stop", [(), (" + 2",), ("n x",)])
+def test_tokens_of_another_worker_are_verified_in_the_first_step(stop, right) -> None:
+    """A worker accepts the right tokens that it got from another worker in its first step, and
+    continues with the text of a single run. They are not counted as speculation."""
+    ids = encode("def f(x):  # café ☕☕\n    return x + 1\n\n\nclass C: pass")
+    harness = WorkerHarness(scripted(*ids))
+    generation = request(max_tokens=len(ids), stop=stop)
+    plain, done = harness.run_one(generation), 4
+    handed = (*ids[done : done + right], *[ids[0]] * 3)  # the last ones are wrong
+    rest = resumed(generation, (0, ids[:done]))
+    rest = replace(rest, resumed=(replace(rest.resumed[0], next_ids=handed),))
+    deltas = harness.run_one(rest)
+    expected_text, expected_tokens = output_after(plain, done)
+    assert tokens_of(deltas) == expected_tokens
+    assert text_of(deltas) == expected_text
+    assert len(deltas[0].token_ids) == right + 1
+    assert deltas[-1].outcome is not None
+    assert deltas[-1].outcome.num_drafted_tokens == 0
+
+
+def test_all_tokens_of_another_worker_but_the_last_may_be_known() -> None:
+    """A worker that gets the whole rest of an output ends it in its first step."""
+    ids = encode("def f(x): return x")
+    harness = WorkerHarness(scripted(*ids))
+    choice = ResumedChoice(0, tuple(ids[:2]), tuple(ids[2:]))
+    (delta,) = harness.run_one(replace(request(max_tokens=len(ids)), resumed=(choice,)))
+    assert list(delta.token_ids) == ids[2:]
+    assert delta.finish_reason is FinishReason.LENGTH
+
+
 def test_only_open_choices_are_resumed() -> None:
     """The two unfinished of three choices continue with their own indices."""
     generation = request(max_tokens=12, n=3, ignore_eos=True)

@@ -80,13 +80,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = (*(family * 100 + i for i in range(prompt - 1)), last)
         self.harness.add_choices(replace(request(prompt=tokens, task=Task.EMBED), tenant="a"))
 
-    @rule(prompt=st.integers(1, 10), done=st.integers(1, 7))
-    def arrive_half_way(self, prompt, done):
-        """Add a request with tokens that another worker generated."""
+    @rule(
+        prompt=st.integers(1, 10), done=st.integers(1, 7), right=st.integers(0, 8),
+        wrong=st.integers(0, 20),
+    )  # fmt: skip
+    def arrive_half_way(self, prompt, done, right, wrong):
+        """Add a request with tokens that another worker generated, of which some may be wrong."""
         generation = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
         key = len(self.harness.sequences)
-        begun = expected_output(Sequence.for_choice(key, generation, ResumedChoice(0, ())))[:done]
-        self.harness.add_choices(replace(generation, resumed=(ResumedChoice(0, tuple(begun)),)))
+        output = expected_output(Sequence.for_choice(key, generation, ResumedChoice(0, ())))
+        begun, following = tuple(output[:done]), tuple(output[done : done + right])
+        choice = ResumedChoice(0, begun, following + (99,) * wrong)
+        self.harness.add_choices(replace(generation, resumed=(choice,)))
 
     @rule(count=st.integers(1, 5))
     def steps(self, count):
