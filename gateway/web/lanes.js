@@ -51,6 +51,8 @@ async function refresh() {
 
 /** Draw a response of `/workers`. */
 export function draw({ at_s: now_s, workers, streams: running, moves }) {
+  // The processes of a node may know the workers in different orders.
+  workers.sort((a, b) => a.worker_id.localeCompare(b.worker_id, "en", { numeric: true }));
   latest = moves;
   const focused = document.activeElement;
   const movers = running
@@ -69,7 +71,7 @@ export function draw({ at_s: now_s, workers, streams: running, moves }) {
 
 const hasCard = (dot) => dot.hasAttribute("aria-describedby");
 
-/** Show a lane for each worker, in the order of the workers. */
+/** Show a lane for each worker. */
 function drawLanes(workers, running) {
   const ids = new Set(workers.map((worker) => worker.worker_id));
   drop(lanes, ids, ({ element }) => element);

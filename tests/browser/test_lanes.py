@@ -98,9 +98,9 @@ async def paused_page(script_page: Page) -> AsyncIterator[Page]:
 
 async def test_lanes_show_other_sequences_and_their_number(paused_page: Page) -> None:
     """A lane shows the requests of this node, other sequences as empty dots, and at most 64 dots.
-    Lanes of workers that have left disappear."""
+    Lanes have the order of the ids, and those of workers that have left disappear."""
     own = [[f"r{number}", "a"] for number in range(60)]
-    found = await paused_page.evaluate(DRAW, [[["a", 80], ["b", 2]], [*own, ["s", "b"]]])
+    found = await paused_page.evaluate(DRAW, [[["b", 2], ["a", 80]], [*own, ["s", "b"]]])
     assert found == [[60, 4, "+16"], [1, 1, ""]]
     found = await paused_page.evaluate(
         DRAW, [[["b", 61]], [["s", "b"], *([r, "b"] for r, _ in own)]]
