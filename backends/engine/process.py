@@ -24,7 +24,7 @@ from draftgate.backends.engine.loop import LoopEvents
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
-from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES, CREDIT
+from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from draftgate.backends.remote_worker import (
     Cancel,
     Command,
@@ -47,7 +47,7 @@ from draftgate.backends.worker_config import WorkerConfig
 STOP_S: Final = 10.0
 """Maximum wait in seconds for the process to end before the gateway kills it."""
 
-SEND_BUFFER_BYTES: Final = CREDIT * CHUNK_BYTES
+SEND_BUFFER_BYTES: Final = WINDOW_CHUNKS * CHUNK_BYTES
 """Bytes that either process can send before the other one reads: the KV blocks that a transfer has
 under way. With the usual 208 KiB, the engine's thread waited for the gateway within each chunk, and
 the gateway needed 210 us instead of 104 us of CPU time to read it. (AVX2 machine, 2026-11-23.)"""

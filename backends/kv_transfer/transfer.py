@@ -19,8 +19,8 @@ from draftgate.backends.base import KvSink, KvSource
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvChunk
 
-CREDIT: Final = 8
-"""Maximum number of chunks that the source prepares ahead, and of chunks that the destination
+WINDOW_CHUNKS: Final = 8
+"""The flow-control window: most chunks that the source prepares ahead, and that the destination
 stores at the same time. A busy worker runs its operations after a step. With two chunks, a worker
 with long steps would transfer only two chunks per step, although it has time for more. (Chosen, not
 tuned, 2026-11-23.)"""
@@ -141,7 +141,7 @@ class Transfer:
         try:
             async with aclosing(pulled) as chunks:
                 async for chunk in chunks:
-                    if len(under_way) == CREDIT:
+                    if len(under_way) == WINDOW_CHUNKS:
                         await under_way.popleft()
                     if self._end is not None:
                         return self._end
@@ -186,7 +186,7 @@ async def export_chunks(
     size = max(1, CHUNK_BYTES // max(block_bytes, 1))
     parts = iter([tuple(hashes[i : i + size]) for i in range(0, len(hashes), size)])
     under_way = deque(
-        (len(part), asyncio.ensure_future(export(part))) for part in islice(parts, CREDIT)
+        (len(part), asyncio.ensure_future(export(part))) for part in islice(parts, WINDOW_CHUNKS)
     )
     try:
         while under_way:

@@ -18,7 +18,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import ExportBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.framing import LENGTHS
-from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferEnd
+from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
 from draftgate.backends.peer.blocks import PeerBlocks
@@ -265,14 +265,14 @@ async def test_operations_of_a_node_are_limited() -> None:
 async def test_slow_destination_slows_down_the_source() -> None:
     """The source copies no more chunks than the credit while the destination stores none."""
     worker = BlockWorker()
-    hashes = await worker.fill((CREDIT + 2) * CHUNK_BLOCKS)
+    hashes = await worker.fill((WINDOW_CHUNKS + 2) * CHUNK_BLOCKS)
     async with remote(worker) as source, aclosing(source.pull_blocks(hashes)) as chunks:
         await anext(chunks)
-        await until(lambda: worker.exports == CREDIT)
+        await until(lambda: worker.exports == WINDOW_CHUNKS)
         await source.held_blocks(hashes)  # later operations have had their turn
-        assert worker.exports == CREDIT
+        assert worker.exports == WINDOW_CHUNKS
         await anext(chunks)
-        await until(lambda: worker.exports == CREDIT + 1)
+        await until(lambda: worker.exports == WINDOW_CHUNKS + 1)
 
 
 async def test_workers_of_other_formats_exchange_nothing() -> None:

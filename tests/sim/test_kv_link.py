@@ -9,7 +9,7 @@ from math import ceil
 import pytest
 
 from draftgate.backends.core.prefix_cache import extend_chain
-from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferEnd
+from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
@@ -54,13 +54,13 @@ def test_transfer_takes_the_time_of_its_link(bytes_per_s: float) -> None:
     assert end is TransferEnd.COMPLETE
     assert transfer.blocks == 200
     sent_s = 200 * BLOCK_BYTES / bytes_per_s
-    assert sent_s < seconds <= sent_s + (transfer.chunks / CREDIT + 1) * 1e-4
+    assert sent_s < seconds <= sent_s + (transfer.chunks / WINDOW_CHUNKS + 1) * 1e-4
 
 
 def test_latency_limits_a_link_by_the_credit() -> None:
     """On a fast link with a long latency, the credit arrives in each round trip."""
     transfer, _, seconds = transferred(KvLink(1e15, 0.1))
-    assert seconds == pytest.approx(ceil(transfer.chunks / CREDIT) * 0.1, rel=1e-6)
+    assert seconds == pytest.approx(ceil(transfer.chunks / WINDOW_CHUNKS) * 0.1, rel=1e-6)
 
 
 def test_closed_transfer_leaves_nothing_behind() -> None:

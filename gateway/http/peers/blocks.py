@@ -15,7 +15,7 @@ from yarl import URL
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.operated import operate_on
-from draftgate.backends.kv_transfer.transfer import CREDIT, Transfer, TransferOutcome
+from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BlockCommand,
     BlockStream,
@@ -38,7 +38,7 @@ REACH_S: Final = 0.25
 
 _WORKER: Final = re.compile(re.escape(WORKER_PATH) + "[0-9]{1,3}")
 
-MOST_CALLS: Final = 4 * CREDIT
+MOST_CALLS: Final = 4 * WINDOW_CHUNKS
 """Maximum calls of a stream that run at the same time, for a few transfers. Further calls wait in
 the socket. (Chosen, not tuned, 2026-11-23.)"""
 
