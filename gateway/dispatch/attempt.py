@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from draftgate.gateway.telemetry.span_attributes import (
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans, open_dispatch
 from draftgate.policies.routing.types import RouteView
+from draftgate.policies.values import replace
 
 
 class Parts(NamedTuple):

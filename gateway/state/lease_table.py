@@ -15,6 +15,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._by_request: dict[str, Lease] = {}
         self._by_worker: defaultdict[str, dict[str, Lease]] = defaultdict(dict)
+        self._tokens: defaultdict[str, int] = defaultdict(int)  # by worker
         self._expiries = Expiries()  # by request
 
     def __contains__(self, request_id: str) -> bool:
@@ -34,13 +35,16 @@ class LeaseTable:
 
     def tokens(self, worker_id: str, above: int = -1) -> int:
         """Return the tokens of a worker's leases with numbers above `above`."""
-        return sum(lease.tokens for lease in self.of_worker(worker_id) if lease.number > above)
+        if above < 0:
+            return self._tokens.get(worker_id, 0)
+        return sum([lease.tokens for lease in self.of_worker(worker_id) if lease.number > above])
 
     def put(self, lease: Lease, until_s: float) -> None:
         """Add a lease, which replaces any lease of its request."""
         self.drop(lease.request_id)
         self._by_request[lease.request_id] = lease
         self._by_worker[lease.worker_id][lease.request_id] = lease
+        self._tokens[lease.worker_id] += lease.tokens
         self._expiries.put(lease.request_id, until_s)
 
     def extend(self, request_id: str, until_s: float) -> None:
@@ -53,10 +57,11 @@ class LeaseTable:
         if lease is None:
             return
         self._expiries.drop(request_id)
+        self._tokens[lease.worker_id] -= lease.tokens
         leases = self._by_worker[lease.worker_id]
         del leases[request_id]
         if not leases:
-            del self._by_worker[lease.worker_id]
+            del self._by_worker[lease.worker_id], self._tokens[lease.worker_id]
 
     def drop_worker(self, worker_id: str) -> None:
         """End all leases of a worker."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.remote_worker import Submit
@@ -19,6 +18,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans
+from draftgate.policies.values import replace
 
 SPAN: Final = "peer.generate"
 """Name of the SERVER span, whose children are the worker's spans."""
