@@ -24,6 +24,7 @@ from draftgate.gateway.cli.options import (
     config_from,
     fail,
 )
+from draftgate.gateway.cli.plan import app as plan_app
 from draftgate.gateway.cli.ray import app as ray_app
 from draftgate.gateway.cli.simulate.command import simulate
 from draftgate.loadgen.command_line import HelpGroup, PlainTyper
@@ -222,6 +223,7 @@ def collect_env(
 
 config_app = PlainTyper("Show the configuration.")
 app.add_typer(config_app, name="config")
+app.add_typer(plan_app, name="plan")
 app.add_typer(ray_app, name="ray")
 
 

@@ -97,7 +97,7 @@ def test_install_adds_one_package_and_its_metadata(core: Environment) -> None:
 
 def test_core_needs_neither_torch_nor_plotly_nor_ray(core: Environment) -> None:
     """An install without extras requires no package of an extra."""
-    extras = {"torch", "triton", "safetensors", "plotly", "ray", "transformers", "pytest"}
+    extras = {"torch", "triton", "safetensors", "plotly", "ray", "scipy", "transformers", "pytest"}
     assert not extras & core.requirements.keys()
 
 
@@ -135,6 +135,7 @@ def test_module_and_command_print_the_version(core: Environment, tmp_path: Path)
         (("generate", "x"), "torch", "engine"),
         (("load", "http://127.0.0.1:1", "--html", "page.html"), "plotly", "load"),
         (("simulate", "--html", "page.html"), "plotly", "load"),
+        (("plan", "mix", "--tputs", "gpus.json"), "scipy", "plan"),
         (("ray", "status"), "Ray", "ray"),
         (("bench", "engine"), "", ""),
     ],

@@ -1,0 +1,1 @@
+"""Decisions about which machines to deploy for a workload."""
