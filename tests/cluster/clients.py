@@ -31,6 +31,9 @@ from draftgate.loadgen.types import PlannedRequest, Record
 REFUSED = ('"draining"', '"model_loading"')
 """Error codes after which a client tries the next gateway."""
 
+MOST_OPEN = 16
+"""Maximum number of open requests."""
+
 PATIENCE = ClientTimeouts(total_s=300.0, stall_s=120.0)
 
 
@@ -86,12 +89,21 @@ class Clients:
         ]
 
     async def send(self, requests: Iterator[PlannedRequest], over: asyncio.Event) -> None:
-        """Send requests at their times until `over` is set, and wait for the responses."""
-        begun_s = self.clock()
+        """Send requests at their times until `over` is set, and wait for the responses.
+
+        At most `MOST_OPEN` requests are open, so that a slow machine refuses none.
+        """
+        begun_s, places = self.clock(), asyncio.Semaphore(MOST_OPEN)
+
+        async def send(planned: PlannedRequest, at_s: float) -> None:
+            async with places:
+                if not over.is_set():
+                    await self.send_request(planned, begun_s + at_s)
+
         async with asyncio.TaskGroup() as tasks:
             await send_on_schedule(
                 _until(requests, over),
-                lambda planned, at_s: tasks.create_task(self.send_request(planned, begun_s + at_s)),
+                lambda planned, at_s: tasks.create_task(send(planned, at_s)),
                 lambda: self.clock() - begun_s,
             )
 
