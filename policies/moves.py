@@ -58,6 +58,12 @@ MOST_FAILURES: Final = 3
 """Failed moves of a stream after which it stays on its worker. (Chosen, not tuned, 2026-11-23.)"""
 
 
+STALL_S: Final = 0.5
+"""Time in seconds without a token after which the source of a move has probably preempted the
+stream. Steps of large prompt chunks take a few tenths of a second. (Chosen, not tuned,
+2026-11-23.)"""
+
+
 class MoveReason(StrEnum):
     """The reason for a move."""
 
@@ -83,7 +89,7 @@ class MoveEnd(StrEnum):
     NO_ROOM = "no_room"
     """No destination had room for the stream, or for its blocks."""
     BEHIND = "behind"
-    """The source filled blocks faster than they were copied, or no longer held some."""
+    """The source filled blocks faster than they were copied."""
     REJECTED = "rejected"
     """The destination computed another token than the source, although their class is exact."""
     LATE = "late"
@@ -206,7 +212,7 @@ class Missing:
         return self.tokens * (self.speed.step_token_s + self.context_tokens * self.speed.pair_s)
 
 
-def next_step(stages: int, missing: Missing | None) -> MoveStep:
+def next_step(stages: int, missing: Missing | None, *, preempted: bool = False) -> MoveStep:
     """Return how a move continues.
 
     The source gets ahead while the destination computes the missing tokens, and the client waits
@@ -215,9 +221,13 @@ def next_step(stages: int, missing: Missing | None) -> MoveStep:
     Args:
         stages: number of stages so far.
         missing: what the destination lacks, at most, or None before the first stage.
+        preempted: whether the source has preempted the stream and lost its blocks. The destination
+            then computes them, as the source would have to do once it has memory again.
     """
     if missing is None:
         return MoveStep.COPY
+    if preempted:
+        return MoveStep.STOP
     if stages < MOST_STAGES:
         if missing.blocks:
             return MoveStep.COPY

@@ -40,6 +40,7 @@ from draftgate.policies.moves import (
     MOVE_S,
     RETRY_S,
     ROOM_S,
+    STALL_S,
     VERIFIED_TOKENS,
     Missing,
     MoveEnd,
@@ -55,6 +56,8 @@ from draftgate.policies.rescheduling.types import ChosenMove
 CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
 workers on other nodes."""
+
+_CONTINUES: Final = frozenset({MoveStep.COPY, MoveStep.WAIT})
 
 _FAILURES: Final = frozenset({MoveEnd.BEHIND, MoveEnd.REJECTED, MoveEnd.LATE, MoveEnd.FAILED})
 
@@ -240,10 +243,9 @@ class Moves:
                 return end
             stream.copied = True
             self._begin_moves()
-            if not stream.is_read_slowly:
+            if not stream.is_read_slowly and await _boundary(stream.attempt):
                 if _is_exact(stream, successor):
                     return await self._overlap(stream, successor, move)
-                await _boundary(stream.attempt)
                 move.note_delta()
             stream.hand_over(successor, move)
             return end
@@ -282,12 +284,12 @@ class Moves:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
         kv, run, source = self._parts.kv, stream.run, _worker(stream)
         missing: Missing | None = None
+        preempted = False
         held: dict[int, int] = {}  # leading blocks of each choice
-        while (step := next_step(move.stages, missing)) in (MoveStep.COPY, MoveStep.WAIT):
+        while (step := next_step(move.stages, missing, preempted=preempted)) in _CONTINUES:
             if step is MoveStep.WAIT:
-                if stream.is_read_slowly:
-                    return MoveEnd.MOVED  # the client waits for nothing
-                await _boundary(stream.attempt)
+                if stream.is_read_slowly or not await _boundary(stream.attempt):
+                    return MoveEnd.MOVED  # the client waits for nothing, or for this move
             else:
                 request = stream.output.rest("")
                 fetches = await kv.copy(run, request, source, sink)
@@ -301,6 +303,8 @@ class Moves:
                     choice.choice: fetch.known_blocks + fetch.blocks
                     for choice, fetch in zip(request.choices, fetches, strict=True)
                 }
+                # The blocks of a sequence that runs cannot be missing.
+                preempted = TransferEnd.MISSING in ends
             if stream.output.is_complete:
                 return MoveEnd.ENDED
             missing = _missing(stream, held)
@@ -408,18 +412,25 @@ async def _read(
         reading.waiting = True
 
 
-async def _boundary(attempt: Attempt) -> None:
-    """Wait until a reader has passed a delta on and waits for the next one."""
+async def _boundary(attempt: Attempt) -> bool:
+    """Wait until a reader has passed a delta on and waits for the next one.
+
+    Returns:
+        False if no delta arrived within `STALL_S`.
+    """
     loop = asyncio.get_running_loop()
     while True:
         passed: asyncio.Future[None] = loop.create_future()
         attempt.on_delta = partial(_wake, passed)
         try:
-            await passed
+            async with asyncio.timeout(STALL_S):
+                await passed
+        except TimeoutError:
+            return False
         finally:
             attempt.on_delta = None
         if attempt.reading.waiting:
-            return
+            return True
 
 
 def _wake(passed: asyncio.Future[None], _: Delta) -> None:

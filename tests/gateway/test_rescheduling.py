@@ -19,8 +19,9 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.moves import MoveEnd, MoveReason
+from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 from tests.gateway.harness import client, eventually, running, until
-from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG
+from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, undisturbed
 from tests.gateway.test_moves import reached
 from tests.gateway.troubles import (
     Choice,
@@ -197,3 +198,62 @@ async def test_trace_and_decisions_explain_a_move() -> None:
     assert record["reason"] == span["draftgate.move.reason"] == "balance"
     assert record["gain"] == span["draftgate.move.gain"] > span["draftgate.move.threshold"]
     assert record["explanation"] == span["draftgate.move.explanation"]
+
+
+class MovesOne:
+    """A policy that moves one stream whenever it may."""
+
+    name = "moves_one"
+    reschedules = True
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+    def choose(self, pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
+        source, sink = (one.worker_id for one in pool.workers)
+        return [
+            ChosenMove(one.stream_id, source, sink, MoveReason.BALANCE, 1.0, 0.0, "a test")
+            for one in streams_of(source)
+            if one.stream_id.startswith(self.request_id) and one.may_move
+        ]
+
+
+async def preempted_stream(jobs: list[Job]) -> tuple[list[list[Choice]], list[RecordingWatch]]:
+    """Run two jobs on a worker whose memory is too small for both, and move the younger one once
+    it has been preempted. The older one keeps the memory."""
+    config = structs.replace(CONFIG, kv_bytes=120 * BLOCK_BYTES)
+    async with dispatching(SimBackend, 2, config=config, timeout_s=math.inf) as dispatched:
+        source, sink = dispatched.fleet.workers
+        sink.drained = True
+        watches = [RecordingWatch() for _ in jobs]
+        runs = []
+        for job, watch in zip(jobs, watches, strict=True):
+            runs.append(asyncio.create_task(run_job(dispatched.dispatcher, job, watch)))
+            await asyncio.sleep(0.01)
+
+        async def is_preempted() -> bool:
+            return source.usage.started == 2 and source.backend.load().waiting == 1
+
+        await eventually(is_preempted)
+        sink.drained = False
+        dispatched.dispatcher.moves._rescheduler._policy = MovesOne(jobs[1].request_id)
+
+        async def has_moved() -> bool:
+            return bool(watches[1].moves)
+
+        await eventually(has_moved)
+        assert not runs[0].done()
+        return list(await asyncio.gather(*runs)), watches
+
+
+def test_a_preempted_stream_moves_without_its_blocks() -> None:
+    """A stream that its source has preempted continues at once on a worker with memory, which
+    computes what the source no longer holds. The text stays the same."""
+    jobs = [make_stream(number) for number in range(2)]
+    choices, watches = run_scenario(preempted_stream(jobs))
+    for job, found in zip(jobs, choices, strict=True):
+        assert found == undisturbed(job)
+    assert not watches[0].moves
+    (move,) = watches[1].moves
+    assert move.end is MoveEnd.MOVED
+    assert move.verified_tokens == 0

@@ -86,6 +86,14 @@ def test_move_waits_if_the_source_would_get_far_ahead(tokens: int, step: MoveSte
     assert next_step(1, Missing(tokens, 7600, BLOCK_TOKENS, SPEED)) is MoveStep.STOP
 
 
+def test_move_of_a_preempted_stream_copies_nothing_more() -> None:
+    """After the first stage, the destination computes whatever the source has lost."""
+    missing = Missing(4000, 7600, BLOCK_TOKENS, SPEED)
+    assert next_step(0, None, preempted=True) is MoveStep.COPY
+    assert next_step(1, missing) is MoveStep.COPY
+    assert next_step(1, missing, preempted=True) is MoveStep.STOP
+
+
 def test_move_of_a_slow_stream_does_not_wait() -> None:
     """A move does not wait longer than `WAIT_S` for a full block."""
     speed = replace(SPEED, tpot_s=WAIT_S / 4, pair_s=1e-5)
