@@ -48,9 +48,13 @@ class Drawn:
             drawn += random.sample(rows, min(len(rows), requests - len(drawn)))
         return cls(tuple(drawn), seed)
 
-    def planned(self, rate_rps: float, slo: Slo) -> list[PlannedRequest]:
-        """Return the requests at a mean rate in requests per second, with a service level."""
-        instants = parse_arrival("poisson").arrival_times(1.0, self.seed)
+    def planned(self, rate_rps: float, slo: Slo, arrival: str = "poisson") -> list[PlannedRequest]:
+        """Return the requests at a mean rate in requests per second, with a service level.
+
+        Args:
+            arrival: the arrival process, in the form of `--arrival`.
+        """
+        instants = parse_arrival(arrival).arrival_times(1.0, self.seed)
         return [
             PlannedRequest(
                 index,

@@ -11,6 +11,15 @@ output is the limit of its request, so policies that read limits know it.
 Prefill latency is the time to the first token, with queueing. Decode latency is the mean time of a
 further token. The loss is the time of a request in gaps of more than `GAP_S` between two tokens,
 which preemptions cause.
+
+The artifact's other experiments need more options:
+
+    draftgate bench rescheduling --lengths 128/128 --rate 26 --arrival gamma:4 --urgent 0.1
+    draftgate bench rescheduling --lengths 512/512 --rate 2 --arrival gamma:4 --autoscale
+
+With `--urgent`, a share of the requests has a higher priority class, and the results have separate
+latencies for it. With `--autoscale`, the pool begins with one instance, and the number of instances
+follows the gateway's advice. Variants without a policy then drain an instance without moves.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ import argparse
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,11 +37,13 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.simulation.autoscaling import Autoscaler
 from bench.simulation.lengths import Drawn
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
@@ -39,8 +51,9 @@ from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
-from draftgate.loadgen.types import Record, Slo
+from draftgate.loadgen.types import PlannedRequest, Record, Slo
 from draftgate.policies.resilience.failover import Cause, GivenUp
+from draftgate.policies.types import ServiceLevel
 
 DEVICES: Final = Path(__file__).with_name("devices")
 """Profiles that are fitted to Llumnix's figure 10."""
@@ -50,6 +63,10 @@ LONGEST: Final = 6144
 
 GAP_S: Final = 0.5
 """Gap between two tokens that counts as lost. A step with a full prompt chunk takes a third."""
+
+
+URGENT: Final = ServiceLevel(priority=-1)
+"""The service level of urgent requests."""
 
 
 class Variant(NamedTuple):
@@ -124,12 +141,39 @@ def run(drawn: Drawn, variant: Variant, args: argparse.Namespace) -> dict[str, A
         routing=variant.routing,
         rescheduling=variant.rescheduling,
         binding=variant.binding,
+        moves=variant.rescheduling != "off",
     )
     environment = SimEnvironment(args.seed, delivers_tokens=True)
     cluster = SimulatedCluster(config, args.instances, environment, rules)
-    watch = MoveCounts()
-    records = simulate(cluster, drawn.planned(args.rate, Slo()), to_job=drawn.job, watch=watch)
-    return {"variant": variant.name, **metrics(records), "moves": dict(sorted(watch.ends.items()))}
+    watch, urgent = MoveCounts(), draw_urgent(args.urgent, args.requests, args.seed)
+    scaler = Autoscaler(1) if args.autoscale else None
+
+    def job(planned: PlannedRequest) -> Job:
+        level = URGENT if planned.index in urgent else ServiceLevel()
+        return replace(drawn.job(planned), service=level)
+
+    records = simulate(
+        cluster,
+        drawn.planned(args.rate, Slo(), args.arrival),
+        to_job=job,
+        watch=watch,
+        beside=nullcontext if scaler is None else scaler.beside,
+    )
+    usual = [record for record in records if record.planned.index not in urgent]
+    row: dict[str, Any] = {"variant": variant.name, **metrics(usual)}
+    if urgent:
+        high = metrics([record for record in records if record.planned.index in urgent])
+        row |= {f"urgent_{name}": value for name, value in high.items()}
+    if scaler is not None:
+        row["mean_instances"] = scaler.worker_s / row["duration_s"]
+        row["advice_changes"] = scaler.changes
+    return {**row, "moves": dict(sorted(watch.ends.items()))}
+
+
+def draw_urgent(share: float, requests: int, seed: int) -> frozenset[int]:
+    """Return the indices of the requests of the higher priority class."""
+    random = Random(f"urgent/{seed}")
+    return frozenset(index for index in range(requests) if random.random() < share)
 
 
 class MoveCounts:
@@ -196,6 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "instances": args.instances,
             "lengths": args.lengths,
             "rate_rps": args.rate,
+            "arrival": args.arrival,
+            "urgent_share": args.urgent,
+            "autoscale": args.autoscale,
             "requests": args.requests,
             "speculation": args.speculation,
             "seed": args.seed,
@@ -213,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--instances", type=int, default=16)
     parser.add_argument("--lengths", default="256/256", help="mean prompt and output tokens")
     parser.add_argument("--rate", type=float, default=7.7, help="requests per second")
+    parser.add_argument("--arrival", default="poisson", help="poisson or gamma:CV")
+    parser.add_argument("--urgent", type=float, default=0.0, help="share of urgent requests")
+    parser.add_argument("--autoscale", action="store_true", help="follow the scaling advice")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--variants", default="", help="names of variants (default: all)")
     parser.add_argument("--speculation", default="off")

@@ -62,6 +62,7 @@ class Dispatcher:
     """A dispatcher that runs jobs on the workers of a fleet and counts running requests.
 
     Attributes:
+        fleet: the workers.
         moves: moves running streams to other workers.
     """
 
@@ -84,6 +85,7 @@ class Dispatcher:
             rescheduler: chooses moves of running prompts.
             most_resumes: maximum number of times that a prompt may resume on another worker.
         """
+        self.fleet = fleet
         self.queue = queue
         self.admission = admission
         self.leases = leases

@@ -11,13 +11,28 @@ from random import Random
 
 import pytest
 
-from bench.simulation.rescheduling import LONGEST, VARIANTS, PowerLaw, draw_lengths, main
+from bench.simulation.autoscaling import LOAD_S, Autoscaler
+from bench.simulation.rescheduling import (
+    LONGEST,
+    VARIANTS,
+    PowerLaw,
+    draw_lengths,
+    draw_urgent,
+    main,
+)
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, running_dispatcher, send
-from draftgate.loadgen.types import Slo
+from draftgate.gateway.cli.simulate.cluster import (
+    ADMIT_ALL,
+    SimulatedCluster,
+    running_dispatcher,
+    send,
+    simulate,
+)
+from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
+from draftgate.policies.scaling import DOWN_S, MEAN_S
 
 
 @pytest.mark.parametrize("mean", [128, 512])
@@ -48,6 +63,62 @@ def test_early_binding_queues_on_the_worker(binding: str, on_worker: int) -> Non
         return counted
 
     assert run_virtual(scenario()) == on_worker
+
+
+def autoscaled(at_s: list[float], first: int) -> tuple[Autoscaler, float]:
+    """Run requests of some seconds on three workers with one sequence each.
+
+    Returns:
+        The autoscaler, and the time of the last token.
+    """
+    config = WorkerConfig(profile="h100-8b", speculation="off", max_num_seqs=1)
+    cluster = SimulatedCluster(config, 3, SimEnvironment(delivers_tokens=True))
+    requests = [
+        PlannedRequest(index, one, RequestSpec("", (), 800, index, "one"))
+        for index, one in enumerate(at_s)
+    ]
+    scaler = Autoscaler(first)
+    records = simulate(cluster, requests, beside=scaler.beside)
+    return scaler, max(record.end_s for record in records)
+
+
+def test_simulated_workers_follow_the_advice_down() -> None:
+    """A pool that is idle for long keeps one of its workers, and the others cost nothing."""
+    scaler, end_s = autoscaled([0.0, DOWN_S + 2 * MEAN_S], 3)
+    assert scaler.changes >= 1
+    assert end_s < scaler.worker_s < 3 * end_s - MEAN_S
+
+
+@pytest.mark.long
+def test_simulated_workers_follow_the_advice_up() -> None:
+    """A pool with a long queue starts further workers, which cost from their start and serve once
+    they have loaded."""
+    requests = 20
+    one, one_s = autoscaled([0.0], 1)
+    scaler, end_s = autoscaled([0.0] * requests, 1)
+    assert (one.changes, scaler.changes > 0) == (0, True)
+    assert end_s < 0.9 * requests * one_s
+    assert scaler.worker_s > requests * one_s + LOAD_S / 2
+
+
+def test_urgent_requests_are_the_same_for_every_variant() -> None:
+    """The urgent requests depend on the seed only, and have about their share."""
+    urgent = draw_urgent(0.1, 2000, 0)
+    assert urgent == draw_urgent(0.1, 2000, 0) != draw_urgent(0.1, 2000, 1)
+    assert 140 <= len(urgent) <= 260
+    assert not draw_urgent(0.0, 2000, 0)
+
+
+@pytest.mark.long
+def test_study_of_priorities_and_scaling_reports_classes_and_cost(tmp_path: Path) -> None:
+    """With urgent requests and the autoscaler, rows have latencies of both classes and a cost
+    between one instance and all."""
+    file = tmp_path / "rows.json"
+    given = "--instances 3 --requests 60 --rate 1 --arrival gamma:4 --urgent 0.3 --autoscale --json"
+    main([*given.split(), str(file)])
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+        assert 0.0 < row["urgent_prefill_mean_s"] < row["urgent_duration_s"]
+        assert 1.0 <= row["mean_instances"] <= 3.0
 
 
 @pytest.mark.long

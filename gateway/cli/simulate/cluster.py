@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -74,6 +74,7 @@ def simulate(
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
     watch: Watch = UNWATCHED,
+    beside: Callable[[Dispatcher], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> list[Record]:
     """Return the records of the requests in the order of the plan.
 
@@ -82,6 +83,7 @@ def simulate(
         on_record: a callback that receives each record when its request ends.
         to_job: a function that converts a planned request to a job.
         watch: an observer of the placements and moves of all requests.
+        beside: a context that lasts as long as the requests.
 
     Raises:
         ValueError: a setting is wrong.
@@ -94,7 +96,8 @@ def simulate(
             factory, cluster.configs, cluster.rules, environment.seed
         ) as dispatcher:
             pop = None if environment.delivers_tokens else environment.log.pop
-            return await send(dispatcher, requests, to_job, on_record, pop, watch)
+            async with beside(dispatcher):
+                return await send(dispatcher, requests, to_job, on_record, pop, watch)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
