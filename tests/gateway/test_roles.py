@@ -76,7 +76,8 @@ async def test_no_endpoint_shows_a_tenant_the_others(keys_file: str) -> None:
     """Nothing that a tenant can read has the name or a request of another tenant."""
     async with running(api_keys_file=keys_file) as gateway, client(gateway) as http:
         secret = await generated(http, "sk-two")
-        paths = ("/decisions", "/health", "/ready", "/version", "/v1/models", "/", "/openapi.json")
+        operators = ("/decisions", "/workers", "/health", "/ready", "/version")
+        paths = (*operators, "/v1/models", "/", "/openapi.json")
         pages = [(await http.get(path, headers=bearer("sk-one"))).text for path in paths]
         pages.append((await http.get("/metrics", headers=bearer("sk-one"))).text)
         pages.append(await live_text(gateway, http, "sk-one"))
@@ -98,7 +99,9 @@ async def test_only_operators_and_scrapers_read_metrics(keys_file: str, path: st
             assert 'tenant="two-secret"' in page.text
 
 
-@pytest.mark.parametrize("path", [PATH, "/decisions", "/live", "/v1/models", "/", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", [PATH, "/decisions", "/workers", "/live", "/v1/models", "/", "/nowhere"]
+)
 async def test_a_scraper_reads_nothing_but_metrics(keys_file: str, path: str) -> None:
     """A key with the role `metrics` can neither generate text nor read anything else."""
     async with running(api_keys_file=keys_file) as gateway, client(gateway) as http:
