@@ -28,7 +28,6 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from subprocess import SubprocessError
 from typing import Any, Final
 
 from msgspec import structs
@@ -45,7 +44,6 @@ from bench.gateway.moved_streams import (
 from bench.gateway.rolling_restart import measure_restart
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.backend import EngineBackend
-from draftgate.backends.errors import BackendError
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
@@ -60,8 +58,9 @@ MOST_COMPUTED: Final = 3
 """Rounds in which the context is computed. Their times differ little."""
 
 MOST_DRAINS: Final = 3
-OUTPUT_TOKENS: Final = 180
-"""Longest output of a moved stream, so that a context of 8,000 tokens fits into a worker."""
+OUTPUT_TOKENS: Final = 500
+"""Longest output of a moved stream, as far as it fits into a worker. A stream that ends before it
+has moved counts as not moved."""
 
 SETTLED_TOKENS: Final = 20
 """Output tokens after the switch."""
@@ -73,8 +72,9 @@ CANCEL_S: Final = 60.0
 """Time limit in seconds to end a part that has exceeded its limit."""
 
 DRAIN_S: Final = 60.0
+MODEL_LEN: Final = 8192
 CONFIG: Final = WorkerConfig(
-    speculation="off", threads=1, max_model_len=8192, kv_bytes=640 << 20, own_process=True
+    speculation="off", threads=1, max_model_len=MODEL_LEN, kv_bytes=640 << 20, own_process=True
 )
 
 
@@ -101,13 +101,14 @@ async def measure_gaps(
     dispatcher: Dispatcher, fleet: Fleet, tokens: int, rounds: int
 ) -> dict[str, Any]:
     """Return the extra gaps of moved streams, and the times to compute their contexts."""
-    gaps_s, computed_s, moves, ratios = list[float](), list[float](), list[Move](), list[float]()
+    gaps_s, computed_s, moves = list[float](), list[float](), list[Move]()
 
     def drain(worker: FleetWorker) -> None:
         worker.drained = True
 
+    output_tokens = min(OUTPUT_TOKENS, MODEL_LEN - tokens)
     for turn in range(rounds):
-        observed, job = Observed(), job_of(tokens, 1000 * tokens + turn, OUTPUT_TOKENS)
+        observed, job = Observed(), job_of(tokens, 1000 * tokens + turn, output_tokens)
         await run_job(dispatcher, job, observed, drain, SETTLED_TOKENS)
         moves += observed.moves
         if observed.resumes:
@@ -115,18 +116,21 @@ async def measure_gaps(
         for worker in fleet.workers:
             worker.drained = False
         if turn < MOST_COMPUTED:
-            new = job_of(tokens, 1000 * tokens + 500 + turn)
+            new = job_of(tokens, 1000 * tokens + 500 + turn, output_tokens)
             computed_s.append(await first_token_s(dispatcher, new))
         await until(partial(_is_idle, fleet))
     gaps_s.sort()
-    ratios = [move.gap_s for move in moves if move.gap_s is not None]
+    at_switch_s = [move.gap_s for move in moves if move.gap_s is not None]
+    ends = sorted({move.end.value for move in moves})
+    if not gaps_s:
+        return {"moved": 0, "ends": ends}
     return {
         "moved": len(gaps_s),
-        "ends": sorted({move.end.value for move in moves}),
+        "ends": ends,
         "extra_gap_s": [round(gap, 6) for gap in gaps_s],
         "median_extra_gap_s": round(median(gaps_s), 6),
         "p99_extra_gap_s": round(gaps_s[min(len(gaps_s) - 1, int(0.99 * len(gaps_s)))], 6),
-        "median_gap_s": round(median(ratios), 6),
+        "median_gap_s": round(median(at_switch_s), 6),
         "median_compute_s": round(median(computed_s), 6),
         "compute_over_gap": round(median(computed_s) / max(median(gaps_s), 1e-4), 1),
         "verified_tokens": [move.verified_tokens for move in moves],
@@ -192,6 +196,9 @@ async def run_gaps(contexts: Sequence[int], rounds: int) -> dict[str, Any]:
         for tokens in contexts:
             result = await measure_gaps(dispatcher, fleet, tokens, rounds)
             found[str(tokens)] = result
+            if not result["moved"]:
+                print(f"{tokens} tokens: no stream moved before it ended", flush=True)
+                continue
             median_ms, p99_ms = (1e3 * result[f"{name}_extra_gap_s"] for name in ("median", "p99"))
             print(
                 f"{tokens} tokens: extra gap {median_ms:.1f} ms (P99 {p99_ms:.1f} ms), "
@@ -243,7 +250,7 @@ async def bounded(name: str, part: Coroutine[None, None, Any]) -> Any:
     try:
         async with asyncio.timeout(PART_S[name]):
             return await part
-    except (BackendError, RuntimeError, OSError, SubprocessError) as error:  # or a timeout
+    except Exception as error:  # noqa: BLE001 - the other parts run whatever happens
         text = f"{type(error).__name__}: {error}"
         print(f"{name}: {text}", flush=True)
         return {"error": text}
