@@ -123,6 +123,7 @@ BENCHES: Final = {
     "herd": "bench.simulation.herd",
     "routing": "bench.simulation.routing",
     "rescheduling": "bench.simulation.rescheduling",
+    "scale": "bench.simulation.scale",
     "overload": "bench.simulation.overload",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",

@@ -1,0 +1,255 @@
+"""A worker of another node that is simulated by `batch_model`, as its gateways see it.
+
+All gateways of a pool share the backend. Each of them has its own `PeerWorker`, as for a real node.
+As over a link, gateways see the load of the last update. Deltas are delivered with the updates too,
+except for first and last tokens, which arrive after their step. A stream that moves gets the deltas
+of every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from itertools import count
+from typing import Final
+
+from bench.simulation.batch_model import BLOCK_TOKENS, BatchLimits, BatchSequence, BatchWorker
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.kv_transfer.exchange import BlockCount
+from draftgate.backends.kv_transfer.format import KvChunk, chunk_of
+from draftgate.backends.kv_transfer.transfer import export_chunks
+from draftgate.backends.sim.kv_link import LOCAL_LINK
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import (
+    NO_OUTCOME,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    ModelCard,
+    Pace,
+    Phases,
+)
+from draftgate.policies.types import WorkerLoad
+
+UPDATE_S: Final = 0.1
+"""Longest interval of updates, as between nodes."""
+
+MOVING_S: Final = 1.0
+"""Time after an operation of a move in which every step delivers its deltas."""
+
+
+class BatchBackend:
+    """A `Backend` and `KvEndpoint` with the attributes of a `PeerBackend` that gateways use.
+
+    Attributes:
+        watermark: number of the last lease that the load includes.
+        on_update: callbacks after each update.
+        preemptions: number of preemptions so far.
+    """
+
+    recovers = False
+    failure: str | None = None
+    progress = 1.0
+
+    def __init__(self, card: ModelCard, limits: BatchLimits, tokenizer: Tokenizer) -> None:
+        """Start without requests, on the running event loop."""
+        self.card = card
+        self.tokenizer = tokenizer
+        self.watermark = 0
+        self.on_update: list[Callable[[], None]] = []
+        self.preemptions = 0
+        self._loop = asyncio.get_running_loop()
+        self._worker = BatchWorker(limits)
+        self._load, self._updated_s = self._worker.load(), self._loop.time()
+        self._last_lease = 0
+        self._streams = DeltaStreams(self._cancel)
+        self._sequences: dict[str, BatchSequence] = {}
+        self._requests: dict[int, str] = {}  # by the key of the sequence
+        self._delivered: dict[int, int] = {}  # output tokens, by the key of the sequence
+        self._keys = count()
+        self._imported: dict[bytes, None] = {}
+        self._moving_until_s = 0.0
+        self._step: asyncio.TimerHandle | None = None
+
+    @property
+    def load_age_s(self) -> float:
+        """Seconds since the last update."""
+        return self._loop.time() - self._updated_s
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def stop(self) -> None:
+        """Stop the steps."""
+        if self._step is not None:
+            self._step.cancel()
+
+    def load(self) -> WorkerLoad:
+        """Return the load of the last update."""
+        return self._load
+
+    def check(self, request: GenerationRequest) -> None:
+        """Accept every request. The load generator sends none that is too long."""
+
+    def generate(
+        self, request: GenerationRequest, lease_number: int = 0
+    ) -> AsyncGenerator[Delta, None]:
+        """Queue a request with one choice."""
+        (choice,) = request.choices
+        stream = self._streams.open(request)
+        kept = len(choice.output_ids)
+        sequence = BatchSequence(
+            next(self._keys),
+            len(request.prompt_ids) + kept,
+            request.sampling.max_tokens - kept,
+            self._cached(request, choice.output_ids) if self._imported else 0,
+            self._loop.time(),
+            request.service.priority < 0,
+        )
+        self._sequences[request.request_id] = sequence
+        self._requests[sequence.key] = request.request_id
+        self._delivered[sequence.key] = 0
+        self._last_lease = max(self._last_lease, lease_number)
+        self._worker.add(sequence)
+        self._wake()
+        return stream
+
+    def set_pace(self, request_id: str, pace: Pace) -> None:
+        """Pause a request, or resume it."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        self._note_move()
+        if pace is Pace.PAUSED:
+            self._deliver([sequence])
+            self._worker.pause(sequence)
+        else:
+            self._worker.resume(sequence)
+            self._wake()
+
+    def unread_tokens(self, request_id: str) -> int:
+        """Return how many delivered tokens wait for their reader."""
+        return self._streams.unread_tokens(request_id)
+
+    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks were imported."""
+        return next((i for i, one in enumerate(hashes) if one not in self._imported), len(hashes))
+
+    async def begin_import(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks were imported."""
+        self._note_move()
+        return await self.held_blocks(hashes)
+
+    def pull_blocks(
+        self, hashes: Sequence[bytes], *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
+        """Yield the blocks of a running sequence, each after its time on the link."""
+        del urgent
+        self._note_move()
+        form = self.card.kv_format
+        assert form is not None
+        busy_until_s = self._loop.time()
+
+        async def export(part: tuple[bytes, ...]) -> KvChunk:
+            nonlocal busy_until_s
+            now_s = self._loop.time()
+            sent_s = len(part) * form.block_bytes / LOCAL_LINK.bytes_per_s
+            busy_until_s = max(busy_until_s, now_s) + sent_s
+            await asyncio.sleep(busy_until_s + LOCAL_LINK.latency_s - now_s)
+            return chunk_of(part, memoryview(b""))
+
+        return export_chunks(export, hashes, form.block_bytes)
+
+    async def adopt_blocks(
+        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
+    ) -> BlockCount:
+        """Keep blocks for the request that arrives with them."""
+        del parent, urgent
+        self._imported.update(dict.fromkeys(chunk.hashes))
+        return BlockCount(len(chunk.hashes))
+
+    def _cached(self, request: GenerationRequest, output_ids: Sequence[int]) -> int:
+        """Return the imported tokens of a resumed request, whose blocks it takes."""
+        hashes = list(request.block_hashes)
+        extend_chain(hashes, request.tenant, [*request.prompt_ids, *output_ids], BLOCK_TOKENS)
+        cached = 0
+        for one in hashes:
+            cached += BLOCK_TOKENS * (one in self._imported)
+            self._imported.pop(one, None)
+        return cached
+
+    def _cancel(self, request_id: str) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._worker.remove(sequence)
+            self._forget(sequence)
+
+    def _forget(self, sequence: BatchSequence) -> None:
+        self.preemptions += sequence.preemptions
+        del self._sequences[self._requests.pop(sequence.key)], self._delivered[sequence.key]
+
+    def _note_move(self) -> None:
+        self._moving_until_s = self._loop.time() + MOVING_S
+
+    def _wake(self) -> None:
+        if self._step is None:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        now_s = self._loop.time()
+        step_s = self._worker.plan(now_s)
+        if step_s is None:
+            self._step = None
+            self._update()
+        else:
+            self._step = self._loop.call_at(now_s + step_s, self._end_step)
+
+    def _end_step(self) -> None:
+        now_s = self._loop.time()
+        end = self._worker.complete()
+        due = now_s - self._updated_s >= UPDATE_S
+        if due or now_s < self._moving_until_s:
+            self._deliver(self._sequences.values())
+        elif end.first:
+            self._deliver(end.first)
+        for one in end.ended:
+            self._finish(one)
+        if due or end.ended:  # an end is reported at once
+            self._update()
+        self._begin_step()
+
+    def _update(self) -> None:
+        """Report the load."""
+        self._load, self._updated_s = self._worker.load(), self._loop.time()
+        self.watermark = self._last_lease
+        for notify in self.on_update:
+            notify()
+
+    def _deliver(self, sequences: Iterable[BatchSequence]) -> None:
+        """Deliver the new tokens of sequences, except the last token of a sequence."""
+        batch = []
+        for one in sequences:
+            tokens = self._new_tokens(one)
+            if tokens and one.output > self._worker.generated(one):
+                batch.append((self._requests[one.key], self._delta(one, tokens)))
+        self._streams.deliver(batch)
+
+    def _finish(self, one: BatchSequence) -> None:
+        delta = self._delta(one, self._new_tokens(one))
+        delta = delta._replace(finish_reason=FinishReason.LENGTH, outcome=NO_OUTCOME)
+        request_id = self._requests[one.key]
+        self._forget(one)
+        self._streams.deliver([(request_id, delta)])
+
+    def _new_tokens(self, one: BatchSequence) -> int:
+        return self._worker.generated(one) - self._delivered[one.key]
+
+    def _delta(self, one: BatchSequence, tokens: int) -> Delta:
+        """Return the delta of new tokens, all of which are 0."""
+        phases = None
+        if not self._delivered[one.key]:
+            now_s, scheduled_s = self._loop.time(), one.scheduled_s or one.queued_s
+            phases = Phases(one.queued_s, scheduled_s, (), now_s)
+        self._delivered[one.key] += tokens
+        return Delta(0, (0,) * tokens, "", phases=phases)

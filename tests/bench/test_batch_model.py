@@ -1,0 +1,112 @@
+"""The cheap simulated worker, and its agreement with the worker of the simulator."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.simulation.batch_model import BatchLimits, BatchSequence, BatchWorker, State
+from bench.simulation.large_pool import LargePool, run_pool
+from bench.simulation.rescheduling import DEVICES, draw_lengths
+from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.loadgen.measuring.metrics import METRICS, values_of
+from draftgate.loadgen.types import Slo
+from draftgate.policies.costs.step_cost import StepCost
+
+PROFILE = str(DEVICES / "a10-7b.json")
+LIMITS = BatchLimits(StepCost((8, 512), (0.01, 0.05), kv_token_s=1e-6), 1000, max_sequences=8)
+
+lengths = st.integers(1, 300)
+actions = st.lists(st.tuples(st.sampled_from(("step", "add", "pause", "resume", "remove")), lengths))
+
+
+def _drain(worker: BatchWorker) -> list[BatchSequence]:
+    """Run a worker until it is idle, and return the sequences in order of their ends."""
+    ended, now_s = list[BatchSequence](), 0.0
+    while (step_s := worker.plan(now_s)) is not None:
+        now_s += step_s
+        ended += worker.complete().ended
+    return ended
+
+
+def test_a_lone_sequence_takes_the_steps_of_its_chunks_and_tokens() -> None:
+    """A prompt of two chunks takes two steps, the last of which generates the first token."""
+    worker, sequence = BatchWorker(LIMITS), BatchSequence(0, 700, 5)
+    worker.add(sequence)
+    assert _drain(worker) == [sequence]
+    assert worker.steps == 2 + 4
+    assert worker.load().kv_blocks_free == LIMITS.memory_tokens // 16
+
+
+def test_the_youngest_sequence_makes_room() -> None:
+    """When memory is full, the youngest sequence waits, and still generates all its tokens."""
+    worker = BatchWorker(LIMITS)
+    old, young = BatchSequence(0, 400, 200), BatchSequence(1, 400, 200)
+    worker.add(old)
+    worker.add(young)
+    assert _drain(worker) == [old, young]
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    assert (old.kept, young.kept) == (200, 200)
+
+
+@given(actions)
+def test_sequences_keep_their_tokens_and_memory_stays_bounded(
+    script: list[tuple[str, int]],
+) -> None:
+    """Whatever joins, pauses and leaves, each other sequence ends with exactly its tokens."""
+    worker, open_, now_s = BatchWorker(LIMITS), list[BatchSequence](), 0.0
+    stepping = False
+    for number, (action, length) in enumerate(script):
+        if action == "add":
+            open_.append(BatchSequence(number, length, length))
+            worker.add(open_[-1])
+        elif action == "step":
+            step_s = worker.plan(now_s)
+            stepping = step_s is not None
+            now_s += step_s or 0.0
+            if stepping:
+                assert worker.load().kv_blocks_free >= 0
+                worker.complete()
+        elif open_:
+            one = open_[length % len(open_)]
+            if action == "remove":
+                worker.remove(one)
+                open_.remove(one)
+            else:
+                (worker.pause if action == "pause" else worker.resume)(one)
+    for one in open_:
+        worker.resume(one)
+    _drain(worker)
+    assert all(one.state is State.ENDED and one.kept == one.output for one in open_)
+    assert worker.load().kv_blocks_free == LIMITS.memory_tokens // 16
+
+
+@pytest.mark.parametrize("rate_rps", [0.4, 2.0])
+def test_latencies_agree_with_the_simulated_worker(rate_rps: float) -> None:
+    """Mean latencies of two workers are within 5% of those of the production scheduler.
+
+    The devices of both have exactly the times of the profile, and the gateway is the same.
+    """
+    drawn = draw_lengths(256, 256, 150, 0)
+    found = run_pool(LargePool(2, 1, PROFILE), drawn, rate_rps, 0.0).finished
+    config = WorkerConfig(
+        profile=PROFILE, speculation="off", max_num_seqs=256, max_step_tokens=512,
+        max_model_len=12_288,
+    )
+    exact = SimEnvironment(0, belief_error=0.0, roofline=False)
+    records = simulate(
+        SimulatedCluster(config, 2, exact, ADMIT_ALL),
+        drawn.planned(rate_rps, Slo()),
+        to_job=drawn.job,
+    )
+    assert len(found) == len(records) == 150
+    for name in ("ttft_s", "tpot_s"):
+        expected = fmean(values_of(METRICS[name], records))
+        values = [getattr(one, name) for one in found]
+        mean = fmean([value for value in values if value is not None])
+        assert mean == pytest.approx(expected, rel=0.05)
