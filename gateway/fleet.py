@@ -284,10 +284,15 @@ class Fleet:
 
         Hung, drained and paused workers are excluded.
         """
+        return self.open_among(self.workers)
+
+    def open_among(self, workers: Sequence[FleetWorker]) -> list[FleetWorker]:
+        """Return those of some workers that accept requests now."""
         return [
             worker
-            for worker in self.serving
-            if not (worker.hung or worker.drained)
+            for worker in workers
+            if worker.backend.failure is None
+            and not (worker.hung or worker.drained)
             and (not worker.forwards or worker.upstream.pause is None)
         ]
 

@@ -74,8 +74,9 @@ class BatchBackend:
 
     @property
     def load_age_s(self) -> float:
-        """Seconds since the last update."""
-        return self._loop.time() - self._updated_s
+        """Seconds since the last update. An idle worker continues to report the same load."""
+        age_s = self._loop.time() - self._updated_s
+        return age_s if self._step is not None else age_s % UPDATE_S
 
     async def start(self) -> None:
         """Do nothing."""

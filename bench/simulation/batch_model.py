@@ -1,8 +1,8 @@
 """A simulated worker that computes steps from totals, cheap enough for a thousand workers.
 
 The simulated worker of `backends.sim` plans each step with all its sequences: blocks, drafts,
-tokens and text. 1,000 workers run about 40,000 steps a second, so this model keeps totals instead. A
-step takes constant time, except for the prompts that join it and the sequences that end.
+tokens and text. 1,000 workers run about 40,000 steps a second, so this model keeps totals instead.
+A step takes constant time, except for the prompts that join it and the sequences that end.
 
 The model uses the step costs, the batching policy and the speed estimates of the production worker.
 Like its scheduler, it admits sequences in order of arrival when their tokens fit into memory, and

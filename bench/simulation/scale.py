@@ -5,11 +5,11 @@
 
 The part `decisions` sends requests through one gateway with more and more workers, and measures the
 CPU time from the arrival of a request to its dispatch. The part `pool` simulates all gateways and
-workers in virtual time, with and without moves. Requests have the lengths of Llumnix's experiments,
-and a worker gets as many requests per second as there. Both parts run the production code of
-gateways in front of workers that compute their steps from totals (`bench/simulation/large_pool.py`).
-The part `store` measures the scripts of Redis with the leases of the whole pool, and the messages on
-links (`bench/gateway/large_store.py`).
+workers in virtual time, with and without moves. The lengths of requests and their rate per worker
+are those of Llumnix's experiments. Both parts run the production code of gateways in front of
+workers that compute their steps from totals (`bench/simulation/large_pool.py`).
+The part `store` measures the scripts of Redis with the leases of the whole pool, and the messages
+on links (`bench/gateway/large_store.py`).
 
 Goodput counts requests whose TTFT and TPOT are below the targets.
 """

@@ -8,23 +8,24 @@ the request ends, the used tokens are charged and the rest is released.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Final
 
+from draftgate.gateway.dispatch.pool_totals import PoolReader, PoolTotals
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
-from draftgate.policies.admission.wait_forecast import pool_of, work_s
+from draftgate.policies.admission.wait_forecast import work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import QuotaReservation, Shortage
-from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket, WorkerLoad
+from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 from draftgate.policies.values import immutable, replace
 
 
@@ -127,7 +128,7 @@ class AdmissionController:
             on_refusal: a callback for each request that the policy refuses, or None.
         """
         self.quotas = quotas
-        self._fleet = fleet
+        self._pool = PoolReader(fleet, now_s)
         self._queue = queue
         self._policy = policy
         self._bounds = bounds
@@ -156,13 +157,13 @@ class AdmissionController:
             _check_quota(request, await self.quotas.reserve(quota))
             quota = None
         try:
-            now_s, loads = self._now_s(), self._loads()
-            view = self._view(request, now_s, loads)
+            now_s, totals = self._now_s(), self._pool.read()
+            view = self._view(request, now_s, totals)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
                 refused = self._refusal(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
-            ticket_s = decision.work_s / self._pool_scale(loads) / len(request.needs)
+            ticket_s = decision.work_s / self._pool_scale(totals) / len(request.needs)
             return Entry(
                 request,
                 decision,
@@ -222,7 +223,7 @@ class AdmissionController:
     ) -> Refused | None:
         """Return the refusal of a waiting request that would wait too long, or None to keep it."""
         now_s = self._now_s()
-        view = self._view(request, now_s, self._loads(), ticket)
+        view = self._view(request, now_s, self._pool.read(), ticket)
         refused = self._policy.reconsider(view, waited_s, now_s)
         return refused and self._refusal(refused)
 
@@ -246,23 +247,23 @@ class AdmissionController:
         self,
         request: AdmissionRequest,
         now_s: float,
-        loads: Sequence[WorkerLoad],
+        totals: PoolTotals,
         ticket: Ticket | None = None,
     ) -> AdmissionView:
         """Return the policy's view of a request, the workers and the queue.
 
         Args:
-            loads: the loads of the serving workers.
+            totals: the loads of the serving workers.
             ticket: the ticket of a request that waits, or None for a new request.
         """
         bounds = self._bounds
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
-        pool = pool_of(loads, prompt_tokens + output_tokens, self._share())
+        pool = totals.view(prompt_tokens + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
-            ticket = self._ticket(request, own_s / self._pool_scale(loads), now_s)
+            ticket = self._ticket(request, own_s / self._pool_scale(totals), now_s)
         return AdmissionView(
             request.fingerprint,
             prompt_tokens,
@@ -275,20 +276,8 @@ class AdmissionController:
             self._is_sheddable(request.service.priority),
             request.retries,
             pool,
-            self._queue_view(ticket, now_s, self._pool_scale(loads) / pool.share),
+            self._queue_view(ticket, now_s, self._pool_scale(totals) / pool.share),
         )
-
-    def _loads(self) -> list[WorkerLoad]:
-        return [worker.backend.load() for worker in self._fleet.serving]
-
-    def _share(self) -> float:
-        """Return this gateway's share of the sequences on the workers (`PoolView.share`)."""
-        shared = [worker.usage for worker in self._fleet.serving if not worker.own]
-        if not shared:
-            return 1.0
-        others = sum([usage.others for usage in shared])
-        own = max(1, sum([usage.sequences for usage in shared]))
-        return own / (own + others)
 
     def _queue_view(self, ticket: Ticket | None, now_s: float, scale: float) -> QueueView:
         """Return the queue as seen by a request, which needs no ticket if the queue is empty.
@@ -310,13 +299,13 @@ class AdmissionController:
             class_s=ordering.class_ahead_s(ticket) * scale,
         )
 
-    def _pool_scale(self, loads: Sequence[WorkerLoad]) -> float:
+    def _pool_scale(self, totals: PoolTotals) -> float:
         """Return how many seconds the current pool takes for a second of the tickets' work.
 
         Tickets keep the work of their admission. The work takes longer if the pool has lost workers
         since the first waiting request was admitted.
         """
-        sequences = sum([load.max_sequences for load in loads])
+        sequences = totals.max_sequences
         if not (len(self._queue) and self._ticket_sequences and sequences):
             self._ticket_sequences = sequences
             return 1.0

@@ -201,7 +201,7 @@ class CentralQueue:
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
         taken = worker.worker_id in self.claims.taken(request_id)
-        if taken or worker not in self._fleet.open or not has_capacity(worker.usage, need):
+        if taken or not self._fleet.open_among([worker]) or not has_capacity(worker.usage, need):
             return None
         worker.reserve(request_id, need)
         return Routed(worker)
@@ -270,11 +270,20 @@ class CentralQueue:
         # A resumed request has its own pause, and would otherwise wait for the pauses of others.
         if self._held and not waiting.claim_tokens:
             return None
-        need, open_ = waiting.need, preferred(self._fleet.open, waiting.avoid)
-        usable = self._usable(open_, self.claims.taken(waiting.request_id), need)
+        need, taken, workers = (
+            waiting.need,
+            self.claims.taken(waiting.request_id),
+            self._fleet.workers,
+        )
+        # A part of a large pool may contain only workers that the request avoids.
+        compared = workers if waiting.avoid else self.router.compared(view, workers)
+        open_ = preferred(self._fleet.open_among(compared), waiting.avoid)
+        usable = self._usable(open_, taken, need)
+        if not usable and len(compared) < len(workers):  # most of the pool is full
+            compared, usable = workers, self._usable(self._fleet.open, taken, need)
         if not usable:
             return None
-        routed = self.router.choose(view, usable, self._fleet.workers, rivals=self._fleet.rivals)
+        routed = self.router.choose(view, usable, compared, rivals=self._fleet.rivals)
         routed.worker.reserve(waiting.request_id, need)
         return routed
 

@@ -10,7 +10,7 @@ information", 2000) draws workers with probabilities that balance all requests s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from draftgate.policies.routing.types import Candidates, Draw, RouteView, ScoredWorker
 
@@ -18,6 +18,8 @@ LEAST_PER_TOKEN: Final = 1e-12
 """Minimum rise of a score per token, so that no worker can absorb unlimited tokens."""
 
 Ranking: TypeAlias = Sequence[ScoredWorker]
+
+T = TypeVar("T")
 
 
 class Score(NamedTuple):
@@ -91,6 +93,21 @@ def spread(request: RouteView, candidates: Candidates, ranking: Ranking, draw: D
     ]
     chosen = reported[_draw_place(missing, draw)]
     return [chosen, *(worker for worker in ranking if worker is not chosen)]
+
+
+def draw_some(values: Sequence[T], most: int, draw: Draw) -> Sequence[T]:
+    """Return `most` random values without repetition, in their order, or all if there are fewer.
+
+    The draw takes O(most log most) time, whatever the number of values (Floyd's algorithm: Bentley,
+    "A sample of brilliance", CACM 1987).
+    """
+    if len(values) <= most:
+        return values
+    places = set[int]()
+    for last in range(len(values) - most, len(values)):
+        place = int(draw() * (last + 1))
+        places.add(last if place in places else place)
+    return [values[place] for place in sorted(places)]
 
 
 def _draw_place(weights: Sequence[float], draw: Draw) -> int:

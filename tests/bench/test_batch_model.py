@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.simulation import scale
 from bench.simulation.batch_model import BatchLimits, BatchSequence, BatchWorker, State
 from bench.simulation.large_pool import LargePool, run_pool
 from bench.simulation.rescheduling import DEVICES, draw_lengths
@@ -22,7 +25,9 @@ PROFILE = str(DEVICES / "a10-7b.json")
 LIMITS = BatchLimits(StepCost((8, 512), (0.01, 0.05), kv_token_s=1e-6), 1000, max_sequences=8)
 
 lengths = st.integers(1, 300)
-actions = st.lists(st.tuples(st.sampled_from(("step", "add", "pause", "resume", "remove")), lengths))
+actions = st.lists(
+    st.tuples(st.sampled_from(("step", "add", "pause", "resume", "remove")), lengths)
+)
 
 
 def _drain(worker: BatchWorker) -> list[BatchSequence]:
@@ -95,7 +100,10 @@ def test_latencies_agree_with_the_simulated_worker(rate_rps: float) -> None:
     drawn = draw_lengths(256, 256, 150, 0)
     found = run_pool(LargePool(2, 1, PROFILE), drawn, rate_rps, 0.0).finished
     config = WorkerConfig(
-        profile=PROFILE, speculation="off", max_num_seqs=256, max_step_tokens=512,
+        profile=PROFILE,
+        speculation="off",
+        max_num_seqs=256,
+        max_step_tokens=512,
         max_model_len=12_288,
     )
     exact = SimEnvironment(0, belief_error=0.0, roofline=False)
@@ -110,3 +118,28 @@ def test_latencies_agree_with_the_simulated_worker(rate_rps: float) -> None:
         values = [getattr(one, name) for one in found]
         mean = fmean([value for value in values if value is not None])
         assert mean == pytest.approx(expected, rel=0.05)
+
+
+def test_the_simulation_of_a_pool_reports_its_metrics(tmp_path: Path) -> None:
+    """`draftgate bench scale` reports latencies, balance, calls of the store and moves."""
+    out = tmp_path / "scale.json"
+    small = [
+        "--workers",
+        "3",
+        "--gateways",
+        "2",
+        "--rate",
+        "1",
+        "--duration",
+        "8",
+        "--warm-up",
+        "2",
+    ]
+    scale.main([*small, "--parts", "pool", "--rescheduling", "off,least_time", "--json", str(out)])
+    rows = json.loads(out.read_text())["pool"]
+    assert [row["rescheduling"] for row in rows] == ["off", "least_time"]
+    for row in rows:
+        assert row["requests"] > 0
+        assert row["spread_memory"] >= 1.0
+        assert 0.0 <= row["load_age_mean_s"] <= row["load_age_max_s"] <= 0.2
+        assert row["store_calls_per_s"]["report"] == pytest.approx(3.0, rel=0.2)

@@ -59,6 +59,9 @@ class Fleet(SimpleNamespace):
     def serving(self) -> list[FleetWorker]:
         return [worker for worker in self.workers if worker.backend.failure is None]
 
+    def open_among(self, workers: list[FleetWorker]) -> list[FleetWorker]:
+        return [worker for worker in workers if worker.backend.failure is None]
+
     open = serving
     outage, rivals = "device lost", 0
 
