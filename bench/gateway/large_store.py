@@ -1,15 +1,18 @@
 """The cost of the state store's scripts for a large pool, and of the messages on its links.
 
-The workers of a pool have reported, and its gateways hold leases on them. Redis measures the time
-of each script (`SLOWLOG`). The study uses its own pool, and removes the keys at the end.
+The workers of a pool have reported, and its gateways hold leases on them. Redis reports its own
+CPU time (`INFO cpu`). The study uses its own pool, and removes the keys at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -28,11 +31,15 @@ OFFERS: Final = 8
 
 TOKENS: Final = 600
 TTL_S: Final = 60.0
-REPEATS: Final = 200
+REPEATS: Final = 400
+TOGETHER: Final = 8
+"""Calls at the same time, as of many gateways."""
+
+Call = Callable[[], Awaitable[object]]
 
 
 async def measure_store(address: str, workers: int, leases: int) -> dict[str, Any]:
-    """Return the server's time of each script in microseconds, and the size of its data.
+    """Return the server's CPU time of each call in microseconds, and the size of its data.
 
     Args:
         workers: number of workers of the pool.
@@ -58,54 +65,42 @@ async def measure_store(address: str, workers: int, leases: int) -> dict[str, An
     # A report includes all leases of its worker, as at low rates.
     reports = [replace(one, watermark=begun + workers * leases) for one in reports]
 
-    async def report(seq: int, some: Sequence[WorkerReport]) -> None:
-        for one in some:
-            await store.publish(replace(one, seq=seq))
+    offers = [LeaseCandidate(one, epoch, 1.0, 0.01, 2 * held[-1].number) for one in names[:OFFERS]]
 
-    async def reserve() -> None:
-        offers = [LeaseCandidate(one, epoch, 1.0, 0.01, held[-1].number) for one in names[:OFFERS]]
-        for number in range(REPEATS):
-            found = await store.reserve(f"new-{number}", TOKENS, offers, TTL_S)
-            assert found.lease is not None
-            last = found.lease.number
-            offers = [replace(one, watermark=last) for one in offers]
-
-    async def exchange() -> None:
-        start = 0
-        for number in range(1, REPEATS + 1):
-            news = await store.exchange(Update("g", number, start, 0))
-            start = news.start
+    def report(seq: int, some: Sequence[WorkerReport]) -> Iterator[Call]:
+        return (partial(store.publish, replace(one, seq=seq)) for one in some)
 
     try:
         for begin in range(0, len(held), AT_ONCE):
             await store.renew(held[begin : begin + AT_ONCE], TTL_S)
-        await report(1, reports)
+        await _run(report(1, reports))
         snapshot_bytes = sum(
             len(msgspec.json.encode(view.report)) for view in (await store.snapshot()).workers
         )
-        released = [
-            [lease.request_id for lease in held[begin : begin + AT_ONCE]]
-            for begin in range(0, len(held) // 2, AT_ONCE)
-        ]
-        slots = [
-            (f"{n:016x}", names[2 * n % workers : 2 * n % workers + 2]) for n in range(REPEATS)
-        ]
-        parts: dict[str, Callable[[], Awaitable[object]]] = {
-            "reserve": reserve,
-            "report": lambda: report(2, reports[:REPEATS]),
-            "snapshot": lambda: _repeat(store.snapshot),
-            "renew": lambda: _repeat(lambda: store.renew(held[:AT_ONCE], TTL_S)),
-            "exchange": exchange,
-            "begin_move": lambda: _each(slots, store.begin_move),
-            "end_move": lambda: _each_end(slots, store),
-            "release": lambda: _each_release(released, store),
+        slots = [(f"{n:016x}", names[2 * n : 2 * n + 2]) for n in range(workers // 2)]
+        start = (await store.exchange(Update("g", 1, 0, 0))).start
+        parts: dict[str, list[Call]] = {
+            "reserve": [
+                partial(store.reserve, f"new-{number}", TOKENS, offers, TTL_S)
+                for number in range(REPEATS)
+            ],
+            "report": list(report(2, reports)),
+            "snapshot": [store.snapshot] * 20,
+            "renew": [partial(store.renew, held[:AT_ONCE], TTL_S)] * 20,
+            "exchange": [partial(store.exchange, Update("g", 2, start, 0))] * REPEATS,
+            "begin_move": [partial(store.begin_move, *slot, TTL_S) for slot in slots],
+            "end_move": [partial(store.end_move, *slot) for slot in slots],
+            "release": [
+                partial(store.release, [one.request_id for one in held[begin : begin + AT_ONCE]])
+                for begin in range(0, len(held), AT_ONCE)
+            ],
         }
-        found = {name: await _server_us(connected, work) for name, work in parts.items()}
         memory = await connected.client.info("memory")
+        found = {name: await _server_us(connected, calls) for name, calls in parts.items()}
         return {
             "workers": workers,
             "leases": len(held),
-            "server_us": found,
+            "server_cpu_us": found,
             "leases_per_call": AT_ONCE,
             "reports_bytes": snapshot_bytes,
             "memory_bytes": int(memory["used_memory"]),
@@ -117,40 +112,23 @@ async def measure_store(address: str, workers: int, leases: int) -> dict[str, An
         await store.close()
 
 
-async def _server_us(connected: Connected, work: Callable[[], Awaitable[object]]) -> float:
-    """Return the server's time of the only script that some work runs, in microseconds.
-
-    The result is the tenth percentile of the calls, because other processes interrupt some of them.
-    """
-    client = connected.client
-    await client.config_set("slowlog-log-slower-than", 0)
-    await client.config_set("slowlog-max-len", 2 * REPEATS)
-    await client.slowlog_reset()
-    await work()
-    calls = await client.slowlog_get(2 * REPEATS)
-    await client.config_set("slowlog-log-slower-than", 10_000)
-    times = sorted(one["duration"] for one in calls if str(one["command"]).find("EVALSHA") >= 0)
-    return float(times[len(times) // 10])
+async def _server_us(connected: Connected, calls: Sequence[Call]) -> float:
+    """Return the server's CPU time of a call in microseconds, including its messages."""
+    await calls[0]()  # loads the script
+    begun_us = await _cpu_time_us(connected)
+    await _run(iter(calls[1:]))
+    return (await _cpu_time_us(connected) - begun_us) / (len(calls) - 1)
 
 
-async def _repeat(call: Callable[[], Awaitable[object]]) -> None:
-    for _ in range(20):
-        await call()
+async def _cpu_time_us(connected: Connected) -> float:
+    used = await connected.client.info("cpu")
+    return 1e6 * sum(float(used[f"used_cpu_{kind}_main_thread"]) for kind in ("user", "sys"))
 
 
-async def _each(slots: Sequence[tuple[str, Sequence[str]]], call: Any) -> None:
-    for move_id, ends in slots:
-        assert await call(move_id, ends, TTL_S)
-
-
-async def _each_end(slots: Sequence[tuple[str, Sequence[str]]], store: RedisStore) -> None:
-    for move_id, ends in slots:
-        await store.end_move(move_id, ends)
-
-
-async def _each_release(batches: Sequence[Sequence[str]], store: RedisStore) -> None:
-    for one in batches:
-        await store.release(one)
+async def _run(calls: Iterator[Call]) -> None:
+    """Run calls, many at a time, so that the server need not wait for the next one."""
+    while some := list(islice(calls, TOGETHER)):
+        await asyncio.gather(*(call() for call in some))
 
 
 def measure_link() -> dict[str, float]:

@@ -179,8 +179,13 @@ class BatchWorker:
         limits, waiting = self._limits, self._waiting
         prompts = sum([one.pending for one in self._prefilling])
         return WorkerLoad(
-            *(self._running, len(waiting), max(self._free_tokens, 0) // BLOCK_TOKENS),
-            *(limits.memory_tokens // BLOCK_TOKENS, 0.0, 0.0, ()),
+            running=self._running,
+            waiting=len(waiting),
+            kv_blocks_free=max(self._free_tokens, 0) // BLOCK_TOKENS,
+            kv_blocks_total=limits.memory_tokens // BLOCK_TOKENS,
+            price=0.0,
+            acceptance=0.0,
+            proposers=(),
             max_sequences=limits.max_sequences,
             prompt_tokens=prompts + sum([one.context for one in waiting]),
             step_tokens=limits.step_tokens,

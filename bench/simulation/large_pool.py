@@ -69,8 +69,12 @@ class LargePool:
     @property
     def rules(self) -> WaitingRules:
         """The rules of every dispatcher."""
-        names = {"routing": self.routing, "rescheduling": self.rescheduling}
-        return replace(ADMIT_ALL, shared=self.gateways > 1, **names)
+        return replace(
+            ADMIT_ALL,
+            shared=self.gateways > 1,
+            routing=self.routing,
+            rescheduling=self.rescheduling,
+        )
 
 
 class Finished(NamedTuple):
@@ -130,14 +134,13 @@ class CountedStore(MemoryStore):
 
     Attributes:
         calls: number of calls by method.
-        leases: number of leases in all renewals.
-        released: number of releases, which a gateway sends in batches.
+        renewed: number of leases in all renewals.
     """
 
     def __init__(self) -> None:
         super().__init__(loop_time_s)
         self.calls = Counter[str]()
-        self.leases = 0
+        self.renewed = 0
 
     async def publish(self, report: WorkerReport) -> bool:
         """Count a report."""
@@ -161,7 +164,7 @@ class CountedStore(MemoryStore):
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Count a renewal."""
         self.calls["renew"] += 1
-        self.leases += len(leases)
+        self.renewed += len(leases)
         return await super().renew(leases, ttl_s)
 
     async def release(self, request_ids: Collection[str]) -> None:
@@ -320,7 +323,7 @@ async def _send(
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(begun, sampled)
-    found.calls, found.leases = Counter(store.calls), store.leases
+    found.calls, found.leases = Counter(store.calls), store.renewed
     await asyncio.gather(*tasks)
     found.preemptions = sum(backend.preemptions for backend in backends)
     return found
@@ -329,7 +332,7 @@ async def _send(
 async def _begin_counting(store: CountedStore, warm_up_s: float) -> None:
     await asyncio.sleep(warm_up_s)
     store.calls.clear()
-    store.leases = 0
+    store.renewed = 0
 
 
 async def _sample(

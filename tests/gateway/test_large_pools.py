@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.backends.base import Backend
 from draftgate.backends.sim.virtual_time import run_virtual
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.cluster.members import Members, Reach
 from draftgate.gateway.dispatch.pool_totals import SMALL_POOL, PoolReader
 from draftgate.gateway.dispatch.routing import MOST_COMPARED
+from draftgate.gateway.fleet import Fleet as RealFleet
+from draftgate.gateway.state.store import Snapshot, Store, WorkerReport, WorkerView
 from draftgate.policies.routing.selection import draw_some
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
@@ -85,7 +92,7 @@ def test_totals_of_a_large_pool_are_read_again_after_a_pause() -> None:
 
     async def scenario() -> None:
         _, workers = queue_of(*[1] * LARGE)
-        reader = PoolReader(Fleet(workers=workers), lambda: now_s[0])
+        reader = PoolReader(cast(RealFleet, Fleet(workers=workers)), lambda: now_s[0])
         first = reader.read()
         assert first.max_sequences == LARGE
         assert reader.read() is first
@@ -100,7 +107,72 @@ def test_totals_of_a_small_pool_are_always_present() -> None:
 
     async def scenario() -> None:
         _, workers = queue_of(*[1] * SMALL_POOL)
-        reader = PoolReader(Fleet(workers=workers), lambda: 0.0)
+        reader = PoolReader(cast(RealFleet, Fleet(workers=workers)), lambda: 0.0)
         assert reader.read() is not reader.read()
 
+    run_virtual(scenario())
+
+
+class Pool:
+    """A store with many workers and gateways, which counts its snapshots."""
+
+    outage: str | None = None
+
+    def __init__(self, gateways: int) -> None:
+        self.read = 0
+        self.degraded = False
+        self._gateways = gateways
+        self._views = tuple(
+            WorkerView(WorkerReport(f"w-{number}", "1", 1), 0.0, 0, 0) for number in range(1000)
+        )
+
+    async def snapshot(self) -> Snapshot:
+        self.read += 1
+        return Snapshot(self._views, self._gateways, self.degraded)
+
+
+def _no_backend(config: WorkerConfig) -> Backend:
+    raise AssertionError("the node has no worker")
+
+
+def empty_fleet() -> RealFleet:
+    """Return the fleet of a node without workers."""
+    return RealFleet(lambda: _no_backend, ())
+
+
+def members_of(store: Pool, fleet: RealFleet) -> Members:
+    """Return members that link to no worker, because the reports have no address."""
+    return Members(fleet, cast(Store, store), cast(Reach, None), lambda: None)
+
+
+@pytest.mark.parametrize(("gateways", "reads"), [(1, 20), (10, 20), (64, 3)])
+def test_gateways_of_a_large_pool_read_the_store_less_often(gateways: int, reads: int) -> None:
+    """The snapshots of all gateways take a bounded share of the store's time."""
+    store = Pool(gateways)
+
+    async def scenario() -> None:
+        members = members_of(store, empty_fleet())
+        for _ in range(20):
+            await members.refresh()
+            await asyncio.sleep(1.0)
+
+    run_virtual(scenario())
+    assert store.read == reads
+
+
+def test_an_outage_is_noticed_with_the_next_heartbeat() -> None:
+    """A gateway of a large pool reads the store again when the store does not respond."""
+    store = Pool(64)
+
+    async def scenario() -> None:
+        members = members_of(store, fleet)
+        await members.refresh()
+        store.outage, store.degraded = "no response", True
+        await members.refresh()
+        assert fleet.rivals == 63
+        store.outage, store.degraded = None, False
+        await members.refresh()
+        assert fleet.rivals == 0
+
+    fleet = empty_fleet()
     run_virtual(scenario())
