@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from draftgate.backends.kv_transfer.exchange import BlockCount, ExportBlocks
 from draftgate.backends.kv_transfer.turns import (
     SERVING_SHARE,
+    TURN_S,
     URGENT_SHARE,
     QueuedOperation,
     TransferTurns,
@@ -43,7 +44,7 @@ def turns_of(
 
 @given(
     operation_s=st.floats(1e-5, 5e-3),
-    steps=st.lists(st.floats(1e-3, 0.1), min_size=1, max_size=200),
+    steps=st.lists(st.floats(1e-3, TURN_S / URGENT_SHARE), min_size=1, max_size=200),
     urgent=st.booleans(),
 )
 def test_busy_worker_spends_its_share_on_transfers(
@@ -60,6 +61,26 @@ def test_busy_worker_spends_its_share_on_transfers(
         turns.take_busy()
     earned_s = share * sum(steps)
     assert earned_s - 1e-9 <= exchange.spent_s <= earned_s + operation_s + 1e-9
+
+
+@given(
+    operation_s=st.floats(1e-5, 1e-3),
+    steps=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=20),
+    urgent=st.booleans(),
+)
+def test_turn_of_a_busy_worker_is_short(
+    operation_s: float, steps: list[float], *, urgent: bool
+) -> None:
+    """A turn ends with the operation during which its time limit passes, however long the step
+    was."""
+    exchange = TimedExchange(operation_s)
+    turns, _, queue = turns_of(exchange, 0)
+    for step_s in steps:
+        exchange.now_s += step_s
+        queue.extend([(ExportBlocks((), urgent), lambda _: None)] * 500)
+        begun_s = exchange.now_s
+        turns.take_busy()
+        assert exchange.now_s - begun_s <= TURN_S + operation_s + 1e-9
 
 
 def test_long_serving_earns_no_burst() -> None:
