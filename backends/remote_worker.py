@@ -14,7 +14,7 @@ address, the model and the context length for discovery.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -136,18 +136,36 @@ class TokenizerFiles(WorkerMessage, frozen=True):
     files: dict[str, bytes]
 
 
+class SharedBytes(NamedTuple):
+    """The leading bytes of a slot of shared memory (`engine.shared_memory`)."""
+
+    slot: int
+    num_bytes: int
+
+
 class KvCall(WorkerMessage, frozen=True):
-    """Message to an engine's process to run an operation on its KV blocks."""
+    """Message to an engine's process to run an operation on its KV blocks.
+
+    Attributes:
+        shared: place of the bytes of a chunk that the operation stores or may return, or None if
+            bytes follow the message.
+    """
 
     id: int
     operation: KvOperation
+    shared: SharedBytes | None = None
 
 
 class KvReply(WorkerMessage, frozen=True):
-    """Message from an engine's process with the result of the `KvCall` of this id."""
+    """Message from an engine's process with the result of the `KvCall` of this id.
+
+    Attributes:
+        shared: place of the bytes of a chunk, or None if bytes follow the message.
+    """
 
     id: int
     result: KvResult
+    shared: SharedBytes | None = None
 
 
 Command = Start | Submit | Cancel | SetPace | Alive | FetchTokenizer | KvCall

@@ -1,4 +1,4 @@
-"""The engine process: `python -m backends.engine.child FD`, started by `process.py`.
+"""The engine process: `python -m backends.engine.child FD [SHARED_FD]`, started by `process.py`.
 
 The process runs the same engine thread as the gateway's process, but sends the thread's events over
 the socket.
@@ -16,11 +16,16 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
+from msgspec.structs import replace
+
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
-from draftgate.backends.kv_transfer.exchange import KvResult
+from draftgate.backends.engine.shared_memory import SharedMemory
+from draftgate.backends.kv_transfer.exchange import AdoptBlocks, KvOperation, KvResult
+from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.kv_transfer.framing import NO_BYTES
 from draftgate.backends.remote_worker import (
     Cancel,
     Command,
@@ -31,6 +36,7 @@ from draftgate.backends.remote_worker import (
     Ready,
     Report,
     SetPace,
+    SharedBytes,
     Start,
     Submit,
     Update,
@@ -46,10 +52,11 @@ STOP_S: Final = 5.0
 class Reports:
     """Implements `loop.LoopEvents`: sends the reports of the engine's thread over a channel."""
 
-    def __init__(self, channel: SocketChannel[Command]) -> None:
-        """Send the reports over this channel."""
+    def __init__(self, channel: SocketChannel[Command], shared: SharedMemory | None) -> None:
+        """Send the reports over this channel, and the bytes of chunks in shared memory."""
         self._channel = channel
-        self._results: SimpleQueue[KvReply] = SimpleQueue()
+        self._shared = shared
+        self._results: SimpleQueue[tuple[KvCall, KvResult]] = SimpleQueue()
         threading.Thread(target=self._send_results, daemon=True).start()
 
     def loading(self, share: float) -> None:
@@ -64,9 +71,9 @@ class Reports:
         """Send the deltas of a step and the load after the step."""
         self._send(Update(batch, load))
 
-    def exchanged(self, call_id: int, result: KvResult) -> None:
+    def exchanged(self, call: KvCall, result: KvResult) -> None:
         """Send the result of an operation on the KV blocks, while the engine's thread continues."""
-        self._results.put(KvReply(call_id, result))
+        self._results.put((call, result))
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ended the engine."""
@@ -74,7 +81,19 @@ class Reports:
 
     def _send_results(self) -> None:
         while True:
-            self._send(self._results.get())
+            self._send(self._reply(*self._results.get()))
+
+    def _reply(self, call: KvCall, result: KvResult) -> KvReply:
+        """Return the message with a result, whose bytes are in shared memory if they fit."""
+        place, reply = call.shared, KvReply(call.id, result)
+        if place is None or self._shared is None or not isinstance(result, KvChunk):
+            return reply
+        size = len(result.data)
+        if size > place.num_bytes:
+            return reply
+        self._shared.view(place)[:size] = result.data
+        chunk = replace(result, data=NO_BYTES)
+        return KvReply(call.id, chunk, SharedBytes(place.slot, size))
 
     def _send(self, message: Report) -> None:
         with suppress(OSError):  # the main thread also notices that the gateway has ended
@@ -89,7 +108,8 @@ def main() -> None:
     start = next(commands, None)
     if not isinstance(start, Start):
         return
-    reports = Reports(channel)
+    shared = SharedMemory(int(sys.argv[2])) if len(sys.argv) > 2 else None
+    reports = Reports(channel, shared)
     loop = _start(start.config, reports)
     for command in commands:
         if isinstance(command, Submit):
@@ -99,10 +119,20 @@ def main() -> None:
         elif isinstance(command, SetPace):
             loop.set_pace(command.id, command.pace)
         elif isinstance(command, KvCall):
-            loop.exchange(command.operation, partial(reports.exchanged, command.id))
+            operation = _with_shared_bytes(command, shared)
+            loop.exchange(operation, partial(reports.exchanged, command))
     loop.stop()
     loop.join(STOP_S)
     os._exit(0)  # nothing else can interrupt a load
+
+
+def _with_shared_bytes(call: KvCall, shared: SharedMemory | None) -> KvOperation:
+    """Return the operation of a call, with the bytes that it stores."""
+    operation = call.operation
+    if not isinstance(operation, AdoptBlocks) or call.shared is None or shared is None:
+        return operation
+    chunk = replace(operation.chunk, data=shared.view(call.shared))
+    return replace(operation, chunk=chunk)
 
 
 def _start(config: WorkerConfig, reports: Reports) -> EngineLoop:

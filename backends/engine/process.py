@@ -16,14 +16,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from draftgate.backends.checkpoints import find_checkpoint
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.loop import LoopEvents
 from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.shared_memory import SharedMemory, place_of, shared_memory
 from draftgate.backends.errors import BackendFailed, CheckpointError
-from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.exchange import (
+    AdoptBlocks,
+    ExportBlocks,
+    KvOperation,
+    KvResult,
+)
+from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.kv_transfer.framing import NO_BYTES
 from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from draftgate.backends.remote_worker import (
     Cancel,
@@ -71,7 +81,8 @@ class EngineProcess(threading.Thread):
         self._channel: SocketChannel[Report] | None = None
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._call_ids = count()
-        self._calls: dict[int, Callable[[KvResult], None]] = {}  # receivers of results
+        self._shared = shared_memory()
+        self._calls: dict[int, _Call] = {}
 
     def start(self) -> None:
         """Start the process and the thread that receives its messages."""
@@ -100,9 +111,18 @@ class EngineProcess(threading.Thread):
             operation: what to do.
             done: receives the result in this thread, and must return immediately.
         """
-        call_id = next(self._call_ids)
-        self._calls[call_id] = done
-        self._commands.put(KvCall(call_id, operation))
+        call, place = KvCall(next(self._call_ids), operation), None
+        data: memoryview | None = None
+        if isinstance(operation, AdoptBlocks):
+            data = operation.chunk.data
+            place = place_of(data)
+            if place is not None:
+                operation = replace(operation, chunk=replace(operation.chunk, data=NO_BYTES))
+        elif isinstance(operation, ExportBlocks) and self._shared is not None:
+            data = self._shared.reserve()
+            place = None if data is None else place_of(data)
+        self._calls[call.id] = _Call(done, data)
+        self._commands.put(replace(call, operation=operation, shared=place))
 
     def stop(self) -> None:
         """End the process after the step in progress, or immediately during loading.
@@ -121,7 +141,7 @@ class EngineProcess(threading.Thread):
         channel = self._channel
         assert channel is not None
         with self._child_end:
-            process = _spawn(self._child_end)
+            process = _spawn(self._child_end, self._shared)
         sender = threading.Thread(target=self._send_commands, args=(channel,), daemon=True)
         sender.start()
         try:
@@ -138,6 +158,7 @@ class EngineProcess(threading.Thread):
             sender.join()
             channel.close()
             _wait_for_exit(process)
+            self._calls.clear()  # the process no longer reads or writes their bytes
 
     def _listen(self, channel: SocketChannel[Report]) -> None:
         """Report each message until the process closes its end.
@@ -150,7 +171,7 @@ class EngineProcess(threading.Thread):
                 assert report.load is not None  # only peers omit loads
                 self._events.stepped(report.deltas, report.load)
             elif isinstance(report, KvReply):
-                self._calls.pop(report.id)(report.result)
+                self._calls.pop(report.id).settle(report)
             elif isinstance(report, Loading):
                 self._events.loading(report.share)
             elif isinstance(report, Ready):
@@ -170,15 +191,36 @@ class EngineProcess(threading.Thread):
                 channel.send(command)
 
 
-def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the process with its end of the socket.
+class _Call(NamedTuple):
+    """An operation that the process runs.
+
+    Attributes:
+        done: receives the result.
+        data: shared bytes that the process reads or writes, which stay reserved meanwhile.
+    """
+
+    done: Callable[[KvResult], None]
+    data: memoryview | None
+
+    def settle(self, reply: KvReply) -> None:
+        """Report the result, with its bytes."""
+        result = reply.result
+        if reply.shared is not None and self.data is not None:
+            assert isinstance(result, KvChunk)
+            result = replace(result, data=self.data[: reply.shared.num_bytes])
+        self.done(result)
+
+
+def _spawn(end: socket.socket, shared: SharedMemory | None) -> subprocess.Popen[bytes]:
+    """Start the process with its end of the socket, and with the shared memory.
 
     The process gets its own session, so that Ctrl-C in a terminal reaches only the gateway. The
     gateway then lets streams end before it stops the engine.
     """
+    fds = [end.fileno(), *([] if shared is None else [shared.fd])]
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "draftgate.backends.engine.child", str(end.fileno())],
-        pass_fds=(end.fileno(),),
+        [sys.executable, "-m", "draftgate.backends.engine.child", *map(str, fds)],
+        pass_fds=fds,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -73,6 +73,6 @@ def _chunk(message: object) -> KvChunk | None:
 
 def _with_chunk(message: WorkerMessage, chunk: KvChunk) -> WorkerMessage:
     if isinstance(message, KvReply):
-        return KvReply(message.id, chunk)
+        return replace(message, result=chunk)
     assert isinstance(message, KvCall)
-    return KvCall(message.id, replace(message.operation, chunk=chunk))
+    return replace(message, operation=replace(message.operation, chunk=chunk))

@@ -16,6 +16,7 @@ from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.shared_memory import shared_memory
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, chunk_of, refusal
@@ -120,11 +121,22 @@ async def test_imported_blocks_equal_computed_blocks(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "own",
-    [(True, False), pytest.param((False, True), marks=pytest.mark.long)],
-    ids=["to_own", "from_own"],
+    [
+        (True, False),
+        pytest.param((False, True), marks=pytest.mark.long),
+        pytest.param((True, True), marks=pytest.mark.long),
+    ],
+    ids=["from_own", "to_own", "both_own"],
 )
-async def test_blocks_cross_the_socket_of_an_engine_process(own: tuple[bool, bool]) -> None:
-    """An engine in its own process exchanges blocks with an engine in the gateway's process."""
+@pytest.mark.parametrize("slots", [64, pytest.param(2, marks=pytest.mark.long)])
+async def test_engine_processes_exchange_blocks(
+    own: tuple[bool, bool], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine in its own process exchanges blocks with any other engine, in shared memory or, if
+    its slots are all reserved, over the socket. All slots are free afterwards."""
+    memory = shared_memory()
+    free = memory._free[:slots]
+    monkeypatch.setattr(memory, "_free", free)
     configs = [structs.replace(CONFIG, own_process=flag) for flag in own]
     async with engines(*configs) as (source, sink):
         request = long_request(source)
@@ -135,6 +147,8 @@ async def test_blocks_cross_the_socket_of_an_engine_process(own: tuple[bool, boo
         assert await pulled(source, hashes) == await pulled(sink, hashes)
         tokens, cached = await run(sink, replace(request, request_id="again"))
         assert (tokens, cached) == (expected, len(hashes) * BLOCK_TOKENS)
+        del transfer
+    await until(lambda: len(free) == slots)
 
 
 class Flipping:

@@ -90,7 +90,7 @@ async def test_killed_process_ends_every_stream_with_an_error() -> None:
 class UnresponsiveProcess:
     """A process that keeps its end of the socket open and reads nothing."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, _shared: object) -> None:
         self._end = end.dup()
 
     def wait(self, _timeout_s: float | None = None) -> int:
