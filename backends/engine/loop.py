@@ -164,17 +164,26 @@ class EngineLoop(threading.Thread):
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
         )
         turns = TransferTurns(engine.exchange, self._transfers, time.monotonic)
+        reported = False  # whether the load of the idle worker is reported, which transfers keep
         while not self._stopping:
-            self._run_commands(engine)
+            if self._run_commands(engine):
+                reported = False
             if pipeline.step():
                 turns.take_busy()
+                reported = False
             elif not turns.take_idle():
-                self._events.stepped([], worker.load())
+                if not reported:
+                    self._events.stepped([], worker.load())
+                reported = True
                 self._sleep()
 
-    def _run_commands(self, engine: LoadedEngine) -> None:
+    def _run_commands(self, engine: LoadedEngine) -> bool:
+        """Run the queued commands, and return whether there were any."""
+        ran = False
         while self._commands:
             self._commands.popleft()(engine)
+            ran = True
+        return ran
 
     def _sleep(self) -> None:
         with self._wake:

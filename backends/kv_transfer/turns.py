@@ -46,11 +46,12 @@ class TransferTurns:
         self._unspent_s = 0.0  # time of steps of which transfers have not had their share
 
     def take_idle(self) -> bool:
-        """Run the next operation of an idle worker, and return whether there was one."""
-        ran = bool(self._queue)
-        if ran:
-            self._run(self._clock())
-        self._unspent_s, self._last_s = 0.0, self._clock()
+        """Run the operations of an idle worker for one turn, and return whether there were any."""
+        ran, now_s = bool(self._queue), self._clock()
+        until_s = now_s + TURN_S
+        while self._queue and now_s < until_s:
+            now_s = self._run(now_s)
+        self._unspent_s, self._last_s = 0.0, now_s
         return ran
 
     def take_busy(self) -> None:
