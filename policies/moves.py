@@ -73,7 +73,7 @@ class MoveReason(StrEnum):
     """The source has much less free memory per sequence than the destination."""
     FASTER = "faster"
     """The streams of both workers end sooner."""
-    ROOM = "room"
+    MAKE_ROOM = "make_room"
     """The next request in the queue needs the memory of the source."""
 
 

@@ -159,7 +159,7 @@ class Moves:
             return
         under_way = self._chosen.values()
         moving = {end for chosen in under_way for end in (chosen.source, chosen.sink)}
-        room = any(chosen.reason is MoveReason.ROOM for chosen in under_way)
+        room = any(chosen.reason is MoveReason.MAKE_ROOM for chosen in under_way)
         planned = self._rescheduler.choose(self._streams, self._may_move, moving, makes_room=room)
         for stream, chosen in planned[: max(MOST_MOVES - len(self._moving), 0)]:
             self._start(stream, chosen)

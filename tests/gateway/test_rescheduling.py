@@ -156,7 +156,7 @@ def test_room_is_made_for_a_long_prompt(policy: str) -> None:
 
     watches, early = run_scenario(scenario())
     reasons = [one.reason for watch in watches for one in watch.moves if one.end is MoveEnd.MOVED]
-    assert MoveReason.ROOM in reasons
+    assert MoveReason.MAKE_ROOM in reasons
     assert early
 
 

@@ -300,7 +300,7 @@ def test_room_for_the_next_request_costs_the_fewest_bytes(spec: str) -> None:
     found = pool(*workers)
     found.head = HeadOfQueue(BLOCKS * BLOCK - 8000 + 600)
     moves = [
-        one for one in found.choose(rescheduling_policy(spec)) if one.reason is MoveReason.ROOM
+        one for one in found.choose(rescheduling_policy(spec)) if one.reason is MoveReason.MAKE_ROOM
     ]
     assert [(move.source, move.stream_id) for move in moves] == [("w-1", "1/1")]
 
@@ -311,4 +311,4 @@ def test_no_room_is_made_for_a_request_that_fits(spec: str) -> None:
     found = pool(*[[stream(f"{number}", 4000)] for number in range(3)])
     found.head = HeadOfQueue(4000)
     reasons = [move.reason for move in found.choose(rescheduling_policy(spec))]
-    assert MoveReason.ROOM not in reasons
+    assert MoveReason.MAKE_ROOM not in reasons
