@@ -4,6 +4,9 @@ import { byId, duration, figure, make } from "/web/dom.js";
 
 const WHY = {
   drain: "its worker is leaving",
+  balance: "balance of memory",
+  faster: "shorter total time",
+  make_room: "room for a waiting request",
   failed: "its worker failed",
   stalled: "its worker made no progress",
   left: "its worker has left",
@@ -25,7 +28,8 @@ let shown = ""; // key of the rows in the table
 
 /** Why a request moved. */
 export function reasonOf({ reason, policy, explanation }) {
-  return policy ? `${reason} (${policy}): ${explanation}` : (WHY[reason] ?? reason);
+  const why = WHY[reason] ?? reason;
+  return policy ? `${why} (${policy}): ${explanation}` : why;
 }
 
 /** What became of a move. */
