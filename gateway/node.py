@@ -110,7 +110,7 @@ class Node:
             draw=Random().random,
         )
         queue = self.dispatcher.queue
-        self.members = _members(config, fleet, store, queue.pump)
+        self.members = _members(config, fleet, store, queue.dispatch_waiting)
         self.heartbeat = Heartbeat(
             *(fleet, store, self.dispatcher),
             [file for file in (decisions_file, audit_file) if file is not None],
@@ -211,7 +211,7 @@ class Node:
         if self.members is not None:
             await self.members.close()
         await self.fleet.stop()
-        self.dispatcher.queue.pump()  # fail the requests that still wait
+        self.dispatcher.queue.dispatch_waiting()  # fail the requests that still wait
 
     def use_accounts(self, accounts: Accounts) -> None:
         """Use other API keys, with their quotas and limits, for all further requests.

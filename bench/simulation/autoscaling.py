@@ -70,7 +70,7 @@ class Autoscaler:
         for worker in [one for one, at_s in self._ready_s.items() if at_s <= loop_time_s()]:
             del self._ready_s[worker]
             worker.drained = False
-        dispatcher.queue.pump()
+        dispatcher.queue.dispatch_waiting()
 
     def _resize(self, workers: tuple[FleetWorker, ...], wanted: int) -> None:
         """Start workers, or stop those that load and then drain the least busy ones."""

@@ -242,7 +242,7 @@ async def _running(
         heartbeat = Heartbeat(fleet, store, dispatcher)
         beats.append(_beat(heartbeat, HEARTBEAT_S * index / pool.gateways))
         for backend in backends:
-            backend.on_update.append(dispatcher.queue.pump)
+            backend.on_update.append(dispatcher.queue.dispatch_waiting)
     with _background(beats):
         await asyncio.sleep(0.0)  # the workers report
         yield backends, dispatchers, store

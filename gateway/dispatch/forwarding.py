@@ -311,7 +311,7 @@ class RunningForward:
         finally:
             if self._place is not None:
                 self._place.move(None)
-                forwarder.queue.pump()
+                forwarder.queue.dispatch_waiting()
             # An upstream that refuses has computed nothing.
             if isinstance(error, UpstreamBusy | UpstreamUnavailable):
                 self._entry.prompt_tokens = 0

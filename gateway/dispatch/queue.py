@@ -154,7 +154,7 @@ class CentralQueue:
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
-        The caller releases the capacity on the worker and then calls `pump`. A resumed request that
+        The caller releases the capacity on the worker and then calls `dispatch_waiting`. A resumed request that
         waits claims a worker. After a refusal of the store, it keeps its claim and calls again.
 
         Args:
@@ -172,10 +172,10 @@ class CentralQueue:
         loop = asyncio.get_running_loop()
         place = _Place(waiting, view, loop.create_future(), held)
         self._push(place)
-        self.pump()
+        self.dispatch_waiting()
         if waiting.claim_tokens and not place.turn.done():
             claimant = (waiting.request_id, waiting.claim_tokens, waiting.need, waiting.avoid)
-            self.claims.begin(Claimant(*claimant), self.pump)
+            self.claims.begin(Claimant(*claimant), self.dispatch_waiting)
         waited_s = self._waited_s(waiting)
         timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, place)
         try:
@@ -206,7 +206,7 @@ class CentralQueue:
         worker.reserve(request_id, need)
         return Routed(worker)
 
-    def pump(self) -> None:
+    def dispatch_waiting(self) -> None:
         """Dispatch requests that now fit.
 
         Callers use this method whenever a worker may have capacity.
@@ -216,7 +216,7 @@ class CentralQueue:
         if not self._fleet.serving:
             self._fail_all()
             return
-        if not self._pump_resumed():
+        if not self._dispatch_resumed():
             return
         now_s = (
             self.now_s()
@@ -228,7 +228,7 @@ class CentralQueue:
             self.ordering.take(now_s)
             self._forget(place)
 
-    def _pump_resumed(self) -> bool:
+    def _dispatch_resumed(self) -> bool:
         """Dispatch resumed requests that now fit.
 
         Returns:
@@ -263,7 +263,7 @@ class CentralQueue:
 
     def _end_hold(self) -> None:
         self._held = False
-        self.pump()
+        self.dispatch_waiting()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
@@ -317,7 +317,7 @@ class CentralQueue:
         if refused is not None:
             error = Overloaded(refused.reason, refused.retry_after_s, refused.kind)
             self._fail(place, error)
-            self.pump()  # the request may have blocked the requests after it
+            self.dispatch_waiting()  # the request may have blocked the requests after it
 
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
         """Return the error of a request that has waited for the maximum time."""
@@ -338,7 +338,7 @@ class CentralQueue:
 
     def _end_refusal(self, place: _Place) -> None:
         place.held = False
-        self.pump()
+        self.dispatch_waiting()
 
     def _forget(self, place: _Place) -> None:
         del self._places[place.waiting.ticket.key]
@@ -353,7 +353,7 @@ class CentralQueue:
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             turn.result().worker.release(place.waiting.request_id)
-        self.pump()  # the request may have blocked the requests after it
+        self.dispatch_waiting()  # the request may have blocked the requests after it
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""

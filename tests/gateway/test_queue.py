@@ -110,12 +110,12 @@ def test_the_most_urgent_request_gets_the_first_free_worker() -> None:
         assert len(queue) == 2
         assert queue.prompt_tokens == 20
         workers[1].release("r-1")
-        queue.pump()
+        queue.dispatch_waiting()
         await settle()
         assert urgent.result() is workers[1]
         assert not usual.done()
         workers[0].release("r-0")
-        queue.pump()
+        queue.dispatch_waiting()
         assert await usual is workers[0]
         assert len(queue) == queue.prompt_tokens == 0
 
@@ -140,7 +140,7 @@ def test_requests_that_become_overdue_are_served_once() -> None:
         while served < len(waiting):
             for key in range(6):
                 workers[0].release(f"r-{key}")
-            queue.pump()
+            queue.dispatch_waiting()
             await settle()
             served = sum(task.done() for task in waiting)
         assert [task.result() for task in waiting] == workers * 5
@@ -173,7 +173,7 @@ def test_waiting_requests_fail_with_the_last_worker() -> None:
         waiting = asyncio.create_task(wait_for_worker(queue, waiting_request(1)))
         await settle()
         workers[0].backend.failure = "device lost"
-        queue.pump()
+        queue.dispatch_waiting()
         with pytest.raises(BackendFailed, match="device lost"):
             await waiting
         assert len(queue) == 0
@@ -192,7 +192,7 @@ def test_a_disconnect_at_the_moment_of_dispatch_frees_the_worker() -> None:
         )
         await settle()
         workers[0].release("r-0")
-        queue.pump()  # the request has a worker, but its task has not run yet
+        queue.dispatch_waiting()  # the request has a worker, but its task has not run yet
         leaving.cancel()
         await settle()
         assert leaving.cancelled()
@@ -226,7 +226,7 @@ def test_capacity_holds_and_nothing_leaks(
                 task.cancel()
             elif task is not None and task.done() and not task.cancelled():
                 task.result().release(f"r-{target}")
-                queue.pump()
+                queue.dispatch_waiting()
             if target % 2:
                 await settle()
             for worker, most in zip(workers, capacities, strict=True):

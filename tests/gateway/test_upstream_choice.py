@@ -270,7 +270,7 @@ async def test_queued_request_fails_when_the_last_upstream_goes_out() -> None:
         engine.status = 500
         for _ in range(3):
             await probe(gateway)
-        gateway.node.dispatcher.queue.pump()
+        gateway.node.dispatcher.queue.dispatch_waiting()
         status, body, retry_after = await waiting
         assert (status, retry_after) == (503, "1")
         assert b'"code":"upstream_unavailable"' in body

@@ -287,7 +287,7 @@ async def test_request_waits_while_kv_memory_is_full() -> None:
             await until(lambda: len(gateway.node.dispatcher.queue) == 1)
             engine.metrics = vllm(1, 0, 0.1, blocks="100")
             await gateway.node.fleet.workers[0].backend.poll()
-            gateway.node.dispatcher.queue.pump()
+            gateway.node.dispatcher.queue.dispatch_waiting()
             await engine.arrived.get()
             first.close()
             second.close()

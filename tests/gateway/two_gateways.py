@@ -114,7 +114,7 @@ async def _report(worker: FleetWorker, store: Store) -> None:
 
 async def _beat(dispatcher: Dispatcher, store: Store) -> None:
     while True:
-        dispatcher.queue.pump()
+        dispatcher.queue.dispatch_waiting()
         await dispatcher.leases.renew()
         await dispatcher.sharing.exchange()
         await store.snapshot()

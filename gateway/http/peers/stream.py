@@ -83,7 +83,7 @@ class PeerStream:
                         spans.end()
             finally:
                 worker.release(request.request_id)
-                self._node.dispatcher.queue.pump()
+                self._node.dispatcher.queue.dispatch_waiting()
 
     async def _check(self) -> None:
         """Check the request again, because it may come from another version."""
@@ -108,7 +108,7 @@ class PeerStream:
         if not self._has_output:
             self._has_output = True
             self._worker.started(self._request.request_id)
-            self._node.dispatcher.queue.pump()
+            self._node.dispatcher.queue.dispatch_waiting()
         if spans is None:
             return delta
         spans.observe(delta)
