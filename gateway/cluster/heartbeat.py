@@ -82,7 +82,8 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """Report workers, renew leases and reservations, and dispatch requests that now fit."""
-        self._dispatcher.queue.dispatch_waiting()  # memory may become free without an event on this node
+        # Memory may become free without an event on this node.
+        self._dispatcher.queue.dispatch_waiting()
         for number, worker in enumerate(self._fleet.own):
             if not self._left:
                 await self._report(worker, number)

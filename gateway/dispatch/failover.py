@@ -114,7 +114,7 @@ class Failover:
                     return
                 except NoCapacity:
                     if lost is None:
-                        self._queue.hold()
+                        self._queue.back_off()
                     waiting = waiting.retried(since_s)
                     continue
                 except BackendFailed as error:

@@ -85,16 +85,16 @@ class _Place:
     """A waiting request and the future of its worker.
 
     Attributes:
-        held: whether a resumed request waits for `HELD_S` after a refusal.
+        backs_off: whether a resumed request waits for `BACKOFF_S` after a refusal.
     """
 
     waiting: Waiting
     view: View
     turn: asyncio.Future[Routed]
-    held: bool = False
+    backs_off: bool = False
 
 
-HELD_S: Final = 0.05
+BACKOFF_S: Final = 0.05
 """Interval of retries for capacity that other gateways hold.
 
 A worker with 64 sequences of 200 tokens at 20 ms per token ends a sequence every 60 ms. (Chosen,
@@ -137,7 +137,7 @@ class CentralQueue:
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
-        self._held = False
+        self._backs_off = False
         self._binds_early = binds_early
         self.prompt_tokens = 0
 
@@ -147,15 +147,16 @@ class CentralQueue:
 
     def has_room(self, need: CapacityNeed) -> bool:
         """Return whether a new request would get a worker at once."""
-        if self._places or self._held:
+        if self._places or self._backs_off:
             return False
         return bool(self._usable(self._fleet.open, self.claims.taken(""), need))
 
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
-        The caller releases the capacity on the worker and then calls `dispatch_waiting`. A resumed request that
-        waits claims a worker. After a refusal of the store, it keeps its claim and calls again.
+        The caller releases the capacity on the worker and then calls `dispatch_waiting`. A resumed
+        request that waits claims a worker. After a refusal of the store, it keeps its claim and
+        calls again.
 
         Args:
             view: a function that returns the routing policy's view of the request.
@@ -165,12 +166,12 @@ class CentralQueue:
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
-        held = waiting.refused and waiting.claim_tokens > 0
-        routed = None if self._places or held else self._routed(waiting, view)
+        backs_off = waiting.refused and waiting.claim_tokens > 0
+        routed = None if self._places or backs_off else self._routed(waiting, view)
         if routed is not None:
             return routed
         loop = asyncio.get_running_loop()
-        place = _Place(waiting, view, loop.create_future(), held)
+        place = _Place(waiting, view, loop.create_future(), backs_off)
         self._push(place)
         self.dispatch_waiting()
         if waiting.claim_tokens and not place.turn.done():
@@ -246,29 +247,29 @@ class CentralQueue:
         """Give a request its worker, and return whether the request has left the queue."""
         if place.turn.cancelled():  # cancelled, but its task has not run yet
             return True
-        routed = None if place.held else self._routed(place.waiting, place.view)
+        routed = None if place.backs_off else self._routed(place.waiting, place.view)
         if routed is None:
             return False
         place.turn.set_result(routed)
         return True
 
-    def hold(self) -> None:
-        """Dispatch nothing for `HELD_S`, after the store has refused a lease.
+    def back_off(self) -> None:
+        """Dispatch nothing for `BACKOFF_S`, after the store has refused a lease.
 
         The workers seem free, but other gateways have leased their capacity.
         """
-        if not self._held:
-            self._held = True
-            asyncio.get_running_loop().call_later(HELD_S, self._end_hold)
+        if not self._backs_off:
+            self._backs_off = True
+            asyncio.get_running_loop().call_later(BACKOFF_S, self._end_backoff)
 
-    def _end_hold(self) -> None:
-        self._held = False
+    def _end_backoff(self) -> None:
+        self._backs_off = False
         self.dispatch_waiting()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
-        # A resumed request has its own pause, and would otherwise wait for the pauses of others.
-        if self._held and not waiting.claim_tokens:
+        # A resumed request backs off alone, and would otherwise wait while others back off.
+        if self._backs_off and not waiting.claim_tokens:
             return None
         need, taken, workers = (
             waiting.need,
@@ -333,11 +334,11 @@ class CentralQueue:
             self.ordering.push(place.waiting.ticket)
             return
         self._resumed[place.waiting.ticket.key] = place
-        if place.held:
-            asyncio.get_running_loop().call_later(HELD_S, self._end_refusal, place)
+        if place.backs_off:
+            asyncio.get_running_loop().call_later(BACKOFF_S, self._end_refusal, place)
 
     def _end_refusal(self, place: _Place) -> None:
-        place.held = False
+        place.backs_off = False
         self.dispatch_waiting()
 
     def _forget(self, place: _Place) -> None:
