@@ -105,12 +105,9 @@ class PeerChannel(asyncio.Protocol, Generic[Received]):
             self._transport.write(b"".join([framed(encode(message)) for message in messages]))
 
     def close(self) -> None:
-        """Close the connection after what was sent, but without waiting for a hung reader."""
+        """Close the connection when everything has been sent. The call does not wait for it."""
         if self._transport is not None:
-            if self._transport.get_write_buffer_size():
-                self._transport.abort()
-            else:
-                self._transport.close()
+            self._transport.close()
 
     # --- the event loop calls these methods ----------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import cycle
@@ -12,8 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.framing import Frames, FrameTooLarge, framed
-from draftgate.backends.peer.channel import INVALID, TOO_LARGE, PeerChannel
-from draftgate.backends.remote_worker import Cancel, Codec, Command, SetPace, WorkerMessage
+from draftgate.backends.peer.channel import (
+    CLOSED,
+    INVALID,
+    MOST_REPORT_BYTES,
+    TOO_LARGE,
+    PeerChannel,
+)
+from draftgate.backends.remote_worker import (
+    Cancel,
+    Codec,
+    Command,
+    Report,
+    SetPace,
+    TokenizerFiles,
+    WorkerMessage,
+)
 from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Pace
@@ -118,6 +133,25 @@ async def test_messages_of_one_call_are_one_write() -> None:
     there = Arrivals()
     there.channel.data_received(data)
     assert there.received == messages
+
+
+async def test_closing_delivers_what_was_sent() -> None:
+    """A message that exceeds the buffers of the system arrives whole before the end."""
+    files = TokenizerFiles({"a": bytes(32 << 20)})
+    received: list[Report] = []
+    ended = asyncio.Event()
+    here, there = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    sender = PeerChannel[Command](Command, MOST_BYTES, lambda _: None, lambda: None)
+    receiver = PeerChannel[Report](Report, MOST_REPORT_BYTES, received.append, ended.set)
+    for channel, end in ((sender, here), (receiver, there)):
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=end)
+        channel.take_over(transport)
+    sender.send(files)
+    sender.close()
+    async with asyncio.timeout(30):
+        await ended.wait()
+    assert (received, receiver.reason) == ([files], CLOSED)
 
 
 def make_request_of(tokens: int):

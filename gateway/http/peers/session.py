@@ -233,6 +233,7 @@ class PeerSession:
             self._channel.heard = False
             await asyncio.sleep(REPORT_S)
             silent_beats = 0 if self._channel.heard else silent_beats + 1
+        self._channel.fail("it sent nothing")
 
     def _report_soon(self) -> None:
         """Send an update when all deltas of the step have been added."""
