@@ -47,6 +47,9 @@ ROUNDS: Final = 5
 KEPT_TOKENS: Final = 20
 """Output tokens before the move."""
 
+TOUCHED_TOKENS: Final = 1000
+"""Tokens of each prompt that fills the KV memory before the measurement."""
+
 TAIL_TOKENS: Final = 40
 """Tokens of a prompt after the prefix that it shares."""
 
@@ -86,7 +89,12 @@ def new_tail(
 
 
 async def measure(
-    contexts: Sequence[int], prefixes: Sequence[int], rounds: int, place: str
+    contexts: Sequence[int],
+    prefixes: Sequence[int],
+    rounds: int,
+    place: str,
+    *,
+    touches: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Return the seconds of both ways and the bandwidths of the pulls, by case and length.
 
@@ -94,8 +102,12 @@ async def measure(
         contexts: lengths of resumed prompts, in tokens.
         prefixes: lengths of shared prefixes, in tokens.
         place: where the engines run, one of `PLACES`.
+        touches: whether to use all KV memory beforehand, as an engine that has run for a while.
     """
     async with _engines(place) as (source, sink):
+        if touches:
+            await _touch(source)
+            await _touch(sink)
         found: dict[str, dict[str, Any]] = {}
         for case, lengths, continuation in (
             ("resume", contexts, resumed),
@@ -126,6 +138,18 @@ async def _engines(place: str) -> AsyncGenerator[tuple[Worker, Worker], None]:
             yield backends[0], backends[1]
         finally:
             await asyncio.gather(*(backend.stop() for backend in backends))
+
+
+async def _touch(engine: Worker) -> None:
+    """Write to all KV blocks of an engine.
+
+    The system provides memory at its first use, which takes 2 ms for the 384 KiB of a chunk in a
+    virtual machine, and thus longer than the transfer (AVX2 machine, 2026-11-23).
+    """
+    draw = Random("touch")
+    for _ in range(engine.card.pool_tokens // TOUCHED_TOKENS + 1):
+        prompt = compact(_tokens(draw, TOUCHED_TOKENS))
+        await _first_tokens(engine, replace(make_request(engine), prompt_ids=prompt), 1)
 
 
 async def _measure_case(
@@ -203,7 +227,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.places:
         # Nodes run on this event loop, too.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found[name] = runner.run(measure(args.contexts, args.prefixes, args.rounds, name))
+            parts = args.contexts, args.prefixes, args.rounds, name
+            found[name] = runner.run(measure(*parts, touches=True))
         for case, by_length in found[name].items():
             for tokens, result in by_length.items():
                 ratio, speed = result["compute_over_pull"], result["gb_per_s"]
