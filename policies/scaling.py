@@ -147,7 +147,8 @@ def _total_tokens(load: WorkerLoad) -> int:
 
 def _used_tokens(load: WorkerLoad) -> int:
     used = load.kv_blocks_total - load.kv_blocks_free
-    return used * load.kv_block_tokens + load.head_tokens
+    # Prompts in the worker's queue will need memory too.
+    return used * load.kv_block_tokens + max(load.prompt_tokens, load.head_tokens)
 
 
 class ScalingAdvisor:

@@ -119,6 +119,12 @@ def test_streams_of_leaving_workers_count() -> None:
     assert demand[ScalingReason.MEMORY] == pytest.approx(3 * 0.8 / CAPACITY_TARGET)
 
 
+def test_prompts_in_the_queue_of_a_worker_need_memory() -> None:
+    """Prompts that wait on a full worker demand more than one worker."""
+    demand = signals(DemandView([load(used=100, prompts=200 * 16)]))
+    assert demand[ScalingReason.MEMORY] == pytest.approx(3 / CAPACITY_TARGET)
+
+
 def test_lost_workers_keep_the_advice() -> None:
     """The advice stays as it is while no worker is left, and there is none before the first."""
     assert ScalingAdvisor().update(DemandView([]), 0.0) is None
