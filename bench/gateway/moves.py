@@ -65,7 +65,7 @@ has moved counts as not moved."""
 SETTLED_TOKENS: Final = 20
 """Output tokens after the switch."""
 
-PART_S: Final = {"gaps": 360.0, "effects": 240.0, "drain": 240.0, "restarts": 180.0}
+PART_S: Final = {"gaps": 360.0, "effects": 240.0, "drain": 240.0, "restarts": 300.0}
 """Time limits in seconds, twice to three times the time on two idle cores with AVX2."""
 
 CANCEL_S: Final = 60.0
