@@ -46,6 +46,10 @@ from draftgate.policies.quotas import QuotaReservation
 from draftgate.policies.registry import speculation_policy
 
 _ADDRESS: Final = "http://worker"
+_REST_S: Final = 5.0
+"""Time from the last arrival to the end. The longest outputs take minutes, so requests that still
+run at the end are counted with their tokens so far."""
+
 _SAMPLE_S: Final = 1.0
 """Interval of samples of the workers' memory."""
 
@@ -78,9 +82,11 @@ class LargePool:
 
 
 class Finished(NamedTuple):
-    """A complete request, with times in seconds.
+    """A request at its end, with times in seconds.
 
     Attributes:
+        first_s, end_s: times of its first and last token, or the end of the simulation without one.
+        output: number of its output tokens.
         decided_s: CPU time from its arrival to its dispatch, or None if it waited.
         load_age_s: age of the load of its worker at the decision.
     """
@@ -108,7 +114,7 @@ class Measured:
     """The results of a simulation, from the end of the warm-up on.
 
     Attributes:
-        finished: complete requests that arrived after the warm-up.
+        finished: requests that arrived after the warm-up.
         placed_tokens: tokens of prompts and outputs of these requests, by worker.
         spreads: max / mean over the workers of the used memory, and of the running sequences, for
             each sample.
@@ -324,7 +330,10 @@ async def _send(
         task.add_done_callback(tasks.discard)
     await asyncio.gather(begun, sampled)
     found.calls, found.leases = Counter(store.calls), store.renewed
-    await asyncio.gather(*tasks)
+    await asyncio.sleep(_REST_S)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     found.preemptions = sum(backend.preemptions for backend in backends)
     return found
 
@@ -364,13 +373,16 @@ async def _run(
     """Run a request, and record it."""
     job, first_s, output = drawn.job(planned), 0.0, 0
     watch = _Placed(found.moves)
-    with dispatcher.counted():
-        async with dispatcher.run(job, watch=watch) as run:
-            async for delta in run.deltas:
-                first_s = first_s or loop_time_s()
-                output += len(delta.token_ids)
-    at_s = start_s + (planned.at_s or 0.0)
-    if at_s >= start_s + warm_up_s:
-        found.placed_tokens[watch.worker_id] += len(job.prompts[0]) + output
-        one = Finished(at_s, first_s, loop_time_s(), output, watch.decided_s, watch.load_age_s)
-        found.finished.append(one)
+    at_s, last_s = start_s + (planned.at_s or 0.0), 0.0
+    try:
+        with dispatcher.counted():
+            async with dispatcher.run(job, watch=watch) as run:
+                async for delta in run.deltas:
+                    first_s, last_s = first_s or loop_time_s(), loop_time_s()
+                    output += len(delta.token_ids)
+    finally:
+        if at_s >= start_s + warm_up_s:
+            found.placed_tokens[watch.worker_id] += len(job.prompts[0]) + output
+            first_s, last_s = first_s or loop_time_s(), last_s or loop_time_s()
+            one = Finished(at_s, first_s, last_s, output, watch.decided_s, watch.load_age_s)
+            found.finished.append(one)

@@ -27,10 +27,10 @@ READ_S: Final = 1.0
 WORKER_READ_S: Final = 1e-4
 """Least interval of reading the store, for each worker and for each gateway of the pool.
 
-The server takes about 10 us per worker for a snapshot. All gateways together thus take at most a
-tenth of its time. The interval exceeds `READ_S` in pools with more than 10,000 pairs of a worker
-and a gateway. With 1,000 workers and 64 gateways, it is 6.4 s. (`draftgate bench scale`, AMD EPYC
-Zen 3, 2026-11-23.)"""
+The server takes 10 to 15 us per worker for a snapshot on a busy machine. All gateways together thus
+take at most a seventh of its time. The interval exceeds `READ_S` in pools with more than 10,000
+pairs of a worker and a gateway. With 1,000 workers and 64 gateways, it is 6.4 s. (`draftgate bench
+scale`, AMD EPYC Zen 3, 2026-11-23.)"""
 
 REFUSED_S: Final = 30.0
 """Time until the node tries again to link to a worker that rejected the link.
