@@ -195,6 +195,7 @@ class BatchBackend:
 
     def _wake(self) -> None:
         if self._step is None:
+            self._updated_s = self._loop.time() - self.load_age_s  # the last idle report
             self._begin_step()
 
     def _begin_step(self) -> None:
