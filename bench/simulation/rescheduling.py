@@ -44,7 +44,7 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of

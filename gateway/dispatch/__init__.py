@@ -6,5 +6,6 @@ The module `job` defines a client's request. `admission` admits it or rejects it
 `attempt` runs it. The `watchdog` detects the loss of a worker, after which another attempt
 continues. `dispatcher` composes these modules.
 
-`forwarding` uses the same admission and queue for requests that an upstream runs.
+The folder `kv` copies KV blocks between workers, and `moves` moves running prompts to other
+workers. `upstreams` uses the same admission and queue for requests that an upstream runs.
 """

@@ -19,8 +19,8 @@ from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.moves import Moves
-from draftgate.gateway.dispatch.moving import Stream
+from draftgate.gateway.dispatch.moves.moves import Moves
+from draftgate.gateway.dispatch.moves.stream import Stream
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting

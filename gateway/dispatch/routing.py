@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from draftgate.gateway.dispatch.kv_pulls import KvPulls
+from draftgate.gateway.dispatch.kv.pulls import KvPulls
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy

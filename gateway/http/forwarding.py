@@ -13,8 +13,8 @@ from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
-from draftgate.gateway.dispatch.forwarding import ForwardJob, RunningForward
-from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
+from draftgate.gateway.dispatch.upstreams.answer import UpstreamAnswer
+from draftgate.gateway.dispatch.upstreams.forwarding import ForwardJob, RunningForward
 from draftgate.gateway.errors import (
     ErrorFormat,
     NotOffered,

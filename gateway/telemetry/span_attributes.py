@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftgate.backends.types import SpeculationOutcome, Task
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Move, Resume

@@ -10,7 +10,7 @@ from enum import StrEnum
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany

@@ -34,7 +34,7 @@ from draftgate.gateway.telemetry.logs import log
 
 REACH_S: Final = 0.25
 """Time in seconds to connect to a third node, as long as a worker may take to answer
-(`kv_fetch.ASK_S`). (Chosen, not tuned, 2026-11-23.)"""
+(`kv.fetch.ASK_S`). (Chosen, not tuned, 2026-11-23.)"""
 
 _WORKER: Final = re.compile(re.escape(WORKER_PATH) + "[0-9]{1,3}")
 

@@ -17,13 +17,13 @@ from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import View
-from draftgate.gateway.dispatch.upstream_answer import (
+from draftgate.gateway.dispatch.upstreams.answer import (
     NO_TOKENS,
     Calling,
     UpstreamAnswer,
     UpstreamRefusal,
 )
-from draftgate.gateway.dispatch.upstream_pools import PoolDecision, UpstreamPools
+from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry import metric_definitions as metric

@@ -25,13 +25,13 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
-from draftgate.gateway.dispatch.kv_pulls import can_supply
+from draftgate.gateway.dispatch.kv.pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.moving import Migration, Stream
+from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
+from draftgate.gateway.dispatch.moves.splice import Splice
+from draftgate.gateway.dispatch.moves.stream import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
-from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.splice import Splice
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry.logs import log

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import Final
 
-from draftgate.gateway.dispatch.kv_pulls import KvPulls
-from draftgate.gateway.dispatch.moving import Stream
+from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.moves.stream import Stream
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store
