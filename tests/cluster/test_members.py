@@ -323,7 +323,7 @@ async def test_a_link_that_is_refused_for_a_while_is_restored(
     ):
         (worker,) = where.node.fleet.workers
         access, worker_node.node.peer_access = worker_node.node.peer_access, None
-        await worker.backend._link._socket.close()
+        worker.backend._link.channel.close()
         await until(
             lambda: worker.backend.failure is not None and "secret" in worker.backend.failure
         )
