@@ -28,6 +28,9 @@ KEPT: Final = 1000
 KEPT_MOVES: Final = 50
 """Maximum moves in the list of the latest moves, which a page can show at once."""
 
+KEPT_MOVES_OF_RUN: Final = 16
+"""Maximum moves in a decision. A stream that finds no room tries to move about once a second."""
+
 
 class RevisionRecord(msgspec.Struct, frozen=True):
     """A revision of a plan, after a number of output tokens of its choice."""
@@ -129,8 +132,8 @@ class Decision(msgspec.Struct):
         degraded: whether the state store did not respond, so that recent requests of other gateways
             were unknown.
         outcome: the result of the plan, or None before the first choice has ended.
-        moves: attempts to move the request to another worker, and the failover that ended its run
-            on this worker. Decision files do not contain them.
+        moves: the latest attempts to move the request to another worker, and the failover that
+            ended its run on this worker. Decision files do not contain them.
     """
 
     request_id: str
@@ -238,7 +241,7 @@ class Decisions:
         move = msgspec.structs.replace(move, ended_s=self._now_s())
         self.moves.append(RecentMove(request_id, prompt, tenant, move))
         if decision is not None:
-            decision.moves = (*decision.moves, move)
+            decision.moves = (*decision.moves, move)[-KEPT_MOVES_OF_RUN:]
             if self._changed is not None:
                 self._changed.add(id(decision))
 

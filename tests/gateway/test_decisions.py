@@ -18,12 +18,19 @@ from draftgate.backends.types import (
     SpeculationOutcome,
 )
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.dispatch.decisions import KEPT, Decisions, read_decisions
+from draftgate.gateway.dispatch.decisions import (
+    KEPT,
+    KEPT_MOVES_OF_RUN,
+    Decisions,
+    MoveRecord,
+    read_decisions,
+)
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.revision import PlanRevision, RevisionCause, SlotWorth
 from draftgate.policies.types import (
@@ -56,6 +63,18 @@ def test_latest_decisions_are_kept_newest_first() -> None:
     assert [decision.request_id for decision in latest] == [str(KEPT + n) for n in (4, 3, 2)]
     assert len(decisions.latest(10 * KEPT)) == KEPT
     assert latest[0].decided_s == 7.0
+
+
+def test_decision_keeps_its_latest_moves() -> None:
+    """A request that tries to move for a long time keeps only its latest attempts."""
+    decisions = Decisions(None, lambda: 7.0)
+    decide(decisions, 1)
+    (decision,) = decisions.latest(1)
+    for number in range(KEPT_MOVES_OF_RUN + 5):
+        move = MoveRecord("w", f"v{number}", "drain", MoveEnd.NO_ROOM)
+        decisions.add_move("0", 0, "", decision, move)
+    assert len(decision.moves) == KEPT_MOVES_OF_RUN
+    assert decision.moves[-1].sink == f"v{KEPT_MOVES_OF_RUN + 4}"
 
 
 def test_decisions_are_read_back_from_a_file_and_replayed(tmp_path: Path) -> None:
