@@ -40,7 +40,8 @@ from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.scaling import DemandView, ScalingAdvice
 from draftgate.policies.types import WorkerLoad
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
+"""Timeout of a wait in seconds, which only failures reach."""
 
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None
