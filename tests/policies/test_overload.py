@@ -23,6 +23,11 @@ from bench.simulation.overload_servers import (
 SEEDS = (1, 2, 3)
 
 
+def _long(value: object) -> object:
+    """Return a parameter for the long tests only."""
+    return pytest.param(value, marks=pytest.mark.long)
+
+
 def rounds_up(rng: random.Random, now_s: float, retry_s: float) -> float | None:
     return now_s + math.ceil(retry_s) + rng.uniform(0, 0.1)
 
@@ -63,7 +68,7 @@ def peak() -> float:
     return max(mean_goodput(runs(load)) for load in (1.0, 1.5, 2.0, 3.0))
 
 
-@pytest.mark.parametrize("load", [1.5, 2.0, 3.0, 5.0])
+@pytest.mark.parametrize("load", [*map(_long, (1.5, 2.0)), 3.0, _long(5.0)])
 def test_goodput_does_not_fall_under_overload(load: float) -> None:
     """Goodput stays within 5% of its peak under overload, and admitted requests start in time."""
     results = runs(load)
@@ -71,7 +76,7 @@ def test_goodput_does_not_fall_under_overload(load: float) -> None:
     assert mean_attainment(results) >= 0.95
 
 
-@pytest.mark.parametrize("tenants", [1, 5])
+@pytest.mark.parametrize("tenants", [1, _long(5)])
 @pytest.mark.parametrize("without_target", [0.0, 0.5])
 def test_appointments_are_kept_at_three_times_the_capacity(
     tenants: int, without_target: float
@@ -85,7 +90,9 @@ def test_appointments_are_kept_at_three_times_the_capacity(
     assert mean_goodput(results) >= 0.95 * peak()
 
 
-@pytest.mark.parametrize("return_time", [never, all_at_30_s, early, half_obeys, rounds_up])
+@pytest.mark.parametrize(
+    "return_time", [never, *map(_long, (all_at_30_s, early, half_obeys)), rounds_up]
+)
 def test_goodput_holds_for_any_client_behaviour(return_time: ReturnTime) -> None:
     """Goodput holds if clients return early, immediately, at whole seconds, half of the time, or
     never."""
@@ -160,7 +167,7 @@ def classes_of(seconds: float = 60.0, tenants: int = 1) -> list[tuple[Pool, list
     return runs(priorities=(-1, 0, 1), seconds=seconds, tenants=tenants)
 
 
-@pytest.mark.parametrize("tenants", [1, 5])
+@pytest.mark.parametrize("tenants", [1, _long(5)])
 def test_three_classes_leave_the_pool_busy(tenants: int) -> None:
     """Clients of all classes return in time to keep the pool busy after the best class, which alone
     fills the pool, has ended."""
@@ -172,7 +179,7 @@ def test_three_classes_leave_the_pool_busy(tenants: int) -> None:
     assert mean_goodput(results) >= 0.95 * peak()
 
 
-@pytest.mark.parametrize("tenants", [1, 5])
+@pytest.mark.parametrize("tenants", [1, _long(5)])
 def test_three_classes_serve_clients_that_return(tenants: int) -> None:
     """Admitted clients of all classes start in time, and few clients are refused three times.
 
@@ -199,7 +206,7 @@ def test_three_classes_at_24_times_the_capacity() -> None:
     assert attainment(clients) >= 0.9
 
 
-@pytest.mark.parametrize("load", [1.3, 8.0])
+@pytest.mark.parametrize("load", [1.3, _long(8.0)])
 def test_short_requests_of_three_classes_leave_the_pool_busy(load: float) -> None:
     """The pool stays busy and loses no goodput if requests take about a second."""
     results = runs(load, servers=16, mean_s=1.1, priorities=(-1, 0, 1))
