@@ -97,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="seconds per question")
     parser.add_argument("--chunks", type=int, default=200, help="number of chunks of a long stream")
-    parser.add_argument("--only", default="", help="comma-separated targets (default: all)")
+    parser.add_argument(
+        "--only", action="append", default=[], help="measure only this target; repeatable"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), type=lambda text: text.split(","))
     parser.add_argument("--seed", type=int, default=0, help="seed of the shuffled order")
     parser.add_argument("--busy", action="store_true", help="measure even on a busy machine")
@@ -106,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _targets(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
-    only = {name for name in args.only.split(",") if name}
     with tempfile.TemporaryDirectory() as scratch, console.status("starting") as status:
         folder = Path(scratch)
         with open_bench(folder, two_cores()) as bench:
@@ -114,7 +115,7 @@ def _targets(args: argparse.Namespace) -> dict[str, Any]:
             if args.rivals is not None:
                 wanted += rivals(args.rivals, bench.upstream, folder)
             for target in wanted:
-                if not only or target.name in only:
+                if not args.only or target.name in args.only:
                     status.update(f"starting {target.name}")
                     bench.start_target(target)
             question_list = questions(args.chunks)
