@@ -346,8 +346,8 @@ async def check_closing_frees(backend: Backend) -> None:
         await anext(leaver)
         await leaver.aclose()
         await never_read.aclose()
-        # A worker that is ahead of its readers still runs the closed streams in the deltas that wait
-        # here, and a reader that need not wait for them does not send the end of the streams.
+        # While deltas of the keeper wait here, its reader never waits, and then the event loop does
+        # not send the end of the other streams to a worker in another process.
         for _ in range(_DELTAS_AHEAD):
             await anext(keeper)
             load = backend.load()
