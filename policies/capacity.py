@@ -86,7 +86,7 @@ def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
         return False
     if not usage.load.kv_blocks_total:  # unknown
         return True
-    free_tokens = usage.load.kv_blocks_free * usage.load.kv_block_tokens
+    free_tokens = usage.load.kv_free_tokens
     return ahead + need.prompt_tokens <= free_tokens
 
 
@@ -94,7 +94,7 @@ def missing_tokens(usage: WorkerUsage, need: CapacityNeed) -> int:
     """Return the prompt tokens of a request for which the worker has no free KV memory now."""
     if not usage.load.kv_blocks_total:  # unknown
         return 0
-    free_tokens = usage.load.kv_blocks_free * usage.load.kv_block_tokens
+    free_tokens = usage.load.kv_free_tokens
     return max(0, prompt_tokens_ahead(usage) + need.prompt_tokens - free_tokens)
 
 

@@ -121,7 +121,7 @@ def signals(view: DemandView) -> dict[ScalingReason, float]:
         ScalingReason.PRICE: sum(load.price for load in loads) / PRICE_TARGET,
         ScalingReason.PROMPTS: sum(load.prompt_tokens > 0 for load in loads) / PROMPT_TARGET,
         ScalingReason.MEMORY: _in_workers(
-            [_used_tokens(load) for load in loads], [_total_tokens(load) for load in view.loads]
+            [_used_tokens(load) for load in loads], [load.kv_total_tokens for load in view.loads]
         ),
         ScalingReason.SEQUENCES: _in_workers(
             [load.running + load.waiting for load in loads if load.max_sequences],
@@ -136,19 +136,15 @@ def signals(view: DemandView) -> dict[ScalingReason, float]:
 
 
 def _in_workers(used: Sequence[int], totals: Sequence[int]) -> float:
-    """Return how many of the present workers would use `CAPACITY_TARGET` of a capacity."""
+    """Return the number of average workers that this use would fill to `CAPACITY_TARGET`."""
     total = sum(totals)
     return sum(used) * len(totals) / (total * CAPACITY_TARGET) if total else 0.0
 
 
-def _total_tokens(load: WorkerLoad) -> int:
-    return load.kv_blocks_total * load.kv_block_tokens
-
-
 def _used_tokens(load: WorkerLoad) -> int:
-    used = load.kv_blocks_total - load.kv_blocks_free
+    used_tokens = load.kv_total_tokens - load.kv_free_tokens
     # Prompts in the worker's queue will need memory too.
-    return used * load.kv_block_tokens + max(load.prompt_tokens, load.head_tokens)
+    return used_tokens + max(load.prompt_tokens, load.head_tokens)
 
 
 class ScalingAdvisor:

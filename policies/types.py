@@ -194,6 +194,16 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     head_tokens: int = 0
     urgent: int = 0
 
+    @property
+    def kv_total_tokens(self) -> int:
+        """The tokens that its KV memory holds."""
+        return self.kv_blocks_total * self.kv_block_tokens
+
+    @property
+    def kv_free_tokens(self) -> int:
+        """The tokens for which it has free KV memory."""
+        return self.kv_blocks_free * self.kv_block_tokens
+
 
 @immutable
 class SpeculationPlan:

@@ -144,7 +144,7 @@ def report_of(worker: FleetWorker, seq: int, address: str) -> WorkerReport:
         worker.worker_id,
         worker.epoch,
         seq,
-        capacity_tokens=load.kv_blocks_total * load.kv_block_tokens,
+        capacity_tokens=load.kv_total_tokens,
         watermark=worker.watermark,
         address=address,
         model_id=card.model_id,

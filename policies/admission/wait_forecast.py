@@ -223,7 +223,7 @@ def drained_s(
 def _sequence_limit(load: WorkerLoad, sequence_tokens: float) -> float:
     if not sequence_tokens or not load.kv_blocks_total:  # unknown memory
         return float(load.max_sequences)
-    in_memory = load.kv_blocks_total * load.kv_block_tokens / sequence_tokens
+    in_memory = load.kv_total_tokens / sequence_tokens
     return min(float(load.max_sequences), max(in_memory, 1.0))
 
 

@@ -43,12 +43,12 @@ class WorkerState:
     @property
     def total_tokens(self) -> int:
         """The tokens that the KV memory of the worker holds."""
-        return self.load.kv_blocks_total * self.load.kv_block_tokens
+        return self.load.kv_total_tokens
 
     @property
     def free_tokens(self) -> int:
         """The tokens for which the worker has free KV memory."""
-        return self.load.kv_blocks_free * self.load.kv_block_tokens
+        return self.load.kv_free_tokens
 
     @property
     def used_tokens(self) -> int:

@@ -108,9 +108,7 @@ class Candidate:
         the second the tokens of other gateways.
         """
         load = self.load
-        return max(
-            self.sent_tokens, (load.kv_blocks_total - load.kv_blocks_free) * load.kv_block_tokens
-        )
+        return max(self.sent_tokens, load.kv_total_tokens - load.kv_free_tokens)
 
 
 @immutable
