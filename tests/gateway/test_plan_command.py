@@ -72,7 +72,7 @@ def test_infeasible_bucket_is_named(tmp_path: Path) -> None:
         ({"slice_factor": 0}, [], "at least one slice"),
         ({"gpu_info": 3}, [], "gpu_info"),
         ({}, ["--limit", "H100=1"], "no such GPU"),
-        ({}, ["--limit", "A10G"], "GPU=NUMBER"),
+        ({}, ["--limit", "A10G"], "NAME=NUMBER"),
     ],
 )
 def test_wrong_file_is_explained_in_one_line(

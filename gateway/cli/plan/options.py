@@ -1,0 +1,76 @@
+"""The options that several questions of `draftgate plan` share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+WorkloadName = Annotated[
+    str | None,
+    typer.Option(
+        "--workload", help="Workload: code, chat, long_document, shared_prefix, mixed, rag."
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Recorded requests (Azure, Mooncake, BurstGPT or JSONL)."),
+]
+Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second.")]
+SloTtftMs = Annotated[
+    float | None, typer.Option("--slo-ttft-ms", help="Target: time to first token.")
+]
+SloTpotMs = Annotated[
+    float | None, typer.Option("--slo-tpot-ms", help="Target: time per output token.")
+]
+Share = Annotated[
+    float,
+    typer.Option(
+        "--share",
+        min=0.0,
+        max=1.0,
+        help="Share of the requests that must meet both targets.",
+    ),
+]
+Profiles = Annotated[
+    str | None,
+    typer.Option("--profiles", help="Device profiles: names or files, separated by commas."),
+]
+Speculation = Annotated[
+    str, typer.Option("--speculation", help="Whether machines speculate: auto or off.")
+]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit", help="Number of machines that can be rented. Repeatable.", metavar="NAME=NUMBER"
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")]
+
+
+def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
+    """Write a plan to a file, if there is one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if file is not None:
+        file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+
+
+def limits(texts: Sequence[str]) -> dict[str, int]:
+    """Return the limits of `--limit NAME=NUMBER`.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    found = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        if not name or not number.isdecimal():
+            raise ValueError(f"--limit {text}: expected NAME=NUMBER")
+        found[name] = int(number)
+    return found
