@@ -1,4 +1,4 @@
-"""Costs of a device and its host, from a `profile/2` file or an older `profile/1`."""
+"""Costs of a device and its host, from a `profile/2` file, an older `profile/1`, or derived."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from draftgate.backends.sim.derived_profiles import GPUS, MODELS, derived_profile
 from draftgate.policies.costs.step_cost import StepCost
 
 PROFILES: Final = Path(__file__).parent / "profiles"
@@ -23,6 +24,7 @@ DEFAULT_KV_BYTES: Final = 1 << 30
 DEFAULT_RECORDING: Final = "draftgate-demo"
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_Dollars = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -68,6 +70,7 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     format: Literal["profile/1", "profile/2"] = "profile/1"
     host: HostCost = HostCost()
     recording: str = DEFAULT_RECORDING
+    price_per_hour_usd: _Dollars | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Profile:
         kv_token_bytes: KV memory of one token in bytes.
         kv_bytes: memory of the device's KV cache in bytes.
         recording: texts of the model that a simulation replays, a shipped name or a file.
+        price_per_hour_usd: price of the device for an hour, or None if it is unknown.
     """
 
     name: str
@@ -112,40 +116,60 @@ class Profile:
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: int = DEFAULT_KV_BYTES
     recording: str = DEFAULT_RECORDING
+    price_per_hour_usd: float | None = None
 
 
 def profile_names() -> tuple[str, ...]:
-    """Return the names of the shipped profiles."""
+    """Return the names of the shipped files."""
     return tuple(sorted(path.stem for path in PROFILES.glob("*.json")))
 
 
 def load_profile(name_or_file: str) -> Profile:
-    """Read a shipped profile by name, or a file by its path.
+    """Read a shipped profile by name, derive one (`derived_profiles`), or read a file by its path.
 
     Raises:
-        ValueError: the profile does not exist, or the file is not a valid profile. The message
-            names the file and the error.
+        ValueError: the profile does not exist, the device cannot hold the model, or the file is not
+            a valid profile. The message names the file and the error.
     """
-    path = _path(name_or_file)
+    if name_or_file in profile_names():
+        return _read(PROFILES / f"{name_or_file}.json")
+    derived = derived_profile(name_or_file)
+    if derived is not None:
+        return _profile(name_or_file, msgspec.convert(derived, _ProfileFile))
+    path = Path(name_or_file)
+    if not path.is_file():
+        known = ", ".join(profile_names())
+        raise ValueError(
+            f"no profile {name_or_file!r}: expected the path of a file, one of {known}, or a name"
+            f" such as a100x4-70b, of {', '.join(GPUS)} and {', '.join(MODELS)}"
+        )
+    return _read(path)
+
+
+def _read(path: Path) -> Profile:
     try:
         read = msgspec.json.decode(path.read_bytes(), type=_ProfileFile)
-        cost = StepCost(
-            read.token_buckets,
-            read.step_s,
-            read.kv_token_s,
-            read.sequence_s,
-            read.prefill_attention_s,
-        )
-        draft = {
-            name: DraftCost(StepCost(one.sequences, one.depth_s), one.call_s, one.sequence_s)
-            for name, one in read.draft.items()
-        }
+        return _profile(path.stem, read)
     except OSError as error:
         raise ValueError(f"cannot read profile {path}: {error.strerror}") from error
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(f"damaged profile {path}: {error}") from error
+
+
+def _profile(name: str, read: _ProfileFile) -> Profile:
+    cost = StepCost(
+        read.token_buckets,
+        read.step_s,
+        read.kv_token_s,
+        read.sequence_s,
+        read.prefill_attention_s,
+    )
+    draft = {
+        name: DraftCost(StepCost(one.sequences, one.depth_s), one.call_s, one.sequence_s)
+        for name, one in read.draft.items()
+    }
     return Profile(
-        path.stem,
+        name,
         read.source,
         cost,
         draft,
@@ -153,6 +177,7 @@ def load_profile(name_or_file: str) -> Profile:
         read.kv_token_bytes,
         read.kv_bytes,
         read.recording,
+        read.price_per_hour_usd,
     )
 
 
@@ -208,15 +233,3 @@ def _scaled(profile: Profile, factor: Callable[[], float]) -> Profile:
         true_host.step_s * factor(), true_host.sequence_s * factor(), true_host.launches_ahead
     )
     return replace(profile, cost=scaled, draft=draft, host=host)
-
-
-def _path(name_or_file: str) -> Path:
-    if name_or_file in profile_names():
-        return PROFILES / f"{name_or_file}.json"
-    path = Path(name_or_file)
-    if not path.is_file():
-        known = ", ".join(profile_names())
-        raise ValueError(
-            f"no profile {name_or_file!r}: expected the path of a file or one of {known}"
-        )
-    return path

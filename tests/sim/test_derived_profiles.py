@@ -1,0 +1,93 @@
+"""Profiles derived from data sheets, against published measurements."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from draftgate.backends.sim.derived_profiles import GPUS, MODELS, derived_profile
+from draftgate.backends.sim.profile import Profile, load_profile
+
+DISTSERVE_PREFILL = [
+    ("a100-13b", 512, 72.1),
+    ("a100-13b", 2048, 256.7),
+    ("a100x2-13b", 2048, 165.5),
+    ("a100x4-13b", 2048, 92.2),
+]
+"""Milliseconds of a prompt of OPT-13B on A100 by DistServe's fit (arXiv 2401.09670, Apache-2.0)."""
+
+DISTSERVE_DECODE = [
+    ("a100-13b", 1, 20.3),
+    ("a100-13b", 128, 65.4),
+    ("a100x2-13b", 32, 20.9),
+    ("a100x4-13b", 32, 14.4),
+]
+"""Milliseconds of a step of decodes with 512 tokens each, from the same source."""
+
+SPLITWISE_PREFILL = [
+    ("a100x4-70b", 1024, 230.1),
+    ("a100x8-70b", 1024, 154.6),
+    ("h100x4-70b", 1024, 106.3),
+    ("h100x8-70b", 1024, 78.3),
+]
+"""Milliseconds of a prompt of Llama-2-70B, from the measurements of splitwise-sim (MIT)."""
+
+
+def _prefill_ms(profile: Profile, tokens: int) -> float:
+    pairs = tokens * tokens / 2
+    return 1e3 * (profile.cost.seconds(tokens, tokens, 1) + profile.cost.pair_s * pairs)
+
+
+def test_derived_step_of_an_h100_is_the_published_one() -> None:
+    """The steps of `h100-8b` are reproduced within 1%, and its reads of KV within 20%."""
+    published, derived = load_profile("h100-8b"), derived_profile("h100-8b")
+    assert derived is not None
+    assert derived["step_s"] == pytest.approx(published.cost.step_s, rel=0.01)
+    assert derived["kv_token_s"] == pytest.approx(published.cost.kv_token_s, rel=0.2)
+    assert derived["kv_bytes"] == pytest.approx(published.kv_bytes, rel=0.01)
+    depth_s = published.draft["draft_model"].depths.step_s
+    assert derived["draft"]["draft_model"]["depth_s"] == pytest.approx(depth_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "tokens", "measured_ms"), DISTSERVE_PREFILL + SPLITWISE_PREFILL)
+def test_prompts_agree_with_measurements(name: str, tokens: int, measured_ms: float) -> None:
+    """Prompts take the measured time within 11%, with and without tensor parallelism."""
+    assert _prefill_ms(load_profile(name), tokens) == pytest.approx(measured_ms, rel=0.11)
+
+
+@pytest.mark.parametrize(("name", "sequences", "measured_ms"), DISTSERVE_DECODE)
+def test_decodes_agree_with_measurements(name: str, sequences: int, measured_ms: float) -> None:
+    """Decodes take at most the measured time, and at least 75% of it."""
+    step_ms = 1e3 * load_profile(name).cost.seconds(sequences, 512 * sequences, sequences)
+    assert 0.75 * measured_ms <= step_ms <= measured_ms
+
+
+def test_larger_groups_are_faster_and_dearer() -> None:
+    """A group of GPUs has the price of its GPUs, and takes less time than fewer GPUs."""
+    profiles = [load_profile(f"a100{group}-8b") for group in ("", "x2", "x4", "x8")]
+    assert [one.price_per_hour_usd for one in profiles] == [3.67, 7.34, 14.68, 29.36]
+    times_s = [one.cost.seconds(64, 64_000, 64) for one in profiles]
+    assert times_s == sorted(times_s, reverse=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_serves_every_model(gpu: str, model: str) -> None:
+    """A group of eight GPUs holds each model with 10,000 tokens, and states source and price."""
+    profile = load_profile(f"{gpu}x8-{model}")
+    assert profile.kv_bytes // profile.kv_token_bytes > 10_000
+    assert "data sheet" in profile.source
+    assert profile.price_per_hour_usd == 8 * GPUS[gpu].price_per_hour_usd
+
+
+def test_a_group_that_is_too_small_names_the_smallest_one() -> None:
+    """Two A100 do not hold 141 GB of weights, and the error names the group that does."""
+    with pytest.raises(ValueError, match="use a100x4-70b"):
+        load_profile("a100x2-70b")
+
+
+def test_derived_profile_is_a_file() -> None:
+    """The derived content is JSON that can be written, changed and read as a file."""
+    content = derived_profile("l4-8b")
+    assert msgspec.json.decode(msgspec.json.encode(content))["device"] == "NVIDIA L4 24GB"
+    assert derived_profile("l4x3-8b") is None
