@@ -15,18 +15,24 @@ class Slo:
         ttft_s: time to the first text, from the scheduled time.
         tpot_s: mean time per token after the first.
         latency_s: the deadline, the time to the end of the response from the scheduled time.
+        chunk_gap_s: longest time between two chunks with text.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     latency_s: float | None = None
+    chunk_gap_s: float | None = None
 
     @classmethod
     def of_ms(
-        cls, ttft_ms: float | None, tpot_ms: float | None, latency_ms: float | None = None
+        cls,
+        ttft_ms: float | None,
+        tpot_ms: float | None,
+        latency_ms: float | None = None,
+        chunk_gap_ms: float | None = None,
     ) -> Slo:
         """Return an SLO from limits in milliseconds."""
-        limits = (ttft_ms, tpot_ms, latency_ms)
+        limits = (ttft_ms, tpot_ms, latency_ms, chunk_gap_ms)
         return cls(*(None if limit is None else limit / 1e3 for limit in limits))
 
 

@@ -127,6 +127,7 @@ BENCHES: Final = {
     "overload": "bench.simulation.overload",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",
+    "batching": "bench.gateway.batching",
     "moves": "bench.gateway.moves",
     "readers": "bench.gateway.readers",
     "rag": "bench.gateway.rag",

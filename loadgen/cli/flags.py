@@ -94,6 +94,9 @@ class RequestFlags:
     ] = None
     slo_ttft_ms: Annotated[float | None, typer.Option(help="TTFT limit in milliseconds.")] = None
     slo_tpot_ms: Annotated[float | None, typer.Option(help="TPOT limit in milliseconds.")] = None
+    slo_gap_ms: Annotated[
+        float | None, typer.Option(help="Limit of each gap between chunks, in milliseconds.")
+    ] = None
     deadline_ms: Annotated[
         float | None,
         typer.Option(help="Limit of the whole response, in milliseconds."),
@@ -124,7 +127,8 @@ class RequestFlags:
         """
         values = _values(self)
         chat = values.pop("chat")
-        slo = Slo.of_ms(*(values.pop(n) for n in ("slo_ttft_ms", "slo_tpot_ms", "deadline_ms")))
+        limits = ("slo_ttft_ms", "slo_tpot_ms", "deadline_ms", "slo_gap_ms")
+        slo = Slo.of_ms(*(values.pop(name) for name in limits))
         values["endpoint"] = None if chat is None else "chat" if chat else "completions"
         return Load(**values, slo=slo, **sent)
 

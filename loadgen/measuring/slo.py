@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.confidence import Interval, wilson
-from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.measuring.metrics import chunk_gaps_s, latency_s, tpot_s, ttft_s
 from draftgate.loadgen.types import Record
 
 
@@ -20,7 +20,8 @@ class Attainment:
         requests: all scheduled requests, including failed requests.
         intact: requests with an intact stream.
         met: intact requests that met all limits.
-        ttft_met, tpot_met, latency_met: intact requests that met this limit, or had no such limit.
+        ttft_met, tpot_met, latency_met, gap_met: intact requests that met this limit, or had
+            none.
     """
 
     class_name: str
@@ -30,6 +31,7 @@ class Attainment:
     ttft_met: int
     tpot_met: int
     latency_met: int
+    gap_met: int
 
     @property
     def share(self) -> float | None:
@@ -49,6 +51,7 @@ def meets_slo(record: Record) -> bool:
         and met_ttft(record)
         and met_tpot(record)
         and met_latency(record)
+        and met_gap(record)
     )
 
 
@@ -70,6 +73,12 @@ def met_latency(record: Record) -> bool:
     return limit_s is None or latency_s(record) <= limit_s
 
 
+def met_gap(record: Record) -> bool:
+    """Whether no gap between two chunks was too long."""
+    limit_s = record.planned.request.slo.chunk_gap_s
+    return limit_s is None or max(chunk_gaps_s(record), default=0.0) <= limit_s
+
+
 def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
     """Return the counts for the requests of a class, or of all classes."""
     chosen = [r for r in records if class_name in {"", r.planned.request.class_name}]
@@ -82,6 +91,7 @@ def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
         ttft_met=sum(map(met_ttft, intact)),
         tpot_met=sum(map(met_tpot, intact)),
         latency_met=sum(map(met_latency, intact)),
+        gap_met=sum(map(met_gap, intact)),
     )
 
 

@@ -23,8 +23,8 @@ from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import LoadRun, Record
 
 FORMULAS = {
-    "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
-    " schedule (of the run in a closed loop); failed and late requests count as not met",
+    "goodput_rps": "intact requests that met all limits (TTFT, TPOT, gaps, deadline) / seconds of"
+    " the schedule (of the run in a closed loop); failed and late requests count as not met",
     "attainment": "intact requests that met all limits / all scheduled; 95 % Wilson interval",
     "accepted_tokens_per_s": "tokens of intact responses by the usage / seconds of the run",
     "percentiles": PERCENTILE_FORMULA,
@@ -93,6 +93,7 @@ def _class(counted: Attainment, run: LoadRun) -> dict[str, Any]:
         "met_ttft": counted.ttft_met,
         "met_tpot": counted.tpot_met,
         "met_latency": counted.latency_met,
+        "met_gap": counted.gap_met,
         "errors": errors(records),
         **{key: _distribution(records, key) for key in ("ttft_s", "tpot_s", "latency_s")},
     }

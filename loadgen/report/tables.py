@@ -81,6 +81,7 @@ def class_table(run: LoadRun) -> ReportTable:
             (("TTFT ok", "ttft_met"), any(slo.ttft_s is not None for slo in slos)),
             (("TPOT ok", "tpot_met"), any(slo.tpot_s is not None for slo in slos)),
             (("in time", "latency_met"), any(slo.latency_s is not None for slo in slos)),
+            (("gaps ok", "gap_met"), any(slo.chunk_gap_s is not None for slo in slos)),
         )
         if limited
     ]

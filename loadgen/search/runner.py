@@ -104,8 +104,10 @@ class _Prober:
             ValueError: the load has no SLO, or a response was not intact.
         """
         slos = [planned.request.slo for planned in self._requests]
-        if not any(slo.ttft_s or slo.tpot_s for slo in slos):
-            raise ValueError("a search requires an SLO: --slo-ttft-ms or --slo-tpot-ms")
+        if not any(slo.ttft_s or slo.tpot_s or slo.chunk_gap_s for slo in slos):
+            raise ValueError(
+                "a search requires an SLO: --slo-ttft-ms, --slo-tpot-ms or --slo-gap-ms"
+            )
         records = [await self._client.send_request(planned) for planned in self._requests]
         for record in records:
             if record.verdict != Verdict.OK:

@@ -13,6 +13,7 @@ from draftgate.loadgen.measuring.slo import (
     attainment_by_class,
     goodput_rps,
     meets_slo,
+    met_gap,
     met_tpot,
     met_ttft,
 )
@@ -67,6 +68,17 @@ def test_a_broken_stream_meets_no_slo() -> None:
 def test_a_response_of_one_token_has_no_tpot() -> None:
     """A response of one token meets any TPOT limit."""
     assert meets_slo(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
+
+
+def test_every_gap_must_be_within_its_limit() -> None:
+    """A single long gap misses the limit, even if the mean time per token is short."""
+    slo = Slo(tpot_s=0.1, chunk_gap_s=0.2)
+    even = record(gaps_s=(0.2, 0.2), tokens=11, slo=slo)
+    stalled = record(gaps_s=(0.1, 0.21), tokens=11, slo=slo)
+    assert (met_tpot(stalled), met_gap(stalled)) == (True, False)
+    counted = attainment([even, stalled])
+    assert (counted.met, counted.tpot_met, counted.gap_met) == (1, 2, 1)
+    assert met_gap(record(gaps_s=(), tokens=1, slo=slo))
 
 
 def test_the_limit_counts_from_the_schedule() -> None:
