@@ -40,7 +40,7 @@ from draftgate.loadgen.types import LoadRun, PlannedRequest, RequestSpec, Slo
 from draftgate.loadgen.workloads.base import cut
 from training.corpus import held_out_files
 
-POLICIES: Final = "slack,fixed:32,fixed:64,fixed:128,fixed:512,prefill_first"
+POLICIES: Final = "slack,fixed:64,fixed:128,prefill_first"
 GAP_MS, TTFT_MS = 100.0, 1000.0
 """Limits of a chat. A decode step of the shipped model takes about 5 ms, and the last 64 tokens of
 a prompt of 8,000 about 70 ms, so the policies differ (AMD EPYC with AVX2, 2026-11-24)."""
@@ -54,7 +54,7 @@ LONG_PROMPTS: Final = 1000
 """More than arrive during a search."""
 
 CHAT_TOKENS: Final = 32
-MOST_REQUESTS: Final = 700
+MOST_REQUESTS: Final = 1000
 """Requests of a search, a limit of its time: two to three minutes."""
 
 PRECISION: Final = 0.08
@@ -180,7 +180,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _parser() -> ArgumentParser:
     parser = bench_parser("batching", __doc__, device=False)
     parser.add_argument("--policies", default=POLICIES, help="comma-separated batching policies")
-    parser.add_argument("--rate", type=float, default=2.0, help="first rate of chats per second")
+    parser.add_argument("--rate", type=float, default=6.0, help="first rate of chats per second")
     parser.add_argument(
         "--requests", type=int, default=MOST_REQUESTS, help="most chats of a search"
     )
