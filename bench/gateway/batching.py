@@ -35,9 +35,8 @@ from draftgate.loadgen.search.report import as_dict
 from draftgate.loadgen.search.runner import search_load
 from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.driver import run_plan
-from draftgate.loadgen.sending.target import ServerInfo, Target, inspect_server
+from draftgate.loadgen.sending.target import Target, inspect_server
 from draftgate.loadgen.types import LoadRun, PlannedRequest, RequestSpec, Slo
-from draftgate.loadgen.workloads.base import cut
 from training.corpus import held_out_files
 
 POLICIES: Final = "slack,fixed:64,fixed:128,prefill_first"
@@ -66,16 +65,18 @@ FLAGS: Final = (
 SLO: Final = Slo.of_ms(TTFT_MS, GAP_MS, chunk_gap_ms=GAP_MS)
 
 
-def long_prompts(server: ServerInfo, text: str, seed: int) -> Iterator[PlannedRequest]:
-    """Yield prompts of `LONG_TOKENS` at intervals of `LONG_EVERY_S`, without a common prefix."""
-    random = Random(seed)
+def long_prompts(text: str, seed: int) -> Iterator[PlannedRequest]:
+    """Yield prompts of `LONG_TOKENS` at intervals of `LONG_EVERY_S`, without a common prefix.
+
+    The server keeps the last tokens of each text, which has more of them.
+    """
+    random, truncated = Random(seed), (("truncate_prompt_tokens", LONG_TOKENS),)
     for index in range(LONG_PROMPTS):
-        begin = random.randrange(len(text) // 2)
-        window = text[begin : begin + 8 * LONG_TOKENS]
-        prompt = f"# {index}\n{cut(window, LONG_TOKENS - 100, server.counter)}"
-        yield PlannedRequest(
-            index, index * LONG_EVERY_S, RequestSpec(prompt, (), 1, seed=seed + index)
+        begin = random.randrange(len(text) - 8 * LONG_TOKENS)
+        spec = RequestSpec(
+            text[begin : begin + 8 * LONG_TOKENS], (), 1, seed=seed + index, extra=truncated
         )
+        yield PlannedRequest(index, index * LONG_EVERY_S, spec)
 
 
 @asynccontextmanager
@@ -89,7 +90,7 @@ async def beside_long_prompts(url: str, text: str, seed: int) -> AsyncIterator[L
     async with open_session() as session:
         server = await inspect_server(session, url)
         client = Target(url).client(session, server.model)
-        sending = asyncio.create_task(run_plan(client, long_prompts(server, text, seed)))
+        sending = asyncio.create_task(run_plan(client, long_prompts(text, seed)))
         try:
             yield run
         finally:
