@@ -279,6 +279,11 @@ class Fleet:
         return [worker for worker in self.workers if worker.backend.failure is None]
 
     @property
+    def serves(self) -> bool:
+        """Whether a worker has not failed."""
+        return any(worker.backend.failure is None for worker in self.workers)
+
+    @property
     def open(self) -> list[FleetWorker]:
         """The serving workers that accept requests now.
 

@@ -272,7 +272,7 @@ class Node:
 
 
 def _members(
-    config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[], None]
+    config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[FleetWorker], None]
 ) -> Members | None:
     """Return the discovery of other nodes' workers, or None without a pool or with upstreams.
 

@@ -25,6 +25,10 @@ run: 4 for 64, and none below 16. A spare sequence waits on the worker and start
 step in which another one ends."""
 
 
+NO_CAPACITY: Final = -1
+"""The longest prompt of a worker without capacity."""
+
+
 @immutable
 class WorkerUsage:
     """The load of a worker, and the requests that this gateway sent to it.
@@ -67,11 +71,24 @@ class CapacityNeed:
 
 def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
     """Return whether the gateway should send a request to the worker now."""
+    return need.prompt_tokens <= longest_prompt(usage, need.sequences, need.tpot_s)
+
+
+def longest_prompt(usage: WorkerUsage, sequences: int, tpot_s: float | None = None) -> float:
+    """Return the tokens of the longest prompt that the gateway should send to the worker now.
+
+    The result is -1 if the worker has no capacity even for the shortest prompt, and infinite
+    without a limit.
+
+    Args:
+        sequences: number of choices of the request.
+        tpot_s: TPOT target of the request in seconds, or None.
+    """
     # A worker without requests of this gateway takes any request, because the request may be larger
     # than the capacity that other gateways ever leave free.
     if not usage.sequences:
-        return True
-    limit = sequence_limit(usage, need.tpot_s)
+        return math.inf
+    limit = sequence_limit(usage, tpot_s)
     # Foreign clients of an upstream ignore the load and would take all of its capacity, so they
     # count for at most half. Other gateways count for at most their equal shares. Otherwise a
     # gateway with a queue would take every sequence that ends, and the clients of this gateway
@@ -79,15 +96,14 @@ def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:
     gateways = min(usage.others, limit - max(1, limit // usage.gateways))
     others = min(usage.load.others, limit // 2) + gateways
     running = active_sequences(usage) + others
-    if running + need.sequences > limit + limit // SEQUENCES_PER_SPARE:
-        return False
+    if running + sequences > limit + limit // SEQUENCES_PER_SPARE:
+        return NO_CAPACITY
     ahead = prompt_tokens_ahead(usage)
     if usage.load.step_tokens and ahead and ahead >= STEPS_AHEAD * usage.load.step_tokens:
-        return False
+        return NO_CAPACITY
     if not usage.load.kv_blocks_total:  # unknown
-        return True
-    free_tokens = usage.load.kv_free_tokens
-    return ahead + need.prompt_tokens <= free_tokens
+        return math.inf
+    return max(usage.load.kv_free_tokens - ahead, NO_CAPACITY)
 
 
 def missing_tokens(usage: WorkerUsage, need: CapacityNeed) -> int:

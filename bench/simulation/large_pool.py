@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from random import Random
 from statistics import fmean
@@ -247,8 +248,8 @@ async def _running(
         dispatchers.append(dispatcher)
         heartbeat = Heartbeat(fleet, store, dispatcher)
         beats.append(_beat(heartbeat, HEARTBEAT_S * index / pool.gateways))
-        for backend in backends:
-            backend.on_update.append(dispatcher.queue.dispatch_waiting)
+        for backend, worker in zip(backends, fleet.workers, strict=True):
+            backend.on_update.append(partial(dispatcher.queue.dispatch_waiting, worker))
     with _background(beats):
         await asyncio.sleep(0.0)  # the workers report
         yield backends, dispatchers, store

@@ -12,12 +12,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.tokenizer import files_digest
-from draftgate.gateway.fleet import Fleet, PeerWorker
+from draftgate.gateway.fleet import Fleet, FleetWorker, PeerWorker
 from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
 from draftgate.gateway.telemetry.logs import log
 
@@ -85,7 +86,11 @@ class Members:
     """
 
     def __init__(
-        self, fleet: Fleet, store: Store, reach: Reach, changed: Callable[[], None]
+        self,
+        fleet: Fleet,
+        store: Store,
+        reach: Reach,
+        changed: Callable[[FleetWorker], None],
     ) -> None:
         """Start without members.
 
@@ -213,11 +218,11 @@ class Members:
             )
             await backend.stop()
             return
-        backend.on_report = self._changed
+        backend.on_report = partial(self._changed, worker)
         self._fleet.add(worker)
         log(logging.INFO, "worker joined", worker=worker.worker_id, epoch=worker.epoch)
         self._arrived.set()
-        self._changed()
+        self._changed(worker)
 
     async def _check(self, backend: PeerBackend) -> None:
         """Check that a worker has the fleet's model and tokenizer.

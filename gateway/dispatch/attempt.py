@@ -225,7 +225,7 @@ class Attempt:
         self._begun = True
         self._worker.started(self._request.request_id)
         self._parts.admission.answered(self._entry)
-        self._parts.queue.dispatch_waiting()
+        self._parts.queue.dispatch_waiting(self._worker)
 
     async def _reserve(self) -> Reservation:
         """Lease capacity of a worker, and reserve the quota of the request if that is still due.
@@ -326,4 +326,4 @@ class Attempt:
             if claimed:
                 await claims.end(request_id, leased=True)
             await self._parts.leases.release(request_id)
-        self._parts.queue.dispatch_waiting()
+        self._parts.queue.dispatch_waiting(self._worker)

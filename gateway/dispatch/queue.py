@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.gateway.dispatch.claims import Claimant, Claims, preferred
+from draftgate.gateway.dispatch.claims import Claimant, Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
+from draftgate.gateway.dispatch.search import Wanted, WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
 from draftgate.policies.admission.types import Refused
-from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
+from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
 from draftgate.policies.values import immutable, replace
@@ -138,7 +138,7 @@ class CentralQueue:
         self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
         self._backs_off = False
-        self._binds_early = binds_early
+        self._search = WorkerSearch(fleet, router, binds_early=binds_early)
         self.prompt_tokens = 0
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class CentralQueue:
         """Return whether a new request would get a worker at once."""
         if self._places or self._backs_off:
             return False
-        return bool(self._usable(self._fleet.open, self.claims.taken(""), need))
+        return self._search.has_room(need, self.claims.taken(""))
 
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
@@ -173,10 +173,10 @@ class CentralQueue:
         loop = asyncio.get_running_loop()
         place = _Place(waiting, view, loop.create_future(), backs_off)
         self._push(place)
-        self.dispatch_waiting()
+        self._dispatch()
         if waiting.claim_tokens and not place.turn.done():
             claimant = (waiting.request_id, waiting.claim_tokens, waiting.need, waiting.avoid)
-            self.claims.begin(Claimant(*claimant), self.dispatch_waiting)
+            self.claims.begin(Claimant(*claimant), self._dispatch)
         waited_s = self._waited_s(waiting)
         timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, place)
         try:
@@ -207,14 +207,22 @@ class CentralQueue:
         worker.reserve(request_id, need)
         return Routed(worker)
 
-    def dispatch_waiting(self) -> None:
+    def dispatch_waiting(self, changed: FleetWorker | None = None) -> None:
         """Dispatch requests that now fit.
 
         Callers use this method whenever a worker may have capacity.
+
+        Args:
+            changed: the only worker that may have more capacity than before, or None if any may.
         """
+        self._search.mark(changed)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Dispatch requests that now fit, by what is known about changes of the workers."""
         if not self._places:
             return
-        if not self._fleet.serving:
+        if not self._fleet.serves:
             self._fail_all()
             return
         if not self._dispatch_resumed():
@@ -264,42 +272,21 @@ class CentralQueue:
 
     def _end_backoff(self) -> None:
         self._backs_off = False
-        self.dispatch_waiting()
+        self._dispatch()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
         # A resumed request backs off alone, and would otherwise wait while others back off.
         if self._backs_off and not waiting.claim_tokens:
             return None
-        need, taken, workers = (
-            waiting.need,
-            self.claims.taken(waiting.request_id),
-            self._fleet.workers,
-        )
-        # A part of a large pool may contain only workers that the request avoids.
-        compared = workers if waiting.avoid else self.router.compared(view, workers)
-        open_ = preferred(self._fleet.open_among(compared), waiting.avoid)
-        usable = self._usable(open_, taken, need)
-        if not usable and len(compared) < len(workers):  # most of the pool is full
-            compared, usable = workers, self._usable(self._fleet.open, taken, need)
-        if not usable:
+        taken = self.claims.taken(waiting.request_id)
+        found = self._search.find(Wanted(waiting.need, waiting.avoid, taken, view))
+        if found is None:
             return None
-        routed = self.router.choose(view, usable, compared, rivals=self._fleet.rivals)
-        routed.worker.reserve(waiting.request_id, need)
+        rivals = self._fleet.rivals
+        routed = self.router.choose(view, found.usable, found.compared, rivals=rivals)
+        routed.worker.reserve(waiting.request_id, waiting.need)
         return routed
-
-    def _usable(
-        self, workers: list[FleetWorker], taken: AbstractSet[str], need: CapacityNeed
-    ) -> list[tuple[FleetWorker, WorkerUsage]]:
-        """Return the workers with capacity that no other request has claimed, and their usage.
-
-        Args:
-            taken: ids of the claimed workers.
-        """
-        usable = [(worker, worker.usage) for worker in workers if worker.worker_id not in taken]
-        if self._binds_early:
-            return usable
-        return [(worker, at) for worker, at in usable if has_capacity(at, need)]
 
     def _waited_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request has waited before this call of `turn`."""
@@ -318,7 +305,7 @@ class CentralQueue:
         if refused is not None:
             error = Overloaded(refused.reason, refused.retry_after_s, refused.kind)
             self._fail(place, error)
-            self.dispatch_waiting()  # the request may have blocked the requests after it
+            self._dispatch()  # the request may have blocked the requests after it
 
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
         """Return the error of a request that has waited for the maximum time."""
@@ -339,7 +326,7 @@ class CentralQueue:
 
     def _end_refusal(self, place: _Place) -> None:
         place.backs_off = False
-        self.dispatch_waiting()
+        self._dispatch()
 
     def _forget(self, place: _Place) -> None:
         del self._places[place.waiting.ticket.key]
@@ -354,7 +341,8 @@ class CentralQueue:
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             turn.result().worker.release(place.waiting.request_id)
-        self.dispatch_waiting()  # the request may have blocked the requests after it
+            self._search.mark(turn.result().worker)
+        self._dispatch()  # the request may have blocked the requests after it
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""

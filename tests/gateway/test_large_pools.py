@@ -142,7 +142,7 @@ def empty_fleet() -> RealFleet:
 
 def members_of(store: Pool, fleet: RealFleet) -> Members:
     """Return members that link to no worker, because the reports have no address."""
-    return Members(fleet, cast(Store, store), cast(Reach, None), lambda: None)
+    return Members(fleet, cast(Store, store), cast(Reach, None), lambda _worker: None)
 
 
 @pytest.mark.parametrize(("gateways", "reads"), [(1, 20), (10, 20), (64, 3)])

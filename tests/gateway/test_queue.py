@@ -62,6 +62,10 @@ class Fleet(SimpleNamespace):
     def open_among(self, workers: list[FleetWorker]) -> list[FleetWorker]:
         return [worker for worker in workers if worker.backend.failure is None]
 
+    @property
+    def serves(self) -> bool:
+        return bool(self.serving)
+
     open = serving
     outage, rivals = "device lost", 0
 

@@ -277,7 +277,7 @@ class Moves:
             return routed
         routed.worker.release(request.request_id)  # the last suitable worker has left meanwhile
         await self._parts.queue.claims.end(request.request_id)
-        self._parts.queue.dispatch_waiting()
+        self._parts.queue.dispatch_waiting(routed.worker)
         return None
 
     async def _copy(self, stream: Stream, sink: FleetWorker, move: Migration) -> MoveEnd:
