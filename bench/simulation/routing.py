@@ -22,13 +22,13 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from bench.simulation.recorded import Recorded
 from bench.simulation.routing_report import body, line
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means, differences, estimate
+from draftgate.gateway.cli.simulate.trace_load import Recorded
 from draftgate.loadgen.measuring.metrics import (
     METRICS,
     latency_s,

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.simulation.herd_model import Ages, Backlog, Bursts, imbalances
-from bench.simulation.recorded import Recorded
 from bench.simulation.routing import CLUSTERS, POLICIES, Study
 from draftgate.backends.sim.profile import load_profile, slowed
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
+from draftgate.gateway.cli.simulate.trace_load import Recorded
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import Slo
 

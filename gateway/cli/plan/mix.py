@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,62 +10,124 @@ import msgspec
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.gateway.cli.plan.options import JsonFile, Limits, limits, write_plan
+from draftgate.gateway.cli.plan.mix_report import print_counts, print_plan
+from draftgate.gateway.cli.plan.options import (
+    JsonFile,
+    Limits,
+    Profiles,
+    Rate,
+    Share,
+    SloTpotMs,
+    SloTtftMs,
+    Speculation,
+    TraceFile,
+    WorkloadName,
+    limits,
+    write_plan,
+)
 from draftgate.gateway.cli.plan.solver import require_solver, silent_solver
 from draftgate.gateway.cli.plan.throughputs import Throughputs
-from draftgate.policies.planning.mix import Mix, cheapest_mix
+from draftgate.policies.planning.mix import cheapest_mix
 
 
-def mix(
+def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     tputs: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="JSON file with the throughput and price of each GPU, and the workload.",
             metavar="FILE",
         ),
-    ],
+    ] = None,
+    trace: TraceFile = None,
+    workload: WorkloadName = None,
+    rate: Rate = None,
+    slo_ttft_ms: SloTtftMs = None,
+    slo_tpot_ms: SloTpotMs = None,
+    share: Share = 0.95,
+    profiles: Profiles = "l4-8b,a10g-8b,a100-8b,h100-8b,h200-8b",
+    speculation: Speculation = "auto",
+    proposer: Annotated[str, typer.Option(help="Proposer: ngram or draft_model.")] = "ngram",
+    arrival: Annotated[
+        str | None,
+        typer.Option(help="Arrivals: recorded (default of a trace), poisson, gamma:CV, ..."),
+    ] = None,
+    class_name: Annotated[
+        str | None,
+        typer.Option("--class", help="Class of a trace's requests, which selects their drafts."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=2, help="Number of requests to plan for and to simulate.")
+    ] = 2000,
     limit: Limits = None,
     json_out: JsonFile = None,
 ) -> None:
     """Find the cheapest mix of GPUs that serves a workload within its latency targets.
 
-    The file has the format of Mélange. If no mix is feasible, the plan names the buckets that
-    cannot be served.
+    The workload is a trace or a built-in workload at a rate, whose mix is also simulated, or a file
+    of given throughputs in the format of Mélange. If no mix is feasible, the plan names the lengths
+    of the requests that cannot be served.
     """
     require_solver()
     try:
-        given = msgspec.json.decode(tputs.read_bytes(), type=Throughputs)
-        with silent_solver():
-            found = cheapest_mix(given.workload(), given.types(limits(limit or [])))
-        plan = _as_json(given, found)
+        if tputs is not None:
+            plan = _given(tputs, limits(limit or []))
+        else:
+            from draftgate.gateway.cli.plan.load import plan_load
+            from draftgate.gateway.cli.plan.load_question import LoadQuestion
+            from draftgate.gateway.cli.plan.machines import CONFIG, Rentable
+            from draftgate.loadgen.types import Slo
+
+            if rate is None:
+                raise ValueError("give --rate, or --tputs")
+            slo = Slo.of_ms(slo_ttft_ms, slo_tpot_ms)
+            load = plan_load(
+                trace,
+                workload,
+                requests,
+                CONFIG.max_model_len or 0,
+                slo,
+                arrival=arrival,
+                class_name=class_name,
+            )
+            question = LoadQuestion(
+                load,
+                rate,
+                slo,
+                share,
+                {name: Rentable.of(name, proposer) for name in profiles.split(",")},
+                limits(limit or []),
+                speculation,
+                proposer,
+            )
+            plan = question.answer()
+            print_plan(plan)
         write_plan(plan, json_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
+
+
+def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Plan for given throughputs, and print the plan.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file or a limit is wrong.
+    """
+    given = msgspec.json.decode(file.read_bytes(), type=Throughputs)
+    with silent_solver():
+        found = cheapest_mix(given.workload(), given.types(limits))
+    buckets = [list(given.buckets[one]) for one in found.infeasible_buckets]
     if found.feasible:
-        _print(given, found)
+        prices = {name: gpu.cost for name, gpu in given.gpu_info.items()}
+        print_counts(found.counts, prices, {})
     else:
-        names = ", ".join(map(str, plan["infeasible_buckets"]))
+        names = ", ".join(map(str, buckets))
         typer.echo(f"no mix serves the buckets {names} (row and column, from 0)")
-
-
-def _as_json(given: Throughputs, found: Mix) -> dict[str, Any]:
     return {
         "format": "plan/1",
         "question": "mix",
         "feasible": found.feasible,
         "cost_per_hour": found.cost_per_hour if found.feasible else None,
         "counts": dict(found.counts),
-        "infeasible_buckets": [list(given.buckets[one]) for one in found.infeasible_buckets],
+        "infeasible_buckets": buckets,
     }
-
-
-def _print(given: Throughputs, found: Mix) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("GPU", "number", "cost per hour")
-    for name, count in found.counts.items():
-        table.add_row(name, str(count), f"{count * given.gpu_info[name].cost:.2f}")
-    table.add_section()
-    table.add_row("all", str(sum(found.counts.values())), f"{found.cost_per_hour:.2f}")
-    Console().print(table)

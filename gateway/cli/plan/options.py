@@ -36,7 +36,7 @@ Share = Annotated[
     ),
 ]
 Profiles = Annotated[
-    str | None,
+    str,
     typer.Option("--profiles", help="Device profiles: names or files, separated by commas."),
 ]
 Speculation = Annotated[

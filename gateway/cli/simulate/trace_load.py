@@ -21,12 +21,20 @@ class Recorded:
 
     Attributes:
         rows: rows in order of arrival.
+        class_name: class of the requests whose row names none, which selects recorded drafts.
     """
 
     rows: tuple[TraceRow, ...]
+    class_name: str = "trace"
 
     @classmethod
-    def of(cls, rows: Sequence[TraceRow], requests: int, most_tokens: int) -> Recorded:
+    def of(
+        cls,
+        rows: Sequence[TraceRow],
+        requests: int,
+        most_tokens: int,
+        class_name: str = "trace",
+    ) -> Recorded:
         """Return the first `requests` rows whose prompt and output fit.
 
         Raises:
@@ -37,12 +45,12 @@ class Recorded:
             raise ValueError(
                 f"{requests} requests are needed, but only {len(fitting)} of the trace fit"
             )
-        return cls(tuple(fitting[:requests]))
+        return cls(tuple(fitting[:requests]), class_name)
 
     def cut(self, first: int, requests: int) -> Recorded:
         """Return a range of rows, with arrivals relative to the first row."""
         rows = self.rows[first : first + requests]
-        return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
+        return replace(self, rows=tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
 
     def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[PlannedRequest]:
         """Return the requests at a mean rate.
@@ -54,9 +62,10 @@ class Recorded:
             PlannedRequest(
                 index,
                 row.at_s,
-                RequestSpec("", (), max(row.output_tokens, 1), seed + index, "trace", slo=slo),
+                RequestSpec("", (), max(row.output_tokens, 1), seed + index, name, slo=slo),
             )
             for index, row in enumerate(at_rate(self.rows, rate_rps))
+            for name in [row.class_name or self.class_name]
         ]
 
     def job(self, planned: PlannedRequest) -> Job:

@@ -1,0 +1,160 @@
+"""Plan mixes of GPUs for traces, and compare them with single types of GPUs (Mélange).
+
+    draftgate bench mixes --trace code=FILE --trace conv=FILE --json OUT --html OUT
+
+Each rate and TPOT target has a plan without and with speculation, and a plan for each type of GPU
+alone. Every plan is the cheapest one that meets its share of requests in a simulation with the same
+requests (`draftgate plan mix`). The name of a trace is the class of its requests, which selects the
+recorded drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from draftgate.gateway.cli.plan.load import plan_load
+from draftgate.gateway.cli.plan.load_question import LoadQuestion
+from draftgate.gateway.cli.plan.machines import AUTO, CONFIG, OFF, Rentable
+from draftgate.loadgen.report.html import html_table
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import Slo
+
+PROFILES: Final = "l4-8b,a10g-8b,a100-8b,h100-8b"
+"""The GPUs of Mélange's evaluation, with its prices."""
+
+HEAD: Final = (
+    "trace", "TPOT, ms", "requests/s", "speculation", "plan", "USD/h", "met", "best single type",
+    "USD/h", "saved", "CPU s",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `draftgate bench mixes`."""
+    parser = bench_parser("mixes", __doc__, device=False)
+    parser.add_argument("--trace", action="append", required=True, metavar="CLASS=FILE")
+    parser.add_argument("--rates", default="1,2,4,8,16,32", help="requests per second")
+    parser.add_argument("--tpot-ms", default="120,40", help="targets for the time per token")
+    parser.add_argument("--ttft-ms", type=float, default=2000.0)
+    parser.add_argument("--share", type=float, default=0.995)
+    parser.add_argument("--profiles", default=PROFILES)
+    parser.add_argument("--proposer", default="ngram")
+    parser.add_argument("--speculation", default=f"{OFF},{AUTO}")
+    parser.add_argument("--arrival", default=None, help="recorded (default), poisson, ...")
+    parser.add_argument("--requests", type=int, default=2000)
+    args = parser.parse_args(arguments)
+    with without_full_gc():
+        rows = list(_rows(args))
+    results = {
+        "format": "mixes/1",
+        **simulated_provenance("mixes", arguments),
+        "settings": {
+            "ttft_s": args.ttft_ms / 1e3,
+            "share": args.share,
+            "proposer": args.proposer,
+            "arrival": args.arrival or "recorded",
+            "requests": args.requests,
+        },
+        "plans": rows,
+    }
+    write_results(args, results, "Mixes of GPUs, simulated", _body(rows))
+
+
+def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    tpots_ms = [float(text) for text in args.tpot_ms.split(",")]
+    rates = [float(text) for text in args.rates.split(",")]
+    for trace, tpot_ms, rate, speculation in product(
+        args.trace, tpots_ms, rates, args.speculation.split(",")
+    ):
+        began_s = time.process_time()
+        row = _plans(args, trace, Slo.of_ms(args.ttft_ms, tpot_ms), rate, speculation)
+        row["cpu_s"] = round(time.process_time() - began_s, 1)
+        print(*_shown(row), sep="  ")
+        yield row
+
+
+def _plans(
+    args: argparse.Namespace, trace: str, slo: Slo, rate_rps: float, speculation: str
+) -> dict[str, Any]:
+    """Return the plan of a mix, and the plan of each type alone."""
+    class_name, _, file = trace.partition("=")
+    load = plan_load(
+        Path(file),
+        None,
+        args.requests,
+        CONFIG.max_model_len or 0,
+        slo,
+        arrival=args.arrival,
+        class_name=class_name,
+    )
+    types = {name: Rentable.of(name, args.proposer) for name in args.profiles.split(",")}
+    question = LoadQuestion(load, rate_rps, slo, args.share, types, {}, speculation, args.proposer)
+    alone = {name: replace(question, types={name: one}).answer() for name, one in types.items()}
+    assert slo.tpot_s is not None
+    return {
+        "trace": class_name,
+        "tpot_ms": slo.tpot_s * 1e3,
+        "rate_rps": rate_rps,
+        "speculation": speculation,
+        "share": args.share,
+        "mix": _summary(question.answer()),
+        "alone": {name: _summary(plan) for name, plan in alone.items()},
+    }
+
+
+def _summary(plan: dict[str, Any]) -> dict[str, Any]:
+    kept = ("feasible", "cost_per_hour", "counts", "infeasible_buckets")
+    found = {key: plan[key] for key in kept}
+    if plan["feasible"]:
+        simulated = plan["simulated"]
+        found |= {key: plan[key] for key in ("bursts", "over_provisioning", "attempts")}
+        found |= {key: simulated[key] for key in ("requests", "attainment", "ttft_s", "tpot_s")}
+    return found
+
+
+def _shown(row: dict[str, Any]) -> list[str]:
+    mix = row["mix"]
+    machines = " + ".join(f"{count} {name}" for name, count in mix["counts"].items() if count)
+    single = _best_single(row)
+    saved = "-"
+    if single is not None and mix["feasible"]:
+        saved = f"{1.0 - mix['cost_per_hour'] / single[1]:.0%}"
+    return [
+        row["trace"],
+        f"{row['tpot_ms']:g}",
+        f"{row['rate_rps']:g}",
+        row["speculation"],
+        machines or "none",
+        f"{mix['cost_per_hour']:.2f}" if mix["feasible"] else "-",
+        f"{mix['attainment']:.2%}" if mix["feasible"] else "-",
+        "-" if single is None else single[0],
+        "-" if single is None else f"{single[1]:.2f}",
+        saved,
+        f"{row['cpu_s']:.0f}",
+    ]
+
+
+def _best_single(row: dict[str, Any]) -> tuple[str, float] | None:
+    """Return the cheapest single type that meets the share, and its price."""
+    prices = [
+        (plan["cost_per_hour"], name)
+        for name, plan in row["alone"].items()
+        if plan["feasible"] and plan["attainment"] >= row["share"]
+    ]
+    cost, name = min(prices, default=(0.0, ""))
+    return (name, cost) if name else None
+
+
+def _body(rows: list[dict[str, Any]]) -> Iterator[str]:
+    yield "<h1>Mixes of GPUs, simulated</h1>"
+    yield html_table(list(HEAD), list(map(_shown, rows)), __doc__ or "")
+
+
+if __name__ == "__main__":
+    main()

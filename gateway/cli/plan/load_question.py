@@ -1,0 +1,172 @@
+"""The answer of `draftgate plan mix` for a trace or a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from draftgate.gateway.cli.plan.load import PlanLoad
+from draftgate.gateway.cli.plan.machines import AUTO, OFF, Rentable, simulate_machines
+from draftgate.gateway.cli.plan.mix_search import Attempt, best, search
+from draftgate.gateway.cli.plan.solver import silent_solver
+from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.types import LoadRun, Record, Slo
+from draftgate.policies.planning.histogram import Bucket
+from draftgate.policies.planning.load_mix import LoadPlanner, Offer
+from draftgate.policies.planning.mix import Mix
+from draftgate.policies.planning.throughput import Targets
+
+
+@dataclass(frozen=True)
+class LoadQuestion:
+    """Which machines serve a load.
+
+    Attributes:
+        rate_rps: mean rate of the load.
+        slo: targets of the requests, which `load` has too.
+        share: share of the requests that must meet both targets.
+        types: types of machines by name.
+        limits: number of machines that can be rented, by name.
+        speculation: `off` or `auto`.
+        proposer: what machines draft with.
+    """
+
+    load: PlanLoad
+    rate_rps: float
+    slo: Slo
+    share: float
+    types: Mapping[str, Rentable]
+    limits: Mapping[str, int]
+    speculation: str = AUTO
+    proposer: str = "ngram"
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a value is out of range, or a limit is for an unknown type.
+        """
+        if not self.rate_rps > 0.0:
+            raise ValueError(f"--rate must be positive, not {self.rate_rps}")
+        if self.speculation not in {OFF, AUTO}:
+            raise ValueError(f"--speculation: expected off or auto, not {self.speculation!r}")
+        if unknown := self.limits.keys() - self.types.keys():
+            raise ValueError(f"--limit {min(unknown)}: --profiles has no such profile")
+
+    @cached_property
+    def targets(self) -> Targets:
+        """The targets, infinite where there is none."""
+        limits_s = {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s}
+        given = {name: limit_s for name, limit_s in limits_s.items() if limit_s is not None}
+        return Targets(**given, share=self.share)
+
+    @cached_property
+    def planner(self) -> LoadPlanner:
+        """The predicted throughputs."""
+        offers = {
+            name: Offer(one.machine(), one.price, self.limits.get(name), self._drafts(one))
+            for name, one in self.types.items()
+        }
+        return LoadPlanner.of(self.load.lengths, offers, self.targets)
+
+    def bursts(self) -> float:
+        """Return the factor for the bursts of the load."""
+        return self.planner.bursts(self.load.lengths, self.rate_rps, self.targets)
+
+    def mix_at(self, factor: float, only: str | None = None) -> Mix:
+        """Return the cheapest mix for a multiple of the rate."""
+        with silent_solver():
+            return self.planner.mix(factor * self.rate_rps, only)
+
+    def simulate(self, mix: Mix) -> Sequence[Record]:
+        """Return the records of the load on a mix."""
+        return simulate_machines(
+            mix.counts, self.load, self.rate_rps, self.speculation, self.proposer
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """Return the plan as `plan/1`.
+
+        Raises:
+            ValueError: the load or a profile is wrong.
+        """
+        factor = self.bursts()
+        first = self.mix_at(factor)
+        plan: dict[str, Any] = {
+            "format": "plan/1",
+            "question": "mix",
+            "feasible": first.feasible,
+            "cost_per_hour": None,
+            "counts": dict(first.counts),
+            "machines": [],
+            "infeasible_buckets": [
+                _lengths(self.planner.buckets[one]) for one in first.infeasible_buckets
+            ],
+            "simulated": None,
+            "rate_rps": self.rate_rps,
+            "targets": {
+                "ttft_s": self.slo.ttft_s,
+                "tpot_s": self.slo.tpot_s,
+                "share": self.share,
+            },
+            "prices_per_hour": {name: one.price for name, one in self.types.items()},
+        }
+        if not first.feasible:
+            return plan
+        attempts = search(self.mix_at, self.simulate, self.share, factor)
+        chosen = best(attempts, self.share)
+        alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
+        return {
+            **plan,
+            "cost_per_hour": chosen.mix.cost_per_hour,
+            "counts": dict(chosen.mix.counts),
+            "machines": self._machines(chosen.mix),
+            "simulated": self._summary(chosen),
+            "bursts": factor,
+            "over_provisioning": chosen.factor,
+            "attempts": [
+                {
+                    "over_provisioning": one.factor,
+                    "cost_per_hour": one.mix.cost_per_hour,
+                    "counts": dict(one.mix.counts),
+                    "attainment": one.attainment,
+                }
+                for one in attempts
+            ],
+            "single_types": {
+                name: {
+                    "count": one.counts[name] if one.feasible else None,
+                    "cost_per_hour": one.cost_per_hour if one.feasible else None,
+                }
+                for name, one in alone.items()
+            },
+        }
+
+    def _drafts(self, one: Rentable) -> Any:
+        if self.speculation == OFF:
+            return lambda _bucket: ()
+        return lambda bucket: one.drafts(bucket, self.targets)
+
+    def _machines(self, mix: Mix) -> list[dict[str, Any]]:
+        return [
+            {"profile": name, "role": "any", "count": count, "speculation": self.speculation}
+            for name, count in mix.counts.items()
+            if count
+        ]
+
+    def _summary(self, attempt: Attempt) -> dict[str, Any]:
+        records = list(attempt.records)
+        last_s = max(record.end_s for record in records)
+        last_due_s = max(record.scheduled_s for record in records)
+        return summarize(LoadRun({}, records, last_s, last_due_s, NEVER_LATE))
+
+
+def _lengths(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "class": bucket.class_name,
+        "prompt_tokens": list(bucket.prompt_range),
+        "output_tokens": list(bucket.output_range),
+    }

@@ -1,0 +1,95 @@
+"""The machines that `draftgate plan` may rent, and their simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
+
+from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.draft_points import recorded_drafts
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
+from draftgate.backends.sim.recording import load_recording
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.cli.plan.load import PlanLoad
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.loadgen.types import Record
+from draftgate.policies.planning.histogram import Bucket
+from draftgate.policies.planning.throughput import DraftPoint, Machine, Targets
+
+CONFIG: Final = WorkerConfig(max_num_seqs=256, max_step_tokens=2048, max_model_len=32_768)
+"""The configuration of every planned worker, with the defaults of `draftgate simulate`."""
+
+OFF, AUTO = "off", "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Rentable:
+    """A type of machine.
+
+    Attributes:
+        name: profile, as given: a shipped or derived name, or the path of a file.
+        price: US dollars per hour.
+        proposer: what it drafts with.
+    """
+
+    name: str
+    profile: Profile
+    price: float
+    proposer: str = "ngram"
+
+    @classmethod
+    def of(cls, name: str, proposer: str) -> Rentable:
+        """Load a profile.
+
+        Raises:
+            ValueError: the profile is unknown, or has no price.
+        """
+        profile = load_profile(name)
+        if profile.price_per_hour_usd is None:
+            raise ValueError(f"the profile {name} has no price_per_hour_usd: add it to the file")
+        return cls(name, profile, profile.price_per_hour_usd, proposer)
+
+    def machine(self) -> Machine:
+        """Return the costs for the prediction of throughputs."""
+        profile, host = self.profile, self.profile.host
+        draft = profile.draft.get(self.proposer, DraftCost())
+        return Machine(
+            profile.cost,
+            profile.kv_bytes // profile.kv_token_bytes,
+            CONFIG.max_num_seqs,
+            CONFIG.max_step_tokens,
+            draft.depths,
+            draft.call_s,
+            draft.sequence_s,
+            host.step_s,
+            host.sequence_s,
+        )
+
+    def drafts(self, bucket: Bucket, targets: Targets) -> Sequence[DraftPoint]:
+        """Return the ways to draft for a bucket's requests."""
+        recording = load_recording(self.profile.recording)
+        drafts = recorded_drafts(recording, self.proposer, bucket.class_name)
+        return drafts.points(max(bucket.output_range[0], 2), targets.share)
+
+
+def simulate_machines(
+    counts: Mapping[str, int],
+    load: PlanLoad,
+    rate_rps: float,
+    speculation: str,
+    proposer: str,
+    seed: int = 0,
+) -> list[Record]:
+    """Return the records of a load on machines with the production scheduler and `least_cost`.
+
+    Args:
+        counts: number of machines by profile.
+        speculation: policy of the workers.
+    """
+    names = tuple(name for name, count in counts.items() for _ in range(count))
+    config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
+    cluster = SimulatedCluster(config, len(names), SimEnvironment(seed), profiles=names)
+    return simulate(cluster, load.planned(rate_rps), to_job=load.job)
