@@ -2,10 +2,11 @@
 
     draftgate bench mixes --trace code=FILE --trace conv=FILE --json OUT --html OUT
 
-Each rate and TPOT target has a plan without and with speculation, and a plan for each type of GPU
-alone. Every plan is the cheapest one that meets its share of requests in a simulation with the same
-requests (`draftgate plan mix`). The name of a trace is the class of its requests, which selects the
-recorded drafts.
+Each rate and TPOT target has a plan without and with speculation. Without speculation, it also has
+a plan for the type of GPU that is cheapest alone. These plans are the cheapest ones that meet the
+share of requests in simulations with the same requests (`draftgate plan mix`). The costs of the
+other types alone are those of the integer program for the same over-provisioning. The name of a
+trace is the class of its requests, which selects the recorded drafts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.harness.provenance import bench_parser, simulated_provenance, write_r
 from draftgate.gateway.cli.plan.load import plan_load
 from draftgate.gateway.cli.plan.load_question import LoadQuestion
 from draftgate.gateway.cli.plan.machines import AUTO, CONFIG, OFF, Rentable
+from draftgate.gateway.cli.plan.mix_search import ATTEMPTS
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Slo
@@ -30,8 +32,8 @@ PROFILES: Final = "l4-8b,a10g-8b,a100-8b,h100-8b"
 """The GPUs of Mélange's evaluation, with its prices."""
 
 HEAD: Final = (
-    "trace", "TPOT, ms", "requests/s", "speculation", "plan", "USD/h", "met", "best single type",
-    "USD/h", "saved", "CPU s",
+    "trace", "TPOT, ms", "requests/s", "speculation", "mix", "USD/h", "met",
+    "best single type", "USD/h", "met", "saved", "CPU s",
 )  # fmt: skip
 
 
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--proposer", default="ngram")
     parser.add_argument("--speculation", default=f"{OFF},{AUTO}")
     parser.add_argument("--arrival", default=None, help="recorded (default), poisson, ...")
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=500, help="least number of requests")
+    parser.add_argument("--seconds", type=float, default=60.0, help="least duration of the load")
+    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="simulations of a plan")
     args = parser.parse_args(arguments)
     with without_full_gc():
         rows = list(_rows(args))
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "share": args.share,
             "proposer": args.proposer,
             "arrival": args.arrival or "recorded",
-            "requests": args.requests,
+            "attempts": args.attempts,
         },
         "plans": rows,
     }
@@ -82,30 +86,46 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _plans(
     args: argparse.Namespace, trace: str, slo: Slo, rate_rps: float, speculation: str
 ) -> dict[str, Any]:
-    """Return the plan of a mix, and the plan of each type alone."""
+    """Return the plan of a mix, and the plan of the type that is cheapest alone."""
     class_name, _, file = trace.partition("=")
     load = plan_load(
         Path(file),
         None,
-        args.requests,
+        max(args.requests, round(rate_rps * args.seconds)),
         CONFIG.max_model_len or 0,
         slo,
         arrival=args.arrival,
         class_name=class_name,
     )
     types = {name: Rentable.of(name, args.proposer) for name in args.profiles.split(",")}
-    question = LoadQuestion(load, rate_rps, slo, args.share, types, {}, speculation, args.proposer)
-    alone = {name: replace(question, types={name: one}).answer() for name, one in types.items()}
+    question = LoadQuestion(
+        load, rate_rps, slo, args.share, types, {}, speculation, args.proposer, args.attempts
+    )
+    plan = question.answer()
+    single = _cheapest_alone(plan) if speculation == OFF else None
+    alone = None
+    if single is not None:
+        alone = _summary(replace(question, types={single: types[single]}).answer())
     assert slo.tpot_s is not None
     return {
         "trace": class_name,
         "tpot_ms": slo.tpot_s * 1e3,
         "rate_rps": rate_rps,
         "speculation": speculation,
-        "share": args.share,
-        "mix": _summary(question.answer()),
-        "alone": {name: _summary(plan) for name, plan in alone.items()},
+        "mix": _summary(plan),
+        "single_types": plan.get("single_types"),
+        "best_single": alone,
     }
+
+
+def _cheapest_alone(plan: dict[str, Any]) -> str | None:
+    """Return the type that serves the load alone for the lowest price, if there is one."""
+    prices = {
+        name: one["cost_per_hour"]
+        for name, one in plan.get("single_types", {}).items()
+        if one["cost_per_hour"] is not None
+    }
+    return min(prices, key=prices.__getitem__, default=None)
 
 
 def _summary(plan: dict[str, Any]) -> dict[str, Any]:
@@ -119,36 +139,28 @@ def _summary(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(row: dict[str, Any]) -> list[str]:
-    mix = row["mix"]
-    machines = " + ".join(f"{count} {name}" for name, count in mix["counts"].items() if count)
-    single = _best_single(row)
+    mix, single = row["mix"], row["best_single"]
     saved = "-"
-    if single is not None and mix["feasible"]:
-        saved = f"{1.0 - mix['cost_per_hour'] / single[1]:.0%}"
+    if single is not None:
+        saved = f"{1.0 - mix['cost_per_hour'] / single['cost_per_hour']:.0%}"
     return [
         row["trace"],
         f"{row['tpot_ms']:g}",
         f"{row['rate_rps']:g}",
         row["speculation"],
-        machines or "none",
-        f"{mix['cost_per_hour']:.2f}" if mix["feasible"] else "-",
-        f"{mix['attainment']:.2%}" if mix["feasible"] else "-",
-        "-" if single is None else single[0],
-        "-" if single is None else f"{single[1]:.2f}",
+        *_described(mix),
+        *_described(single),
         saved,
         f"{row['cpu_s']:.0f}",
     ]
 
 
-def _best_single(row: dict[str, Any]) -> tuple[str, float] | None:
-    """Return the cheapest single type that meets the share, and its price."""
-    prices = [
-        (plan["cost_per_hour"], name)
-        for name, plan in row["alone"].items()
-        if plan["feasible"] and plan["attainment"] >= row["share"]
-    ]
-    cost, name = min(prices, default=(0.0, ""))
-    return (name, cost) if name else None
+def _described(plan: dict[str, Any] | None) -> list[str]:
+    """Return the machines of a plan, its price, and the share of requests within the targets."""
+    if plan is None or not plan["feasible"]:
+        return ["none", "-", "-"]
+    machines = " + ".join(f"{count} {name}" for name, count in plan["counts"].items() if count)
+    return [machines, f"{plan['cost_per_hour']:.2f}", f"{plan['attainment']:.2%}"]
 
 
 def _body(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -78,10 +78,11 @@ def _plan(folder: Path, *arguments: str) -> tuple[Result, dict[str, Any]]:
 
 def test_plan_for_a_trace_is_simulated(tmp_path: Path) -> None:
     """The plan has machines that meet the targets in the simulation, and the price of each type."""
-    trace = _trace(tmp_path, 300, 40)
+    trace, compose = _trace(tmp_path, 300, 40), tmp_path / "compose.yaml"
     result, plan = _plan(
         tmp_path,
         *("--trace", str(trace), "--rate", "3", "--slo-ttft-ms", "2000", "--slo-tpot-ms", "60"),
+        *("--compose", str(compose)),
         *("--profiles", "a10g-8b,h100-8b", "--class", "code", "--share", "0.9"),
     )
     assert result.exit_code == 0, result.output
@@ -95,6 +96,7 @@ def test_plan_for_a_trace_is_simulated(tmp_path: Path) -> None:
     )
     alone = [one["cost_per_hour"] for one in plan["single_types"].values()]
     assert plan["cost_per_hour"] <= min(alone)
+    assert all(f"worker-{one['profile']}" in compose.read_text() for one in plan["machines"])
     assert plan["machines"] == [
         {"profile": name, "role": "any", "count": count, "speculation": "auto"}
         for name, count in plan["counts"].items()
@@ -134,6 +136,7 @@ def test_plan_for_a_workload(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--workload", "chat"], "--rate"),
+        (["--tputs", "none.json"], "No such file"),
         (["--rate", "1"], "either --trace or --workload"),
         (["--workload", "chat", "--rate", "1", "--profiles", "cpu-demo"], "price_per_hour_usd"),
         (["--workload", "chat", "--rate", "1", "--limit", "h100=1"], "no such profile"),

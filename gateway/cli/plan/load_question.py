@@ -9,7 +9,7 @@ from typing import Any
 
 from draftgate.gateway.cli.plan.load import PlanLoad
 from draftgate.gateway.cli.plan.machines import AUTO, OFF, Rentable, simulate_machines
-from draftgate.gateway.cli.plan.mix_search import Attempt, best, search
+from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, Attempt, best, search
 from draftgate.gateway.cli.plan.solver import silent_solver
 from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
 from draftgate.loadgen.measuring.summary import summarize
@@ -32,6 +32,7 @@ class LoadQuestion:
         limits: number of machines that can be rented, by name.
         speculation: `off` or `auto`.
         proposer: what machines draft with.
+        attempts: largest number of simulated mixes.
     """
 
     load: PlanLoad
@@ -42,6 +43,7 @@ class LoadQuestion:
     limits: Mapping[str, int]
     speculation: str = AUTO
     proposer: str = "ngram"
+    attempts: int = ATTEMPTS
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -116,7 +118,7 @@ class LoadQuestion:
         }
         if not first.feasible:
             return plan
-        attempts = search(self.mix_at, self.simulate, self.share, factor)
+        attempts = search(self.mix_at, self.simulate, self.share, factor, self.attempts)
         chosen = best(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
         return {

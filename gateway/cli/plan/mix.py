@@ -12,6 +12,7 @@ import typer
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.cli.plan.mix_report import print_counts, print_plan
 from draftgate.gateway.cli.plan.options import (
+    ComposeFile,
     JsonFile,
     Limits,
     Profiles,
@@ -23,6 +24,7 @@ from draftgate.gateway.cli.plan.options import (
     TraceFile,
     WorkloadName,
     limits,
+    write_compose,
     write_plan,
 )
 from draftgate.gateway.cli.plan.solver import require_solver, silent_solver
@@ -60,6 +62,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = 2000,
     limit: Limits = None,
     json_out: JsonFile = None,
+    compose: ComposeFile = None,
 ) -> None:
     """Find the cheapest mix of GPUs that serves a workload within its latency targets.
 
@@ -102,6 +105,8 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             plan = question.answer()
             print_plan(plan)
         write_plan(plan, json_out)
+        if compose is not None:
+            write_compose(plan, compose)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 

@@ -50,6 +50,11 @@ Limits = Annotated[
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")]
 
+ComposeFile = Annotated[
+    Path | None,
+    typer.Option("--compose", help="Write the machines as a Compose file."),
+]
+
 
 def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
     """Write a plan to a file, if there is one.
@@ -59,6 +64,20 @@ def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
     """
     if file is not None:
         file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+
+
+def write_compose(plan: Mapping[str, Any], file: Path) -> None:
+    """Write the machines of a plan as a Compose file.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the plan has no machines, or machines that Compose cannot start.
+    """
+    from draftgate.gateway.cli.plan.deployment import compose_text
+
+    if not plan.get("machines"):
+        raise ValueError("--compose needs a feasible plan for a trace or a workload")
+    file.write_text(compose_text(plan["machines"]), encoding="utf-8")
 
 
 def limits(texts: Sequence[str]) -> dict[str, int]:
