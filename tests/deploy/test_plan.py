@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import kubernetes_validate
 import pytest
+import yaml
 
 from draftgate.gateway.cli.plan.deployment import compose_text, worker_name
+from draftgate.gateway.cli.plan.kubernetes import stateful_set, write_kubernetes
 from tests.deploy.compose import read
+from tests.deploy.kubernetes import kustomization, manifests_of_kind, pod
 from tests.deploy.processes import Addresses, free_ports, running
 
 MACHINES: list[dict[str, Any]] = [
@@ -57,6 +61,40 @@ def test_groups_of_gpus_are_refused() -> None:
     assert worker_name("profiles/My GPU.json") == "worker-my-gpu"
     with pytest.raises(ValueError, match="tensor-parallel group"):
         compose_text([{**MACHINES[0], "profile": "a100x4-70b"}])
+
+
+def test_manifests_of_a_plan_satisfy_the_schema(tmp_path: Path) -> None:
+    """Each profile has a StatefulSet with the planned replicas, on nodes with its GPUs."""
+    write_kubernetes(MACHINES, tmp_path / "plan")
+    found = list(yaml.safe_load_all((tmp_path / "plan" / "workers.yaml").read_text()))
+    for manifest, machine in zip(found, MACHINES, strict=True):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+        assert manifest["spec"]["replicas"] == machine["count"]
+        assert pod(manifest)["nodeSelector"] == {"draftgate.dev/profile": machine["profile"]}
+
+
+def test_manifests_of_a_plan_replace_the_workers_of_the_base(tmp_path: Path) -> None:
+    """The kustomization removes the base's workers and autoscaler, and keeps the rest of it."""
+    write_kubernetes(MACHINES, tmp_path)
+    written = kustomization(tmp_path)
+    removed = {(one["target"]["kind"], one["target"]["name"]) for one in written["patches"]}
+    assert removed == {("StatefulSet", "worker"), ("HorizontalPodAutoscaler", "worker")}
+    assert removed <= manifests_of_kind("StatefulSet", "HorizontalPodAutoscaler").keys()
+    ((_, base),) = manifests_of_kind("StatefulSet").items()
+    for manifest in yaml.safe_load_all((tmp_path / "workers.yaml").read_text()):
+        labels = manifest["spec"]["template"]["metadata"]["labels"]
+        assert base["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert manifest["spec"]["serviceName"] == base["spec"]["serviceName"]
+
+
+def test_compose_and_kubernetes_start_the_same_command(tmp_path: Path) -> None:
+    """The arguments differ only in how a node finds the cluster and drains."""
+    services = read(str(_written(tmp_path)))["services"]
+    for machine in MACHINES:
+        (container,) = pod(stateful_set(machine))["containers"]
+        command = services[worker_name(machine["profile"])]["command"]
+        assert set(command) - set(container["args"]) == {"--join", "redis://redis:6379"}
+        assert set(container["args"]) - set(command) == {"--drain-timeout-s", "60"}
 
 
 @pytest.mark.long

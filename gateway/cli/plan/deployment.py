@@ -8,7 +8,7 @@ secret of the nodes come from the environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from draftgate.gateway.cli.plan.machines import CONFIG
@@ -18,7 +18,9 @@ LABEL: Final = "draftgate.profile"
 """Label of the Swarm nodes that have the GPUs of a profile. Compose on one machine ignores it."""
 
 _ALL: Final = "0.0.0.0"  # noqa: S104 - all interfaces of a container
-_NODE: Final = ["serve", "--host", _ALL, "--port", PORT, "--peer-secret-env", "PEER_SECRET"]
+NODE: Final = ("serve", "--host", _ALL, "--port", PORT, "--peer-secret-env", "PEER_SECRET")
+"""Command of every node."""
+
 _CONFINED: Final[dict[str, Any]] = {
     "restart": "unless-stopped",
     "read_only": True,
@@ -97,7 +99,7 @@ def _compose_node(image: str, flags: Sequence[str]) -> dict[str, Any]:
         **_CONFINED,
         "image": image,
         "init": True,
-        "command": [*_NODE, "--join", _JOIN, *flags],
+        "command": [*NODE, "--join", _JOIN, *flags],
         "expose": [PORT],
         "networks": ["cluster", "default"],
         "tmpfs": ["/tmp"],  # noqa: S108 - a folder in the container
@@ -117,7 +119,7 @@ def _compose_worker(machine: dict[str, Any]) -> dict[str, Any]:
     gpu = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     name = worker_name(machine["profile"])
     return {
-        **_compose_node("draftgate:engine-cuda", _limits(machine)),
+        **_compose_node("draftgate:engine-cuda", worker_limits(machine)),
         "environment": {
             "PEER_SECRET": _SECRET,
             "DRAFTGATE_MODEL": _MODEL,
@@ -138,7 +140,7 @@ def _compose_worker(machine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _limits(machine: dict[str, Any]) -> list[str]:
+def worker_limits(machine: dict[str, Any]) -> list[str]:
     """Return the settings that a worker needs to behave as planned."""
     return [
         *("--speculation", machine["speculation"]),
@@ -149,18 +151,16 @@ def _limits(machine: dict[str, Any]) -> list[str]:
 
 def compose_text(machines: Sequence[dict[str, Any]]) -> str:
     """Return `compose_file` as YAML."""
-    import yaml
-
     head = "# Written by `draftgate plan`. Start it with: docker compose -f FILE up\n"
-    return head + yaml.dump(compose_file(machines), Dumper=_plain_dumper(), sort_keys=False)
+    return head + as_yaml(compose_file(machines))
 
 
-def _plain_dumper() -> Any:
-    """Return a dumper that repeats equal parts instead of referring to the first one."""
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """Return a document as YAML that repeats equal parts instead of referring to the first one."""
     import yaml
 
     class Plain(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    return Plain
+    return yaml.dump(document, Dumper=Plain, sort_keys=False)

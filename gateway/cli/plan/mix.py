@@ -14,6 +14,7 @@ from draftgate.gateway.cli.plan.mix_report import print_counts, print_plan
 from draftgate.gateway.cli.plan.options import (
     ComposeFile,
     JsonFile,
+    KubernetesFolder,
     Limits,
     Profiles,
     Rate,
@@ -24,7 +25,7 @@ from draftgate.gateway.cli.plan.options import (
     TraceFile,
     WorkloadName,
     limits,
-    write_compose,
+    write_deployments,
     write_plan,
 )
 from draftgate.gateway.cli.plan.solver import require_solver, silent_solver
@@ -63,6 +64,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     limit: Limits = None,
     json_out: JsonFile = None,
     compose: ComposeFile = None,
+    kubernetes: KubernetesFolder = None,
 ) -> None:
     """Find the cheapest mix of GPUs that serves a workload within its latency targets.
 
@@ -105,8 +107,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             plan = question.answer()
             print_plan(plan)
         write_plan(plan, json_out)
-        if compose is not None:
-            write_compose(plan, compose)
+        write_deployments(plan, compose, kubernetes)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 

@@ -54,6 +54,10 @@ ComposeFile = Annotated[
     Path | None,
     typer.Option("--compose", help="Write the machines as a Compose file."),
 ]
+KubernetesFolder = Annotated[
+    Path | None,
+    typer.Option("--kubernetes", help="Write the machines as Kubernetes manifests to this folder."),
+]
 
 
 def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
@@ -66,18 +70,25 @@ def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
         file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
 
 
-def write_compose(plan: Mapping[str, Any], file: Path) -> None:
-    """Write the machines of a plan as a Compose file.
+def write_deployments(
+    plan: Mapping[str, Any], compose: Path | None, kubernetes: Path | None
+) -> None:
+    """Write the machines of a plan as a Compose file and as Kubernetes manifests, if wanted.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: the plan has no machines, or machines that Compose cannot start.
+        OSError: a file cannot be written.
+        ValueError: the plan has no machines, or a machine is a group of several GPUs.
     """
     from draftgate.gateway.cli.plan.deployment import compose_text
+    from draftgate.gateway.cli.plan.kubernetes import write_kubernetes
 
-    if not plan.get("machines"):
-        raise ValueError("--compose needs a feasible plan for a trace or a workload")
-    file.write_text(compose_text(plan["machines"]), encoding="utf-8")
+    machines = plan.get("machines", [])
+    if not machines and (compose is not None or kubernetes is not None):
+        raise ValueError("there are no machines to deploy: give a load with a feasible plan")
+    if compose is not None:
+        compose.write_text(compose_text(machines), encoding="utf-8")
+    if kubernetes is not None:
+        write_kubernetes(machines, kubernetes)
 
 
 def limits(texts: Sequence[str]) -> dict[str, int]:
