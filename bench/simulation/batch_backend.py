@@ -2,23 +2,32 @@
 
 All gateways of a pool share the backend. Each of them has its own `PeerWorker`, as for a real node.
 As over a link, gateways see the load of the last update. Deltas are delivered with the updates too,
-except for first and last tokens, which arrive after their step. A stream that moves gets the deltas
-of every step.
+except for first and last tokens, which arrive after their step, with an update. A stream that moves
+gets the deltas of every step.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from bench.simulation.batch_model import BLOCK_TOKENS, BatchLimits, BatchSequence, BatchWorker
+from bench.simulation.batch_model import (
+    BLOCK_TOKENS,
+    BatchLimits,
+    BatchSequence,
+    BatchWorker,
+    State,
+)
 from draftgate.backends.core.prefix_cache import extend_chain
-from draftgate.backends.kv_transfer.exchange import BlockCount
-from draftgate.backends.kv_transfer.format import KvChunk, chunk_of
+from draftgate.backends.kv_transfer.exchange import HOLD_S, BlockCount
+from draftgate.backends.kv_transfer.format import NO_BLOCKS, KvChunk, KvFormat, chunk_of
 from draftgate.backends.kv_transfer.transfer import export_chunks
+from draftgate.backends.sim.assembly import EXACT
 from draftgate.backends.sim.kv_link import LOCAL_LINK
+from draftgate.backends.sim.profile import Profile
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
@@ -39,6 +48,20 @@ MOVING_S: Final = 1.0
 """Time after an operation of a move in which every step delivers its deltas."""
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that the worker runs.
+
+    Attributes:
+        first_block: hash of its first block.
+        delivered: number of its output tokens that were delivered.
+    """
+
+    request_id: str
+    first_block: bytes
+    delivered: int = 0
+
+
 class BatchBackend:
     """A `Backend` and `KvEndpoint` with the attributes of a `PeerBackend` that gateways use.
 
@@ -52,9 +75,14 @@ class BatchBackend:
     failure: str | None = None
     progress = 1.0
 
-    def __init__(self, card: ModelCard, limits: BatchLimits, tokenizer: Tokenizer) -> None:
-        """Start without requests, on the running event loop."""
-        self.card = card
+    def __init__(self, profile: Profile, tokenizer: Tokenizer) -> None:
+        """Start without requests, on the running event loop.
+
+        Args:
+            profile: the simulated device and its model.
+        """
+        limits = limits_of(profile)
+        self.card = card_of(profile)
         self.tokenizer = tokenizer
         self.watermark = 0
         self.on_update: list[Callable[[], None]] = []
@@ -65,10 +93,10 @@ class BatchBackend:
         self._last_lease = 0
         self._streams = DeltaStreams(self._cancel)
         self._sequences: dict[str, BatchSequence] = {}
-        self._requests: dict[int, str] = {}  # by the key of the sequence
-        self._delivered: dict[int, int] = {}  # output tokens, by the key of the sequence
+        self._open: dict[int, _Open] = {}  # by the key of the sequence
         self._keys = count()
-        self._imported: dict[bytes, None] = {}
+        self._imported: dict[bytes, float] = {}  # ends of the holds of blocks, in order
+        self._first_blocks: dict[bytes, BatchSequence] = {}  # running sequences by first block
         self._moving_until_s = 0.0
         self._step: asyncio.TimerHandle | None = None
 
@@ -100,17 +128,18 @@ class BatchBackend:
         (choice,) = request.choices
         stream = self._streams.open(request)
         kept = len(choice.output_ids)
+        hashes = self._chain(request, choice.output_ids)
         sequence = BatchSequence(
             next(self._keys),
             len(request.prompt_ids) + kept,
             request.sampling.max_tokens - kept,
-            self._cached(request, choice.output_ids) if self._imported else 0,
+            self._take_imported(hashes),
             self._loop.time(),
             request.service.priority < 0,
         )
         self._sequences[request.request_id] = sequence
-        self._requests[sequence.key] = request.request_id
-        self._delivered[sequence.key] = 0
+        self._first_blocks[hashes[0]] = sequence
+        self._open[sequence.key] = _Open(request.request_id, hashes[0])
         self._last_lease = max(self._last_lease, lease_number)
         self._worker.add(sequence)
         self._wake()
@@ -145,15 +174,21 @@ class BatchBackend:
     def pull_blocks(
         self, hashes: Sequence[bytes], *, urgent: bool = False
     ) -> AsyncGenerator[KvChunk, None]:
-        """Yield the blocks of a running sequence, each after its time on the link."""
+        """Yield the blocks of a running sequence, each after its time on the link.
+
+        A sequence that was preempted has no blocks. Only its first blocks identify it.
+        """
         del urgent
         self._note_move()
         form = self.card.kv_format
         assert form is not None
         busy_until_s = self._loop.time()
+        sequence = self._first_blocks.get(hashes[0]) if hashes else None
 
         async def export(part: tuple[bytes, ...]) -> KvChunk:
             nonlocal busy_until_s
+            if sequence is not None and sequence.state is State.WAITING:
+                return NO_BLOCKS
             now_s = self._loop.time()
             sent_s = len(part) * form.block_bytes / LOCAL_LINK.bytes_per_s
             busy_until_s = max(busy_until_s, now_s) + sent_s
@@ -165,20 +200,34 @@ class BatchBackend:
     async def adopt_blocks(
         self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
     ) -> BlockCount:
-        """Keep blocks for the request that arrives with them."""
+        """Hold blocks for the request that arrives with them, as far as memory is free."""
         del parent, urgent
-        self._imported.update(dict.fromkeys(chunk.hashes))
-        return BlockCount(len(chunk.hashes))
+        now_s = self._loop.time()
+        while self._imported and next(iter(self._imported.values())) <= now_s:
+            del self._imported[next(iter(self._imported))]
+        free = self._worker.load().kv_blocks_free - len(self._imported)
+        held = chunk.hashes[: max(free, 0)]
+        self._imported.update(dict.fromkeys(held, now_s + HOLD_S))
+        return BlockCount(len(held))
 
-    def _cached(self, request: GenerationRequest, output_ids: Sequence[int]) -> int:
-        """Return the imported tokens of a resumed request, whose blocks it takes."""
+    def _chain(self, request: GenerationRequest, output_ids: Sequence[int]) -> list[bytes]:
+        """Return the hashes of the full blocks of a request, and at least that of its first block.
+
+        Output tokens are 0, so the first block of a short prompt is known.
+        """
         hashes = list(request.block_hashes)
-        extend_chain(hashes, request.tenant, [*request.prompt_ids, *output_ids], BLOCK_TOKENS)
-        cached = 0
-        for one in hashes:
-            cached += BLOCK_TOKENS * (one in self._imported)
-            self._imported.pop(one, None)
-        return cached
+        tokens = [*request.prompt_ids, *output_ids]
+        if len(tokens) < BLOCK_TOKENS:
+            tokens += [0] * (BLOCK_TOKENS - len(tokens))
+        extend_chain(hashes, request.tenant, tokens, BLOCK_TOKENS)
+        return hashes
+
+    def _take_imported(self, hashes: Sequence[bytes]) -> int:
+        """Return the imported tokens of a request, whose blocks it takes."""
+        if not self._imported:
+            return 0
+        taken = [self._imported.pop(one, None) for one in hashes]
+        return BLOCK_TOKENS * sum(end_s is not None for end_s in taken)
 
     def _cancel(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
@@ -188,7 +237,8 @@ class BatchBackend:
 
     def _forget(self, sequence: BatchSequence) -> None:
         self.preemptions += sequence.preemptions
-        del self._sequences[self._requests.pop(sequence.key)], self._delivered[sequence.key]
+        request = self._open.pop(sequence.key)
+        del self._sequences[request.request_id], self._first_blocks[request.first_block]
 
     def _note_move(self) -> None:
         self._moving_until_s = self._loop.time() + MOVING_S
@@ -217,7 +267,7 @@ class BatchBackend:
             self._deliver(end.first)
         for one in end.ended:
             self._finish(one)
-        if due or end.ended:  # an end is reported at once
+        if due or end.first or end.ended:  # first tokens and ends are reported at once
             self._update()
         self._begin_step()
 
@@ -234,24 +284,38 @@ class BatchBackend:
         for one in sequences:
             tokens = self._new_tokens(one)
             if tokens and one.output > self._worker.generated(one):
-                batch.append((self._requests[one.key], self._delta(one, tokens)))
+                batch.append((self._open[one.key].request_id, self._delta(one, tokens)))
         self._streams.deliver(batch)
 
     def _finish(self, one: BatchSequence) -> None:
         delta = self._delta(one, self._new_tokens(one))
         delta = delta._replace(finish_reason=FinishReason.LENGTH, outcome=NO_OUTCOME)
-        request_id = self._requests[one.key]
+        request_id = self._open[one.key].request_id
         self._forget(one)
         self._streams.deliver([(request_id, delta)])
 
     def _new_tokens(self, one: BatchSequence) -> int:
-        return self._worker.generated(one) - self._delivered[one.key]
+        return self._worker.generated(one) - self._open[one.key].delivered
 
     def _delta(self, one: BatchSequence, tokens: int) -> Delta:
         """Return the delta of new tokens, all of which are 0."""
-        phases = None
-        if not self._delivered[one.key]:
+        phases, request = None, self._open[one.key]
+        if not request.delivered:
             now_s, scheduled_s = self._loop.time(), one.scheduled_s or one.queued_s
             phases = Phases(one.queued_s, scheduled_s, (), now_s)
-        self._delivered[one.key] += tokens
+        request.delivered += tokens
         return Delta(0, (0,) * tokens, "", phases=phases)
+
+
+def card_of(profile: Profile) -> ModelCard:
+    """Return the card of a worker with a profile."""
+    name, tokens = f"sim:{profile.name}", profile.kv_bytes // profile.kv_token_bytes
+    form = KvFormat(name, "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
+    return ModelCard(
+        *(profile.name, profile.source, tokens, name, 0, EXACT, tokens), kv_format=form
+    )
+
+
+def limits_of(profile: Profile) -> BatchLimits:
+    """Return the limits of a worker with a profile."""
+    return BatchLimits(profile.cost, profile.kv_bytes // profile.kv_token_bytes)

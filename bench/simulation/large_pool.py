@@ -20,17 +20,13 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple, cast
 
 from bench.simulation.batch_backend import BatchBackend
-from bench.simulation.batch_model import BLOCK_TOKENS, BatchLimits
 from bench.simulation.lengths import Drawn
 from bench.simulation.rescheduling import MoveCounts
 from draftgate.backends.checkpoints import SHIPPED_MODEL
-from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.sim.assembly import EXACT
-from draftgate.backends.sim.profile import Profile, load_profile
+from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import ModelCard
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL
 from draftgate.gateway.cluster.heartbeat import HEARTBEAT_S, Heartbeat, report_of
@@ -231,9 +227,9 @@ async def _running(
     pool: LargePool,
 ) -> AsyncIterator[tuple[list[BatchBackend], list[Dispatcher], CountedStore]]:
     """Start the workers and the gateways, whose heartbeats are spread over a second."""
-    card, limits = card_of(load_profile(pool.profile)), limits_of(load_profile(pool.profile))
-    tokenizer, store = Tokenizer(SHIPPED_MODEL), CountedStore()
-    backends = [BatchBackend(card, limits, tokenizer) for _ in range(pool.workers)]
+    profile, tokenizer = load_profile(pool.profile), Tokenizer(SHIPPED_MODEL)
+    backends = [BatchBackend(profile, tokenizer) for _ in range(pool.workers)]
+    store = CountedStore()
     owned = _fleet_of(backends, pool.gateways)
     dispatchers, beats = [], [_report(owned.workers, store)]
     for index in range(pool.gateways):
@@ -255,20 +251,6 @@ async def _running(
         yield backends, dispatchers, store
     for backend in backends:
         await backend.stop()
-
-
-def card_of(profile: Profile) -> ModelCard:
-    """Return the card of a worker with a profile."""
-    name, tokens = f"sim:{profile.name}", profile.kv_bytes // profile.kv_token_bytes
-    form = KvFormat(name, "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
-    return ModelCard(
-        *(profile.name, profile.source, tokens, name, 0, EXACT, tokens), kv_format=form
-    )
-
-
-def limits_of(profile: Profile) -> BatchLimits:
-    """Return the limits of a worker with a profile."""
-    return BatchLimits(profile.cost, profile.kv_bytes // profile.kv_token_bytes)
 
 
 def _fleet_of(backends: Sequence[BatchBackend], gateways: int) -> Fleet:
