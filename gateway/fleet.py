@@ -40,6 +40,7 @@ class FleetWorker:
         backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
         forwards: whether the worker is an upstream, which gets requests unchanged.
         reserved_tokens: upper bound of the requests' tokens, prompt and output.
+        leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
         drained: whether the worker shall get no more requests, and give its streams to others.
     """
@@ -53,12 +54,14 @@ class FleetWorker:
         self.backend = backend
         self._watermark = 0
         self.forwards = hasattr(backend, "forward")
-        self.reserved_tokens = 0
+        self.reserved_tokens = self.leased_tokens = 0
         self.hung = self.drained = False
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, CapacityNeed] = {}
         self._unstarted: dict[str, CapacityNeed] = {}  # those without a first token
+        self._arriving_tokens = 0
+        self._arriving: dict[str, CapacityNeed] = {}  # those whose KV blocks are being copied
         self._promised: dict[str, float] = {}  # time per output token, by request
 
     @property
@@ -80,6 +83,7 @@ class FleetWorker:
             self._started,
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
+            arriving_tokens=self._arriving_tokens,
         )
 
     def candidate(
@@ -179,12 +183,22 @@ class FleetWorker:
         )  # the load includes the request from now on
         return deltas
 
+    def await_blocks(self, request_id: str) -> None:
+        """Count the prompt of a request as KV blocks that arrive, and not as tokens to compute."""
+        need = self._arriving[request_id] = self._unstarted.pop(request_id)
+        self._unstarted_prompt_tokens -= need.prompt_tokens
+        self._arriving_tokens += need.prompt_tokens
+
     def started(self, request_id: str) -> bool:
         """Record a request's first token, and return whether this is the first call."""
-        need = self._unstarted.pop(request_id, None)
-        if need is None:
+        if request_id in self._arriving:
+            need = self._arriving.pop(request_id)
+            self._arriving_tokens -= need.prompt_tokens
+        elif request_id in self._unstarted:
+            need = self._unstarted.pop(request_id)
+            self._unstarted_prompt_tokens -= need.prompt_tokens
+        else:
             return False
-        self._unstarted_prompt_tokens -= need.prompt_tokens
         self._started += need.sequences
         return True
 

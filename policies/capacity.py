@@ -40,6 +40,8 @@ class WorkerUsage:
         unstarted_prompt_tokens: prompt tokens of sequences without a first token.
         tpot_s: tightest TPOT target among these requests, in seconds, or None.
         others: minimum number of sequences of other gateways, according to the worker's load.
+        arriving_tokens: tokens of sequences whose KV blocks are being copied to the worker. The
+            load counts their memory as free.
         gateways: number of gateways that may send requests to the worker, including this gateway.
     """
 
@@ -50,6 +52,16 @@ class WorkerUsage:
     tpot_s: float | None = None
     others: int = 0
     gateways: int = 1
+    arriving_tokens: int = 0
+
+    @property
+    def free_tokens(self) -> int:
+        """The tokens of a prompt for which the worker will have KV memory.
+
+        The first sequence in the worker's queue may be a preempted one, and gets its memory first.
+        """
+        first = max(prompt_tokens_ahead(self), self.load.head_tokens)
+        return self.load.kv_free_tokens - self.arriving_tokens - first
 
 
 @immutable
@@ -103,15 +115,14 @@ def longest_prompt(usage: WorkerUsage, sequences: int, tpot_s: float | None = No
         return NO_CAPACITY
     if not usage.load.kv_blocks_total:  # unknown
         return math.inf
-    return max(usage.load.kv_free_tokens - ahead, NO_CAPACITY)
+    return max(usage.free_tokens, NO_CAPACITY)
 
 
 def missing_tokens(usage: WorkerUsage, need: CapacityNeed) -> int:
     """Return the prompt tokens of a request for which the worker has no free KV memory now."""
     if not usage.load.kv_blocks_total:  # unknown
         return 0
-    free_tokens = usage.load.kv_free_tokens
-    return max(0, prompt_tokens_ahead(usage) + need.prompt_tokens - free_tokens)
+    return max(0, need.prompt_tokens - usage.free_tokens)
 
 
 def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:

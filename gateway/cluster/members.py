@@ -135,6 +135,9 @@ class Members:
         self._next_read_s = _now_s() + read_pause_s(len(snapshot.workers), snapshot.gateways)
         # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
+        leased = {view.worker_id: view.leased_tokens for view in snapshot.workers}
+        for worker in self._fleet.workers:
+            worker.leased_tokens = leased.get(worker.worker_id, 0)
         listed = self._remote_workers(snapshot)
         for worker_id, member in tuple(self._members.items()):
             view = listed.get(worker_id)

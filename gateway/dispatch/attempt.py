@@ -135,7 +135,7 @@ class Attempt:
         except BaseException as error:
             await self._end(error)
             raise
-        self._worker.started(self._request.request_id)  # the prompt arrives as KV blocks
+        self._worker.await_blocks(self._request.request_id)
 
     async def abandon(self) -> None:
         """Release a prepared attempt whose context is not entered."""

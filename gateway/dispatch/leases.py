@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -80,7 +80,9 @@ class Leases:
             self._held.pop(request_id, None)
 
 
-def lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
+def lease_tokens(
+    request: GenerationRequest, expected_tokens: float, lengths: Sequence[int] | None = None
+) -> int:
     """Return the tokens of KV memory that a request is expected to use.
 
     The result is not the limit of the request. Clients without a limit would otherwise each lease a
@@ -89,9 +91,12 @@ def lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
 
     Args:
         expected_tokens: expected output tokens of each choice. A resumed choice may have more.
+        lengths: output tokens of each choice so far, or None if it has those of the request.
     """
-    outputs = (max(math.ceil(expected_tokens), len(one.output_ids)) for one in request.choices)
-    tokens = sum(len(request.prompt_ids) + output for output in outputs)
+    if lengths is None:
+        lengths = [len(one.output_ids) for one in request.choices]
+    expected = math.ceil(expected_tokens)
+    tokens = sum(len(request.prompt_ids) + max(expected, length) for length in lengths)
     return max(1, min(request.most_tokens, tokens))
 
 

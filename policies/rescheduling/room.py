@@ -13,10 +13,10 @@ from heapq import nsmallest
 from statistics import fmean
 from typing import Final
 
+from draftgate.policies.capacity import CapacityNeed, missing_tokens
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
-    HeadOfQueue,
     PoolState,
     StreamsOf,
     StreamView,
@@ -27,6 +27,7 @@ from draftgate.policies.rescheduling.types import (
     release_rate,
     with_stream,
 )
+from draftgate.policies.values import replace
 
 COST_FACTOR: Final = 2.0
 """A move must save at least this many times its cost, because predictions have errors. The design
@@ -42,15 +43,8 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
 
     A worker may have to give several streams away. Later calls choose the further moves.
     """
-    head = pool.head
-    if head is None:
-        return []
-    lacking = {
-        one.worker_id: missing_tokens(one, head)
-        for one in pool.workers
-        if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
-    }
-    if not all(lacking.values()):  # the request does not wait for memory
+    head, lacking = pool.head, _lacking(pool)
+    if head is None or pool.makes_room or not lacking:
         return []
     idle = [one for one in pool.workers if not one.moving]
     able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
@@ -66,17 +60,36 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
 
 
 def undecided(pool: PoolState, moves: Sequence[ChosenMove]) -> list[WorkerState]:
-    """Return the workers that may take part in further moves."""
+    """Return the workers that may take part in further moves.
+
+    The worker that lacks the least memory for the head of the queue takes no stream.
+    """
     busy = {end for move in moves for end in (move.source, move.sink)}
-    return [one for one in pool.workers if not one.moving and one.worker_id not in busy]
+    lacking = _lacking(pool)
+    kept = min(lacking, key=lambda name: (lacking[name], name), default=None)
+    return [
+        replace(one, open=False) if one.worker_id == kept else one
+        for one in pool.workers
+        if not one.moving and one.worker_id not in busy
+    ]
 
 
-def missing_tokens(worker: WorkerState, head: HeadOfQueue) -> int:
-    """Return the tokens of memory that a worker lacks for a request."""
-    return max(0, worker.load.prompt_tokens + head.prompt_tokens - worker.free_tokens)
+def _lacking(pool: PoolState) -> dict[str, int]:
+    """Return the tokens of memory that each worker lacks for the head of the queue.
+
+    The result is empty if the head does not wait for memory.
+    """
+    if pool.head is None:
+        return {}
+    lacking = {
+        one.worker_id: missing_tokens(one.usage, pool.head)
+        for one in pool.workers
+        if one.open and not one.leaving and pool.head.prompt_tokens <= one.total_tokens
+    }
+    return lacking if all(lacking.values()) else {}
 
 
-def _has_sequences(worker: WorkerState, head: HeadOfQueue) -> bool:
+def _has_sequences(worker: WorkerState, head: CapacityNeed) -> bool:
     load = worker.load
     limit = load.max_sequences
     return not limit or load.running + load.waiting + head.sequences <= limit

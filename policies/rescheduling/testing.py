@@ -8,10 +8,10 @@ from itertools import product
 
 from msgspec import structs
 
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
-    HeadOfQueue,
     PoolState,
     StreamView,
     WorkerState,
@@ -82,7 +82,7 @@ def _pools() -> Iterator[tuple[PoolState, dict[str, Sequence[StreamView]]]]:
     # running, waiting, free blocks, tokens of the head of its queue
     states = ((0, 0, 100, 0), (4, 0, 60, 0), (8, 0, 4, 0), (8, 3, 0, 500), (16, 0, 20, 0))
     speeds = (WorkerSpeed(0.02, 1e-4, 1e-4, 0.01, 1e-4, 2e-5), WorkerSpeed())
-    heads = (None, HeadOfQueue(700), HeadOfQueue(2000))
+    heads = (None, CapacityNeed(1, 700, 700), CapacityNeed(1, 2000, 2000))
     for speed, head, leaving, moving, urgent in product(
         speeds, heads, (None, 1), (None, 2), (0, 1)
     ):
@@ -94,7 +94,8 @@ def _pools() -> Iterator[tuple[PoolState, dict[str, Sequence[StreamView]]]]:
             )
             flags = number == leaving, number != 5, number == moving
             name = f"w-{number}"
-            workers.append(WorkerState(name, load, "a" if number % 4 else "b", *flags))
+            usage = WorkerUsage(load, running + waiting, running)
+            workers.append(WorkerState(name, usage, "a" if number % 4 else "b", *flags))
             streams[name] = [_stream(name, one, running, urgent) for one in range(running)]
         yield PoolState(tuple(workers), lambda _source, _sink: 1e9, head), streams
 

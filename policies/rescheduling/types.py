@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec import structs
 
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.moves import MoveReason, MoveView, predict_move
 from draftgate.policies.types import RequestView, WorkerLoad
 from draftgate.policies.values import immutable, replace
@@ -25,20 +26,28 @@ class WorkerState:
     """A worker of the pool.
 
     Attributes:
-        load: its load, with the requests of all gateways.
+        usage: its load, with the requests of all gateways, and what this gateway knows of them.
         kv_format: format of its KV blocks. Workers exchange blocks if their formats are equal and
             not None.
         leaving: whether the worker stops soon, so that every stream should leave it.
         open: whether the worker accepts streams.
         moving: whether a move to or from the worker is under way.
+        leased_tokens: tokens of all leases of the worker in the store. A worker with leases takes
+            no stream whose lease does not fit into its memory.
     """
 
     worker_id: str
-    load: WorkerLoad
+    usage: WorkerUsage
     kv_format: object
     leaving: bool = False
     open: bool = True
     moving: bool = False
+    leased_tokens: int = 0
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load of the worker."""
+        return self.usage.load
 
     @property
     def total_tokens(self) -> int:
@@ -47,12 +56,12 @@ class WorkerState:
 
     @property
     def free_tokens(self) -> int:
-        """The tokens for which the worker has free KV memory."""
-        return self.load.kv_free_tokens
+        """The tokens for which the worker has free KV memory, after the moves under way."""
+        return self.load.kv_free_tokens - self.usage.arriving_tokens
 
     @property
     def used_tokens(self) -> int:
-        """The tokens in the KV memory of the worker."""
+        """The tokens in the KV memory of the worker, and those that arrive."""
         return self.total_tokens - self.free_tokens
 
 
@@ -69,6 +78,7 @@ class StreamView:
         laxity_s: seconds until its next token is due, or None without a TPOT target.
         moved_s: seconds since its last move, or infinity.
         moves: number of its moves so far.
+        lease_tokens: tokens that its lease reserves.
     """
 
     stream_id: str
@@ -80,6 +90,7 @@ class StreamView:
     laxity_s: float | None = None
     moved_s: float = math.inf
     moves: int = 0
+    lease_tokens: int = 0
 
     @property
     def may_move(self) -> bool:
@@ -93,31 +104,21 @@ this call, so a policy calls it only for workers that streams should leave."""
 
 
 @immutable
-class HeadOfQueue:
-    """The next request in the gateway's queue, while no worker has room for it.
-
-    Attributes:
-        prompt_tokens: tokens that must be free on one worker.
-        sequences: number of choices.
-    """
-
-    prompt_tokens: int
-    sequences: int = 1
-
-
-@immutable
 class PoolState:
     """The workers of a pool.
 
     Attributes:
         workers: the workers, without repetition.
         link: the bandwidth between two of them.
-        head: the request that waits for room, or None.
+        head: the next request in the gateway's queue, for which no worker has capacity, or None.
+        makes_room: whether a move that makes room for it is under way, so that a second one would
+            waste its memory.
     """
 
     workers: tuple[WorkerState, ...]
     link: Link
-    head: HeadOfQueue | None = None
+    head: CapacityNeed | None = None
+    makes_room: bool = False
 
 
 @immutable
@@ -153,15 +154,20 @@ def can_exchange(source: WorkerState, sink: WorkerState) -> bool:
 def fits(stream: StreamView, sink: WorkerState) -> bool:
     """Return whether a worker has capacity for a stream in addition to its waiting sequences.
 
-    A block for each choice stays free, because the stream continues to grow.
+    The gateway and its store reserve the capacity of a move by the same rules. A block for each
+    choice stays free, because the stream continues to grow.
     """
     load = sink.load
-    needed = stream.tokens + stream.sequences * load.kv_block_tokens + load.head_tokens
     if load.max_sequences:
         sequences = load.running + load.waiting + stream.sequences
         if sequences > load.max_sequences:
             return False
-    return needed <= sink.free_tokens
+    if sink.leased_tokens and sink.leased_tokens + stream.lease_tokens > sink.total_tokens:
+        return False
+    tpot_s = stream.request.service.tpot_s
+    tokens = stream.tokens + stream.sequences * load.kv_block_tokens
+    need = CapacityNeed(stream.sequences, tokens, tokens, tpot_s)
+    return tokens <= sink.usage.free_tokens and has_capacity(sink.usage, need)
 
 
 def with_stream(worker: WorkerState, stream: StreamView, sign: int) -> WorkerState:
@@ -175,7 +181,9 @@ def with_stream(worker: WorkerState, stream: StreamView, sign: int) -> WorkerSta
         kv_blocks_free=min(max(load.kv_blocks_free - blocks, 0), load.kv_blocks_total),
         urgent=max(load.urgent + urgent, 0),
     )
-    return replace(worker, load=after)
+    usage = replace(worker.usage, load=after)
+    leased = max(worker.leased_tokens + sign * stream.lease_tokens, 0)
+    return replace(worker, usage=usage, leased_tokens=leased)
 
 
 def move_cost_s(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from statistics import fmean
@@ -11,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.simulation import scale
+from bench.simulation.batch_backend import BatchBackend
 from bench.simulation.batch_model import BatchLimits, BatchSequence, BatchWorker, State
 from bench.simulation.large_pool import LargePool, run_pool
 from bench.simulation.rescheduling import DEVICES, draw_lengths
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.kv_transfer.exchange import HOLD_S
+from draftgate.backends.kv_transfer.format import chunk_of
 from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.virtual_time import run_virtual
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.loadgen.measuring.metrics import METRICS, values_of
@@ -118,6 +126,26 @@ def test_latencies_agree_with_the_simulated_worker(rate_rps: float) -> None:
         values = [getattr(one, name) for one in found]
         mean = fmean([value for value in values if value is not None])
         assert mean == pytest.approx(expected, rel=0.05)
+
+
+def test_imports_take_free_memory_until_their_hold_ends() -> None:
+    """A worker holds as many imported blocks as fit, and others when the hold has ended."""
+    hashes = [index.to_bytes(4, "big") for index in range(2000)]
+
+    async def scenario() -> list[int]:
+        backend = BatchBackend(load_profile(PROFILE), Tokenizer(SHIPPED_MODEL))
+        total = backend.load().kv_blocks_total
+        first = await adopted(backend, hashes[: total + 1])
+        second = await adopted(backend, hashes[total:])
+        await asyncio.sleep(HOLD_S)
+        third = await adopted(backend, hashes[total:])
+        return [total - first, second, total - third]
+
+    async def adopted(backend: BatchBackend, chain: list[bytes]) -> int:
+        chunk = chunk_of(tuple(chain), memoryview(b""))
+        return (await backend.adopt_blocks(chunk, b"")).blocks
+
+    assert run_virtual(scenario()) == [0, 0, 0]
 
 
 def test_the_simulation_of_a_pool_reports_its_metrics(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,8 +16,10 @@ from bench.simulation.rescheduling import (
     LONGEST,
     VARIANTS,
     PowerLaw,
+    Scenario,
     draw_lengths,
     draw_urgent,
+    improvements,
     main,
 )
 from draftgate.backends.sim.assembly import SimEnvironment
@@ -63,6 +65,21 @@ def test_early_binding_queues_on_the_worker(binding: str, on_worker: int) -> Non
         return counted
 
     assert run_virtual(scenario()) == on_worker
+
+
+def test_improvements_compare_equal_requests() -> None:
+    """Ratios compare a variant with the same binding without moves, seed by seed. A metric that is
+    0 has no ratio."""
+    scenario = asdict(Scenario("a10-7b", 4, 100, "256/256", 3.0, "poisson", 0.0, False, 0))
+    rows = [
+        {**scenario, "seed": seed, "variant": variant, "prefill_mean_s": value, "loss_mean_s": 0.0}
+        for seed, base in enumerate((1.0, 10.0))
+        for variant, value in (("late", base), ("late + llumnix", base / 2), ("early", 7.0))
+    ]
+    (found,) = improvements(rows)
+    assert found["prefill_mean_s"] == pytest.approx([0.5, 0.5, 0.5])
+    assert found["variant"] == "late + llumnix"
+    assert "loss_mean_s" not in found
 
 
 def autoscaled(at_s: list[float], first: int) -> tuple[Autoscaler, float]:
@@ -114,8 +131,8 @@ def test_study_of_priorities_and_scaling_reports_classes_and_cost(tmp_path: Path
     """With urgent requests and the autoscaler, rows have latencies of both classes and a cost
     between one instance and all."""
     file = tmp_path / "rows.json"
-    given = "--instances 3 --requests 60 --rate 1 --arrival gamma:4 --urgent 0.3 --autoscale --json"
-    main([*given.split(), str(file)])
+    given = "--instances 3 --requests 60 --lengths 256/256 --rates 1 --arrivals gamma:4"
+    main([*given.split(), "--urgent", "0.3", "--autoscale", "--json", str(file)])
     for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
         assert 0.0 < row["urgent_prefill_mean_s"] < row["urgent_duration_s"]
         assert 1.0 <= row["mean_instances"] <= 3.0
@@ -128,7 +145,7 @@ def test_study_reports_every_variant(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
         file = tmp_path / f"{name}.json"
-        given = "--instances 3 --requests 60 --rate 4 --json"
+        given = "--instances 3 --requests 60 --lengths 256/256 --rates 4 --json"
         main([*given.split(), str(file)])
         found.append(json.loads(file.read_text(encoding="utf-8"))["rows"])
     assert found[0] == found[1]

@@ -94,6 +94,18 @@ async def test_a_candidate_combines_load_and_sent_requests(pair) -> None:
     assert (found.age_s, found.leased_tokens, found.own) == (0.0, 0, True)
 
 
+@pytest.mark.parametrize("end", ["started", "release"])
+async def test_memory_of_arriving_blocks_is_promised_until_the_first_token(pair, end: str) -> None:
+    """A prompt that arrives as KV blocks takes memory but no steps, until it starts or ends."""
+    worker = FleetWorker("w", pair[0])
+    worker.reserve("a", CapacityNeed(1, 30, 100))
+    worker.await_blocks("a")
+    usage = worker.usage
+    assert (usage.arriving_tokens, usage.unstarted_prompt_tokens, usage.started) == (30, 0, 0)
+    getattr(worker, end)("a")
+    assert worker.usage.arriving_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("routing", "workers", "hashed"),
     [

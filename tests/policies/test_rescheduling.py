@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage, missing_tokens
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import rescheduling_policy
 from draftgate.policies.rescheduling.least_time import LeastTime
 from draftgate.policies.rescheduling.llumnix import Llumnix, freeness
-from draftgate.policies.rescheduling.room import missing_tokens
 from draftgate.policies.rescheduling.testing import check_moves, check_rescheduling
 from draftgate.policies.rescheduling.types import (
     LEAST_INTERVAL_S,
     ChosenMove,
-    HeadOfQueue,
     PoolState,
     StreamView,
     WorkerState,
@@ -41,12 +40,14 @@ class Pool:
 
     workers: dict[str, WorkerState]
     streams: dict[str, list[StreamView]]
-    head: HeadOfQueue | None = None
+    head: CapacityNeed | None = None
+    makes_room: bool = False
 
     @property
     def view(self) -> PoolState:
         """The policy's view."""
-        return PoolState(tuple(self.workers.values()), lambda _source, _sink: 2.55e9, self.head)
+        workers = tuple(self.workers.values())
+        return PoolState(workers, lambda _source, _sink: 2.55e9, self.head, self.makes_room)
 
     def choose(self, policy: ReschedulingPolicy) -> list[ChosenMove]:
         """Return the moves of a policy, which keep its contract."""
@@ -64,7 +65,7 @@ class Pool:
     def admit(self) -> None:
         """Start the request at the head of the queue on a worker with room."""
         for name, worker in self.workers.items():
-            if self.head is not None and not missing_tokens(worker, self.head):
+            if self.head is not None and not missing_tokens(worker.usage, self.head):
                 new = stream("head", self.head.prompt_tokens)
                 self.streams[name].append(new)
                 self.workers[name] = with_stream(worker, new, 1)
@@ -78,13 +79,18 @@ def stream(name: str, tokens: int, left: float = 300.0, **more: object) -> Strea
     return StreamView(name, tokens, left, 6144, request, **more)
 
 
+def request(prompt_tokens: int) -> CapacityNeed:
+    """Return the need of a request for one token."""
+    return CapacityNeed(1, prompt_tokens, prompt_tokens + 1)
+
+
 def pool(*workers: list[StreamView], speeds: tuple[WorkerSpeed, ...] = (SPEED,)) -> Pool:
     """Return a pool of workers with these streams, and with each speed in turn."""
     found = Pool({}, {})
     for number, streams in enumerate(workers):
         name, speed = f"w-{number}", speeds[number % len(speeds)]
         load = WorkerLoad(0, 0, BLOCKS, BLOCKS, 0.0, 0.5, (), max_sequences=64, speed=speed)
-        worker = WorkerState(name, load, "f")
+        worker = WorkerState(name, WorkerUsage(load), "f")
         for one in streams:
             worker = with_stream(worker, one, 1)
         found.workers[name], found.streams[name] = worker, list(streams)
@@ -94,7 +100,8 @@ def pool(*workers: list[StreamView], speeds: tuple[WorkerSpeed, ...] = (SPEED,))
 def changed(found: Pool, name: str, **fields: object) -> Pool:
     """Return a pool in which the load of a worker has other fields."""
     worker = found.workers[name]
-    found.workers[name] = replace(worker, load=structs.replace(worker.load, **fields))
+    usage = replace(worker.usage, load=structs.replace(worker.load, **fields))
+    found.workers[name] = replace(worker, usage=usage)
     return found
 
 
@@ -121,7 +128,7 @@ def pools(draw: st.DrawFn) -> Pool:
         for number, count in enumerate(counts)
     ]
     found = pool(*workers, speeds=draw(st.sampled_from([(SPEED,), (SPEED, slow)])))
-    found.head = draw(st.sampled_from([None, HeadOfQueue(4000), HeadOfQueue(12_000)]))
+    found.head = draw(st.sampled_from([None, request(4000), request(12_000)]))
     found.admit()
     return found
 
@@ -298,7 +305,7 @@ def test_room_for_the_next_request_costs_the_fewest_bytes(spec: str) -> None:
         for number, lengths in enumerate([(4000, 4000), (4000, 700, 3300), (4000, 4000)])
     ]
     found = pool(*workers)
-    found.head = HeadOfQueue(BLOCKS * BLOCK - 8000 + 600)
+    found.head = request(BLOCKS * BLOCK - 8000 + 600)
     moves = [
         one for one in found.choose(rescheduling_policy(spec)) if one.reason is MoveReason.MAKE_ROOM
     ]
@@ -306,9 +313,37 @@ def test_room_for_the_next_request_costs_the_fewest_bytes(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["llumnix", "least_time"])
+@pytest.mark.parametrize("makes_room", [False, True])
+def test_memory_for_the_next_request_takes_no_stream(spec: str, *, makes_room: bool) -> None:
+    """While a request waits for memory, no stream moves to the worker that lacks the least."""
+    found = pool(full("a"), full("b", 8))
+    policy = rescheduling_policy(spec)
+    (move,) = found.choose(policy)
+    assert (move.source, move.sink) == ("w-0", "w-1")
+    found.head = request(3000)
+    found.makes_room = makes_room
+    assert not found.choose(policy)
+
+
+@pytest.mark.parametrize("spec", ["llumnix", "least_time"])
+def test_stream_moves_only_to_capacity_that_the_gateway_can_reserve(spec: str) -> None:
+    """A worker whose free memory is promised to other sequences takes no stream."""
+    found, policy = pool(full("a"), full("b", 5)), rescheduling_policy(spec)
+    assert found.choose(policy)
+    worker = found.workers["w-1"]
+    usage = replace(worker.usage, sequences=6, unstarted_prompt_tokens=worker.free_tokens)
+    found.workers["w-1"] = replace(worker, usage=usage)
+    assert not found.choose(policy)
+    found.workers["w-1"] = replace(worker, leased_tokens=BLOCKS * BLOCK - 2000)
+    assert found.choose(policy)
+    found.streams["w-0"] = [replace(one, lease_tokens=2001) for one in found.streams["w-0"]]
+    assert not found.choose(policy)
+
+
+@pytest.mark.parametrize("spec", ["llumnix", "least_time"])
 def test_no_room_is_made_for_a_request_that_fits(spec: str) -> None:
     """A request that waits for another reason than memory moves no stream."""
     found = pool(*[[stream(f"{number}", 4000)] for number in range(3)])
-    found.head = HeadOfQueue(4000)
+    found.head = request(4000)
     reasons = [move.reason for move in found.choose(rescheduling_policy(spec))]
     assert MoveReason.MAKE_ROOM not in reasons

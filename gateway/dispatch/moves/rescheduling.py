@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.leases import lease_tokens
 from draftgate.gateway.dispatch.moves.stream import Stream
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -21,7 +22,6 @@ from draftgate.policies.moves import MOST_FAILURES, MOVE_S
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
-    HeadOfQueue,
     PoolState,
     StreamView,
     WorkerState,
@@ -76,8 +76,7 @@ class Rescheduler:
             streams: the streams of this node by worker.
             may_move: returns whether a stream may move now.
             moving: ids of workers that take part in a move.
-            makes_room: whether a move that makes room is under way, so that another one would
-                waste its memory.
+            makes_room: whether a move that makes room is under way.
         """
         self._next_s = self._queue.now_s() + INTERVAL_S
         workers = {worker.worker_id: worker for worker in self._fleet.serving}
@@ -100,11 +99,12 @@ class Rescheduler:
         states = [
             WorkerState(
                 worker_id,
-                worker.backend.load(),
+                worker.usage,
                 worker.kv_format,
                 worker.leaving,
                 worker in open_,
                 worker_id in moving,
+                worker.leased_tokens,
             )
             for worker_id, worker in workers.items()
         ]
@@ -112,8 +112,8 @@ class Rescheduler:
         def link(source: str, sink: str) -> float:
             return self._pulls.bytes_per_s(workers[source], workers[sink])
 
-        head = None if makes_room else self._head()
-        chosen = self._policy.choose(PoolState(tuple(states), link, head), streams_of)
+        pool = PoolState(tuple(states), link, self._queue.head, makes_room)
+        chosen = self._policy.choose(pool, streams_of)
         named = (replace(one, policy=self._policy.name) for one in chosen)
         return [(offered[one.stream_id], one) for one in named]
 
@@ -135,11 +135,6 @@ class Rescheduler:
             if free:
                 await self._store.end_move(move_id, ends)
 
-    def _head(self) -> HeadOfQueue | None:
-        """Return the request that waits at the head of the queue, or None."""
-        need = self._queue.head
-        return None if need is None else HeadOfQueue(need.prompt_tokens, need.sequences)
-
     def _stream_view(self, stream: Stream, worker: FleetWorker) -> StreamView:
         request, lengths = stream.run.requests[stream.index], stream.output.lengths
         form, entry, now_s = worker.kv_format, stream.run.entry, self._queue.now_s()
@@ -160,4 +155,5 @@ class Rescheduler:
             laxity_s,
             now_s - stream.moved_s,
             stream.moves,
+            lease_tokens(request, entry.expected_tokens, lengths),
         )
