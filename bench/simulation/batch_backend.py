@@ -141,6 +141,7 @@ class BatchBackend:
         self._first_blocks[hashes[0]] = sequence
         self._open[sequence.key] = _Open(request.request_id, hashes[0])
         self._last_lease = max(self._last_lease, lease_number)
+        self._cut_run()
         self._worker.add(sequence)
         self._wake()
         return stream
@@ -232,6 +233,7 @@ class BatchBackend:
     def _cancel(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
+            self._cut_run()
             self._worker.remove(sequence)
             self._forget(sequence)
 
@@ -241,7 +243,17 @@ class BatchBackend:
         del self._sequences[request.request_id], self._first_blocks[request.first_block]
 
     def _note_move(self) -> None:
+        self._cut_run()
         self._moving_until_s = self._loop.time() + MOVING_S
+
+    def _cut_run(self) -> None:
+        """Plan again after the present step, because something changes."""
+        if self._step is None:
+            return
+        end_s = self._worker.cut(self._loop.time())
+        if end_s is not None:
+            self._step.cancel()
+            self._step = self._loop.call_at(end_s, self._end_step)
 
     def _wake(self) -> None:
         if self._step is None:
@@ -250,7 +262,9 @@ class BatchBackend:
 
     def _begin_step(self) -> None:
         now_s = self._loop.time()
-        step_s = self._worker.plan(now_s)
+        # Steps until the next update are planned together, unless each one delivers its deltas.
+        moving = now_s < self._moving_until_s
+        step_s = self._worker.plan(now_s, 0.0 if moving else self._updated_s + UPDATE_S - now_s)
         if step_s is None:
             self._step = None
             self._update()

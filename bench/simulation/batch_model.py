@@ -2,7 +2,8 @@
 
 The simulated worker of `backends.sim` plans each step with all its sequences: blocks, drafts,
 tokens and text. 1,000 workers run about 40,000 steps a second, so this model keeps totals instead.
-A step takes constant time, except for the prompts that join it and the sequences that end.
+A step takes constant time, except for the prompts that join it and the sequences that end. Steps in
+which nothing else changes are planned together.
 
 The model uses the step costs, the batching policy and the speed estimates of the production worker.
 Like its scheduler, it admits sequences in order of arrival when their tokens fit into memory, and
@@ -13,6 +14,7 @@ compares both workers.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
@@ -112,6 +114,14 @@ class StepEnd(NamedTuple):
     ended: list[BatchSequence]
 
 
+class _Run(NamedTuple):
+    """Steps that were planned together, of equal time."""
+
+    begun_s: float
+    step_s: float
+    steps: int
+
+
 class BatchWorker:
     """The queue, the batch and the memory of a worker.
 
@@ -133,6 +143,7 @@ class BatchWorker:
         self._ends: list[tuple[int, int]] = []  # last step and key of decodes, a heap
         self._kv_tokens = self._prefill_tokens = 0  # in the memory of decodes, and of prefills
         self._chunks: list[tuple[BatchSequence, int]] = []  # of the step under way
+        self._run = _Run(0.0, 0.0, 1)
         self._urgent = 0
         self._meter = SpeedMeter(limits.cost, limits.step_tokens)
 
@@ -196,8 +207,13 @@ class BatchWorker:
             urgent=self._urgent,
         )
 
-    def plan(self, now_s: float) -> float | None:
-        """Begin a step, and return its seconds, or None without work."""
+    def plan(self, now_s: float, most_s: float = 0.0) -> float | None:
+        """Begin a step, and return its seconds, or None without work.
+
+        Args:
+            most_s: time in which further steps that only decode may begin. They belong to the
+                result and to the next call of `complete`. Call `cut` before any change meanwhile.
+        """
         self._meter.begin_step(now_s)
         self._preempt()
         cost, decodes = self._limits.cost, len(self.decoding)
@@ -212,10 +228,41 @@ class BatchWorker:
             self._meter.record_idle()
             return None
         self._meter.record_step(decodes, decodes, tokens - decodes)
-        return cost.seconds(tokens, kv_tokens, decodes + len(self._chunks)) + cost.pair_s * pairs
+        step_s = cost.seconds(tokens, kv_tokens, decodes + len(self._chunks)) + cost.pair_s * pairs
+        steps = 1
+        if most_s > step_s and not self._chunks:
+            until_end, until_full = self._ends[0][0] - self.steps, self._free_tokens // decodes + 1
+            steps = max(min(math.ceil(most_s / step_s), until_end, until_full), 1)
+            step_s = cost.seconds(tokens, kv_tokens + decodes * (steps - 1) / 2, decodes)
+        self._run = _Run(now_s, step_s, steps)
+        return step_s * steps
+
+    def cut(self, now_s: float) -> float | None:
+        """Plan no further step after the one under way, and return its end.
+
+        Returns:
+            None if the end remains as planned.
+        """
+        run = self._run
+        if run.steps == 1:
+            return None
+        done = max(min(int((now_s - run.begun_s) / run.step_s), run.steps - 1), 0)
+        self._decode(done)
+        self._run = _Run(run.begun_s + done * run.step_s, run.step_s, 1)
+        return self._run.begun_s + run.step_s
+
+    def _decode(self, steps: int) -> None:
+        """Account for the first steps of a run. The meter has seen the plan of the first one."""
+        decodes, run = len(self.decoding), self._run
+        for number in range(1, steps + 1):
+            self._meter.begin_step(run.begun_s + number * run.step_s)
+            self._meter.record_step(decodes, decodes, 0)
+        self.steps += steps
+        self._kv_tokens += steps * decodes
 
     def complete(self) -> StepEnd:
-        """End the step under way."""
+        """End the step under way, or all steps that were planned together."""
+        self._decode(self._run.steps - 1)
         self.steps += 1
         self._kv_tokens += len(self.decoding)
         found = StepEnd([], [])

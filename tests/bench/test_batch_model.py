@@ -67,6 +67,26 @@ def test_the_youngest_sequence_makes_room() -> None:
     assert (old.kept, young.kept) == (200, 200)
 
 
+@given(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=8), st.floats(0.0, 0.3))
+def test_steps_that_are_planned_together_take_the_same_time(
+    requests: list[tuple[int, int]], cut_s: float
+) -> None:
+    """Runs of steps end the same sequences at the same times as single steps, also if cut."""
+    ends = []
+    for most_s in (0.0, 0.1):
+        worker, now_s, found = BatchWorker(LIMITS), 0.0, dict[int, float]()
+        for key, (prompt, output) in enumerate(requests):
+            worker.add(BatchSequence(key, prompt, output))
+        while (step_s := worker.plan(now_s, most_s)) is not None:
+            end_s = now_s + step_s
+            if most_s and now_s <= cut_s < end_s:
+                end_s = worker.cut(cut_s) or end_s
+            now_s = end_s
+            found |= dict.fromkeys((one.key for one in worker.complete().ended), now_s)
+        ends.append(found)
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
+
+
 @given(actions)
 def test_sequences_keep_their_tokens_and_memory_stays_bounded(
     script: list[tuple[str, int]],
