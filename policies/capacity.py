@@ -40,9 +40,9 @@ class WorkerUsage:
         unstarted_prompt_tokens: prompt tokens of sequences without a first token.
         tpot_s: tightest TPOT target among these requests, in seconds, or None.
         others: minimum number of sequences of other gateways, according to the worker's load.
+        gateways: number of gateways that may send requests to the worker, including this gateway.
         arriving_tokens: tokens of sequences whose KV blocks are being copied to the worker. The
             load counts their memory as free.
-        gateways: number of gateways that may send requests to the worker, including this gateway.
     """
 
     load: WorkerLoad

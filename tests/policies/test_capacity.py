@@ -50,6 +50,9 @@ def test_empty_worker_takes_any_request() -> None:
         (WorkerUsage(load(), 3, 0, STEPS_AHEAD * 512), False),
         (WorkerUsage(load(kv_blocks_free=6), 3), False),
         (WorkerUsage(load(kv_blocks_free=7), 3), True),
+        # Preempted sequences and moves get their memory first.
+        (WorkerUsage(load(kv_blocks_free=17, head_tokens=160), 3), True),
+        (WorkerUsage(load(kv_blocks_free=17, head_tokens=176), 3), False),
         (WorkerUsage(load(kv_blocks_free=17), 3, arriving_tokens=160), True),
         (WorkerUsage(load(kv_blocks_free=17), 3, arriving_tokens=176), False),
         (WorkerUsage(load(max_sequences=0), 10_000), True),
