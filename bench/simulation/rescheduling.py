@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from random import Random
@@ -144,15 +144,21 @@ class PowerLaw:
 
     def __init__(self, mean: float) -> None:
         """Choose the exponent for a mean length."""
-        low, high = 0.0, 4.0
-        for _ in range(50):
-            middle = (low + high) / 2.0
-            low, high = (middle, high) if _mean(middle) > mean else (low, middle)
-        self._sums = list(accumulate(_weights(high)))
+        self._sums = _cumulated(mean)
 
     def draw(self, random: Random) -> int:
         """Return a random length."""
         return bisect_left(self._sums, random.random() * self._sums[-1]) + 1
+
+
+@cache
+def _cumulated(mean: float) -> list[float]:
+    """Return the cumulated weights of the lengths with a mean."""
+    low, high = 0.0, 4.0
+    for _ in range(50):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if _mean(middle) > mean else (low, middle)
+    return list(accumulate(_weights(high)))
 
 
 def _weights(exponent: float) -> list[float]:

@@ -317,18 +317,24 @@ class Moves:
         Then the source pauses, so that the destination catches up.
         """
         source, splice = stream.attempt, Splice(stream.output.open_choices)
-        rest, enough = successor.rest, asyncio.Event()
+        rest, added = successor.rest, asyncio.Event()
         paused = ended = False
 
         def observe(delta: Delta) -> None:
             splice.add_source(delta)
             move.note_delta()
-            if splice.source_tokens >= VERIFIED_TOKENS:
-                enough.set()
+            added.set()
 
         source.on_delta = observe
         try:
-            await enough.wait()
+            while splice.source_tokens < VERIFIED_TOKENS and not stream.output.is_complete:
+                added.clear()
+                try:
+                    async with asyncio.timeout(STALL_S):
+                        await added.wait()
+                except TimeoutError:  # the source has probably preempted the stream
+                    stream.hand_over(successor, move)
+                    return MoveEnd.MOVED
             if stream.output.is_complete:
                 return MoveEnd.ENDED
             deltas = successor.begin(splice.with_drafts(rest))
