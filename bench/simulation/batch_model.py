@@ -233,7 +233,7 @@ class BatchWorker:
         if most_s > step_s and not self._chunks:
             until_end, until_full = self._ends[0][0] - self.steps, self._free_tokens // decodes + 1
             steps = max(min(math.ceil(most_s / step_s), until_end, until_full), 1)
-            step_s = cost.seconds(tokens, kv_tokens + decodes * (steps - 1) / 2, decodes)
+            step_s = cost.seconds(tokens, kv_tokens + decodes * (steps - 1) // 2, decodes)
         self._run = _Run(now_s, step_s, steps)
         return step_s * steps
 

@@ -27,7 +27,6 @@ from draftgate.policies.rescheduling.types import (
     release_rate,
     with_stream,
 )
-from draftgate.policies.values import replace
 
 COST_FACTOR: Final = 2.0
 """A move must save at least this many times its cost, because predictions have errors. The design
@@ -43,8 +42,15 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
 
     A worker may have to give several streams away. Later calls choose the further moves.
     """
-    head, lacking = pool.head, _lacking(pool)
-    if head is None or pool.makes_room or not lacking:
+    head = pool.head
+    if head is None:
+        return []
+    lacking = {
+        one.worker_id: missing_tokens(one.usage, head)
+        for one in pool.workers
+        if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
+    }
+    if not all(lacking.values()):  # the request does not wait for memory
         return []
     idle = [one for one in pool.workers if not one.moving]
     able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
@@ -60,33 +66,9 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
 
 
 def undecided(pool: PoolState, moves: Sequence[ChosenMove]) -> list[WorkerState]:
-    """Return the workers that may take part in further moves.
-
-    The worker that lacks the least memory for the head of the queue takes no stream.
-    """
+    """Return the workers that may take part in further moves."""
     busy = {end for move in moves for end in (move.source, move.sink)}
-    lacking = _lacking(pool)
-    kept = min(lacking, key=lambda name: (lacking[name], name), default=None)
-    return [
-        replace(one, open=False) if one.worker_id == kept else one
-        for one in pool.workers
-        if not one.moving and one.worker_id not in busy
-    ]
-
-
-def _lacking(pool: PoolState) -> dict[str, int]:
-    """Return the tokens of memory that each worker lacks for the head of the queue.
-
-    The result is empty if the head does not wait for memory.
-    """
-    if pool.head is None:
-        return {}
-    lacking = {
-        one.worker_id: missing_tokens(one.usage, pool.head)
-        for one in pool.workers
-        if one.open and not one.leaving and pool.head.prompt_tokens <= one.total_tokens
-    }
-    return lacking if all(lacking.values()) else {}
+    return [one for one in pool.workers if not one.moving and one.worker_id not in busy]
 
 
 def _has_sequences(worker: WorkerState, head: CapacityNeed) -> bool:

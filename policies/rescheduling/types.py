@@ -111,14 +111,11 @@ class PoolState:
         workers: the workers, without repetition.
         link: the bandwidth between two of them.
         head: the next request in the gateway's queue, for which no worker has capacity, or None.
-        makes_room: whether a move that makes room for it is under way, so that a second one would
-            waste its memory.
     """
 
     workers: tuple[WorkerState, ...]
     link: Link
     head: CapacityNeed | None = None
-    makes_room: bool = False
 
 
 @immutable

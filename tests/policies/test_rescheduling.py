@@ -41,13 +41,11 @@ class Pool:
     workers: dict[str, WorkerState]
     streams: dict[str, list[StreamView]]
     head: CapacityNeed | None = None
-    makes_room: bool = False
 
     @property
     def view(self) -> PoolState:
         """The policy's view."""
-        workers = tuple(self.workers.values())
-        return PoolState(workers, lambda _source, _sink: 2.55e9, self.head, self.makes_room)
+        return PoolState(tuple(self.workers.values()), lambda _source, _sink: 2.55e9, self.head)
 
     def choose(self, policy: ReschedulingPolicy) -> list[ChosenMove]:
         """Return the moves of a policy, which keep its contract."""
@@ -310,19 +308,6 @@ def test_room_for_the_next_request_costs_the_fewest_bytes(spec: str) -> None:
         one for one in found.choose(rescheduling_policy(spec)) if one.reason is MoveReason.MAKE_ROOM
     ]
     assert [(move.source, move.stream_id) for move in moves] == [("w-1", "1/1")]
-
-
-@pytest.mark.parametrize("spec", ["llumnix", "least_time"])
-@pytest.mark.parametrize("makes_room", [False, True])
-def test_memory_for_the_next_request_takes_no_stream(spec: str, *, makes_room: bool) -> None:
-    """While a request waits for memory, no stream moves to the worker that lacks the least."""
-    found = pool(full("a"), full("b", 8))
-    policy = rescheduling_policy(spec)
-    (move,) = found.choose(policy)
-    assert (move.source, move.sink) == ("w-0", "w-1")
-    found.head = request(3000)
-    found.makes_room = makes_room
-    assert not found.choose(policy)
 
 
 @pytest.mark.parametrize("spec", ["llumnix", "least_time"])

@@ -76,7 +76,8 @@ class Rescheduler:
             streams: the streams of this node by worker.
             may_move: returns whether a stream may move now.
             moving: ids of workers that take part in a move.
-            makes_room: whether a move that makes room is under way.
+            makes_room: whether a move that makes room is under way, so that another one would
+                waste its memory.
         """
         self._next_s = self._queue.now_s() + INTERVAL_S
         workers = {worker.worker_id: worker for worker in self._fleet.serving}
@@ -112,8 +113,8 @@ class Rescheduler:
         def link(source: str, sink: str) -> float:
             return self._pulls.bytes_per_s(workers[source], workers[sink])
 
-        pool = PoolState(tuple(states), link, self._queue.head, makes_room)
-        chosen = self._policy.choose(pool, streams_of)
+        head = None if makes_room else self._queue.head
+        chosen = self._policy.choose(PoolState(tuple(states), link, head), streams_of)
         named = (replace(one, policy=self._policy.name) for one in chosen)
         return [(offered[one.stream_id], one) for one in named]
 
