@@ -60,8 +60,7 @@ class FleetWorker:
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, CapacityNeed] = {}
         self._unstarted: dict[str, CapacityNeed] = {}  # those without a first token
-        self._arriving_tokens = 0
-        self._arriving: dict[str, CapacityNeed] = {}  # those whose KV blocks are being copied
+        self._arriving: dict[str, int] = {}  # prompt tokens that arrive as KV blocks, by request
         self._promised: dict[str, float] = {}  # time per output token, by request
 
     @property
@@ -83,7 +82,7 @@ class FleetWorker:
             self._started,
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
-            arriving_tokens=self._arriving_tokens,
+            arriving_tokens=sum(self._arriving.values()),
         )
 
     def candidate(
@@ -185,20 +184,16 @@ class FleetWorker:
 
     def await_blocks(self, request_id: str) -> None:
         """Count the prompt of a request as KV blocks that arrive, and not as tokens to compute."""
-        need = self._arriving[request_id] = self._unstarted.pop(request_id)
-        self._unstarted_prompt_tokens -= need.prompt_tokens
-        self._arriving_tokens += need.prompt_tokens
+        tokens = self._arriving[request_id] = self._unstarted[request_id].prompt_tokens
+        self._unstarted_prompt_tokens -= tokens
 
     def started(self, request_id: str) -> bool:
         """Record a request's first token, and return whether this is the first call."""
-        if request_id in self._arriving:
-            need = self._arriving.pop(request_id)
-            self._arriving_tokens -= need.prompt_tokens
-        elif request_id in self._unstarted:
-            need = self._unstarted.pop(request_id)
-            self._unstarted_prompt_tokens -= need.prompt_tokens
-        else:
+        need = self._unstarted.pop(request_id, None)
+        if need is None:
             return False
+        if self._arriving.pop(request_id, None) is None:
+            self._unstarted_prompt_tokens -= need.prompt_tokens
         self._started += need.sequences
         return True
 
