@@ -101,11 +101,11 @@ def _plans(
     question = LoadQuestion(
         load, rate_rps, slo, args.share, types, {}, speculation, args.proposer, args.attempts
     )
-    plan = question.answer()
+    plan, _ = question.answer()
     single = _cheapest_alone(plan) if speculation == OFF else None
     alone = None
     if single is not None:
-        alone = _summary(replace(question, types={single: types[single]}).answer())
+        alone = _summary(replace(question, types={single: types[single]}).answer()[0])
     assert slo.tpot_s is not None
     return {
         "trace": class_name,

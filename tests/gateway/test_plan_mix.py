@@ -82,7 +82,7 @@ def test_plan_for_a_trace_is_simulated(tmp_path: Path) -> None:
     result, plan = _plan(
         tmp_path,
         *("--trace", str(trace), "--rate", "3", "--slo-ttft-ms", "2000", "--slo-tpot-ms", "60"),
-        *("--compose", str(compose)),
+        *("--compose", str(compose), "--html", str(tmp_path / "plan.html")),
         *("--profiles", "a10g-8b,h100-8b", "--class", "code", "--share", "0.9"),
     )
     assert result.exit_code == 0, result.output
@@ -94,6 +94,7 @@ def test_plan_for_a_trace_is_simulated(tmp_path: Path) -> None:
     assert plan["cost_per_hour"] == pytest.approx(
         sum(count * prices[name] for name, count in plan["counts"].items())
     )
+    assert "prompts of 250 to 499" in (tmp_path / "plan.html").read_text()
     alone = [one["cost_per_hour"] for one in plan["single_types"].values()]
     assert plan["cost_per_hour"] <= min(alone)
     assert all(f"worker-{one['profile']}" in compose.read_text() for one in plan["machines"])

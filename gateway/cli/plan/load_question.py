@@ -9,7 +9,7 @@ from typing import Any
 
 from draftgate.gateway.cli.plan.load import PlanLoad
 from draftgate.gateway.cli.plan.machines import AUTO, OFF, Rentable, simulate_machines
-from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, Attempt, best, search
+from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, best, search
 from draftgate.gateway.cli.plan.solver import silent_solver
 from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
 from draftgate.loadgen.measuring.summary import summarize
@@ -89,11 +89,10 @@ class LoadQuestion:
             mix.counts, self.load, self.rate_rps, self.speculation, self.proposer
         )
 
-    def answer(self) -> dict[str, Any]:
-        """Return the plan as `plan/1`.
+    def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
+        """Return the plan as `plan/1`, and the simulated requests of its machines.
 
-        Raises:
-            ValueError: the load or a profile is wrong.
+        There are no simulated requests if the plan is infeasible.
         """
         factor = self.bursts()
         first = self.mix_at(factor)
@@ -117,27 +116,18 @@ class LoadQuestion:
             "prices_per_hour": {name: one.price for name, one in self.types.items()},
         }
         if not first.feasible:
-            return plan
+            return plan, ()
         attempts = search(self.mix_at, self.simulate, self.share, factor, self.attempts)
         chosen = best(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
-        return {
-            **plan,
+        plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
             "machines": self._machines(chosen.mix),
-            "simulated": self._summary(chosen),
+            "simulated": _summary(chosen.records),
             "bursts": factor,
             "over_provisioning": chosen.factor,
-            "attempts": [
-                {
-                    "over_provisioning": one.factor,
-                    "cost_per_hour": one.mix.cost_per_hour,
-                    "counts": dict(one.mix.counts),
-                    "attainment": one.attainment,
-                }
-                for one in attempts
-            ],
+            "attempts": [one.as_dict() for one in attempts],
             "single_types": {
                 name: {
                     "count": one.counts[name] if one.feasible else None,
@@ -146,6 +136,7 @@ class LoadQuestion:
                 for name, one in alone.items()
             },
         }
+        return plan, chosen.records
 
     def _drafts(self, one: Rentable) -> Any:
         if self.speculation == OFF:
@@ -159,11 +150,11 @@ class LoadQuestion:
             if count
         ]
 
-    def _summary(self, attempt: Attempt) -> dict[str, Any]:
-        records = list(attempt.records)
-        last_s = max(record.end_s for record in records)
-        last_due_s = max(record.scheduled_s for record in records)
-        return summarize(LoadRun({}, records, last_s, last_due_s, NEVER_LATE))
+
+def _summary(records: Sequence[Record]) -> dict[str, Any]:
+    last_s = max(record.end_s for record in records)
+    last_due_s = max(record.scheduled_s for record in records)
+    return summarize(LoadRun({}, list(records), last_s, last_due_s, NEVER_LATE))
 
 
 def _lengths(bucket: Bucket) -> dict[str, Any]:

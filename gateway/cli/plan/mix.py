@@ -10,9 +10,9 @@ import msgspec
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.gateway.cli.plan.mix_report import print_counts, print_plan
 from draftgate.gateway.cli.plan.options import (
     ComposeFile,
+    HtmlFile,
     JsonFile,
     KubernetesFolder,
     Limits,
@@ -63,6 +63,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = 2000,
     limit: Limits = None,
     json_out: JsonFile = None,
+    html_out: HtmlFile = None,
     compose: ComposeFile = None,
     kubernetes: KubernetesFolder = None,
 ) -> None:
@@ -80,6 +81,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             from draftgate.gateway.cli.plan.load import plan_load
             from draftgate.gateway.cli.plan.load_question import LoadQuestion
             from draftgate.gateway.cli.plan.machines import CONFIG, Rentable
+            from draftgate.gateway.cli.plan.mix_report import page, print_plan
             from draftgate.loadgen.types import Slo
 
             if rate is None:
@@ -104,8 +106,10 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
                 speculation,
                 proposer,
             )
-            plan = question.answer()
+            plan, records = question.answer()
             print_plan(plan)
+            if html_out is not None:
+                html_out.write_text(page(plan, question.planner, records), encoding="utf-8")
         write_plan(plan, json_out)
         write_deployments(plan, compose, kubernetes)
     except (OSError, ValueError) as error:
@@ -119,6 +123,8 @@ def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: the file or a limit is wrong.
     """
+    from draftgate.gateway.cli.plan.mix_report import print_counts
+
     given = msgspec.json.decode(file.read_bytes(), type=Throughputs)
     with silent_solver():
         found = cheapest_mix(given.workload(), given.types(limits))

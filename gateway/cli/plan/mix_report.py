@@ -1,11 +1,18 @@
-"""The plan of `draftgate plan mix` as a table on the terminal."""
+"""The plan of `draftgate plan mix` as a table on the terminal, and as a page with plots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
+
+from draftgate.loadgen.measuring.metrics import METRICS
+from draftgate.loadgen.report.charts import ChartSeries, distribution_chart
+from draftgate.loadgen.report.formatting import percent
+from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
+from draftgate.loadgen.types import Record
+from draftgate.policies.planning.load_mix import LoadPlanner
 
 
 def print_plan(plan: Mapping[str, Any]) -> None:
@@ -67,3 +74,63 @@ def _alone(one: Mapping[str, Any]) -> str:
 def _shown(lengths: list[int | None]) -> str:
     first, last = lengths
     return f"{first:,} or more" if last is None else f"{first:,} to {last:,}"
+
+
+def page(plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]) -> str:
+    """Return an HTML page with the machines, the throughputs and the simulated latencies."""
+    return html_page("Mix of GPUs", _body(plan, planner, records))
+
+
+def _body(
+    plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]
+) -> Iterator[str]:
+    yield "<h1>Mix of GPUs</h1>"
+    prices, alone = plan["prices_per_hour"], plan.get("single_types", {})
+    rows = [
+        [
+            name,
+            str(count),
+            f"{count * prices[name]:.2f}",
+            _alone(alone[name]) if alone else "",
+        ]
+        for name, count in plan["counts"].items()
+    ]
+    yield html_table(["GPU", "number", "USD per hour", "alone"], rows)
+    if records:
+        yield "<h2>Simulated mixes</h2>" + html_table(
+            ["over-provisioning", "machines", "USD per hour", "met both targets"],
+            [_attempt_row(one) for one in plan["attempts"]],
+            words=(1,),
+        )
+        series = [ChartSeries("plan", records)]
+        charts = [distribution_chart(METRICS[key], series) for key in ("ttft_s", "tpot_s")]
+        yield f'<div class="charts">{"".join(html_chart(one) for one in charts if one.data)}</div>'
+    yield "<h2>Throughputs</h2>" + html_table(
+        ["requests", "share", *prices],
+        [
+            [str(bucket), percent(bucket.share), *_rates(planner, place)]
+            for place, bucket in enumerate(planner.buckets)
+        ],
+        "Requests per second of one GPU within the targets. d: draft tokens per step.",
+        words=(0,),
+    )
+    settings = {key: plan[key] for key in ("rate_rps", "targets")}
+    yield "<h2>The question</h2>" + html_settings(settings)
+
+
+def _attempt_row(attempt: Mapping[str, Any]) -> list[str]:
+    counts = attempt["counts"].items()
+    return [
+        f"{attempt['over_provisioning']:.2f}",
+        ", ".join(f"{count} {name}" for name, count in counts if count),
+        f"{attempt['cost_per_hour']:.2f}",
+        f"{attempt['attainment']:.2%}",
+    ]
+
+
+def _rates(planner: LoadPlanner, place: int) -> list[str]:
+    cells = (planner.cells[name][place] for name in planner.offers)
+    return [
+        f"{one.rate_rps:.2f}" + (f" d {one.drafts.slots:.1f}" if one.drafts.slots else "")
+        for one in cells
+    ]

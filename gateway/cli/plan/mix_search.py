@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record
@@ -43,6 +43,15 @@ class Attempt:
     def attainment(self) -> float:
         """Share of the requests that met both targets."""
         return sum(map(meets_slo, self.records)) / len(self.records)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attempt for JSON."""
+        return {
+            "over_provisioning": self.factor,
+            "cost_per_hour": self.mix.cost_per_hour,
+            "counts": dict(self.mix.counts),
+            "attainment": self.attainment,
+        }
 
 
 def search(

@@ -50,6 +50,17 @@ Limits = Annotated[
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")]
 
+
+def _check_plotly(page: Path | None) -> Path | None:
+    from draftgate.loadgen.cli.flags import check_plotly
+
+    return check_plotly(page)
+
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", callback=_check_plotly, help="Write a page with plots to this file."),
+]
 ComposeFile = Annotated[
     Path | None,
     typer.Option("--compose", help="Write the machines as a Compose file."),
