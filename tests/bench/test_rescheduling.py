@@ -145,7 +145,7 @@ def test_study_reports_every_variant(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
         file = tmp_path / f"{name}.json"
-        given = "--instances 3 --requests 60 --lengths 256/256 --rates 4 --json"
+        given = "--instances 2 --requests 60 --lengths 256/256 --rates 6 --json"
         main([*given.split(), str(file)])
         found.append(json.loads(file.read_text(encoding="utf-8"))["rows"])
     assert found[0] == found[1]
