@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from draftgate.gateway.cli.plan.load import PlanLoad
 from draftgate.gateway.cli.plan.machines import AUTO, OFF, Rentable, simulate_machines
-from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, best, search
+from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, Attempt, best, search
 from draftgate.gateway.cli.plan.solver import silent_solver
 from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
 from draftgate.loadgen.measuring.summary import summarize
@@ -33,6 +33,7 @@ class LoadQuestion:
         speculation: `off` or `auto`.
         proposer: what machines draft with.
         attempts: largest number of simulated mixes.
+        report: receives each simulated mix.
     """
 
     load: PlanLoad
@@ -44,6 +45,7 @@ class LoadQuestion:
     speculation: str = AUTO
     proposer: str = "ngram"
     attempts: int = ATTEMPTS
+    report: Callable[[Attempt], None] = lambda _attempt: None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -117,7 +119,9 @@ class LoadQuestion:
         }
         if not first.feasible:
             return plan, ()
-        attempts = search(self.mix_at, self.simulate, self.share, factor, self.attempts)
+        attempts = search(
+            self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
+        )
         chosen = best(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
         plan |= {

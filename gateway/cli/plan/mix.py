@@ -81,7 +81,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             from draftgate.gateway.cli.plan.load import plan_load
             from draftgate.gateway.cli.plan.load_question import LoadQuestion
             from draftgate.gateway.cli.plan.machines import CONFIG, Rentable
-            from draftgate.gateway.cli.plan.mix_report import page, print_plan
+            from draftgate.gateway.cli.plan.mix_report import page, print_attempt, print_plan
             from draftgate.loadgen.types import Slo
 
             if rate is None:
@@ -105,6 +105,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
                 limits(limit or []),
                 speculation,
                 proposer,
+                report=print_attempt,
             )
             plan, records = question.answer()
             print_plan(plan)

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from draftgate.gateway.cli.plan.mix_search import Attempt
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import ChartSeries, distribution_chart
 from draftgate.loadgen.report.formatting import percent
@@ -44,6 +45,12 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         )
 
 
+def print_attempt(attempt: Attempt) -> None:
+    """Print the outcome of a simulation to stderr."""
+    _, machines, cost, met = _attempt_row(attempt.as_dict())
+    typer.echo(f"simulated {machines} for {cost} an hour: {met} met both targets", err=True)
+
+
 def print_counts(
     counts: Mapping[str, int],
     prices: Mapping[str, float],
@@ -63,6 +70,8 @@ def print_counts(
     total = sum(count * prices[name] for name, count in counts.items())
     table.add_row("all", str(sum(counts.values())), f"{total:.2f}")
     Console().print(table)
+    if alone:
+        typer.echo("alone: GPUs of one type for the same over-provisioning, not simulated")
 
 
 def _alone(one: Mapping[str, Any]) -> str:

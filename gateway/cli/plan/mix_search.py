@@ -60,12 +60,15 @@ def search(
     share: float,
     factor: float,
     attempts: int = ATTEMPTS,
+    report: Callable[[Attempt], None] = lambda _attempt: None,
 ) -> list[Attempt]:
     """Simulate mixes until one meets the share and a smaller factor gives none that does.
 
     Args:
         mix_at: the cheapest mix for a factor, which must be feasible for the first factor.
         factor: the first factor, at least 1.
+        attempts: largest number of simulations.
+        report: receives each attempt when its simulation ends.
 
     Returns:
         The attempts in order. The plan is the `best` of them.
@@ -80,6 +83,7 @@ def search(
         attempt = known[0] if known else Attempt(factor, mix, simulate(mix))
         if not known:
             tried.append(attempt)
+            report(attempt)
         if attempt.attainment >= share:
             met = factor
         else:
