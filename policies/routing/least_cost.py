@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Final
 
 from draftgate.policies.routing.prediction import Prediction, predict
@@ -15,18 +17,28 @@ from draftgate.policies.routing.types import (
     RouteView,
     ScoredWorker,
 )
+from draftgate.policies.types import ServiceLevel
 from draftgate.policies.values import replace
 
 TIE_MARGIN: Final = 0.05
 """Relative cost margin within which a worker equals the best worker. It must also be no busier and
 have as much of the prompt cached. Identical idle workers never measure exactly the same speed."""
 
+TARGET_SHARE: Final = 0.7
+"""Share of a target within which a prediction must be for a worker to be in time.
+
+A prediction does not know the prompts that arrive later. An A100 with three A10G met the targets of
+97.5% of recorded chats without this rule, and of 98.8, 99.8 and 99.8% with shares of 1.0, 0.7 and
+0.5. For an A10G with two L4 it was 97.2, 97.2, 98.8 and 97.5% (400 requests of Azure's conversation
+trace at 8 and 1 requests/s, 2 s and 120 ms, simulated, 2026-11-24)."""
+
 
 class LeastCost:
     """Chooses the worker with the least cost in seconds (`prediction`).
 
     The cost contains the worker's slot price, so it covers both the choice of a worker and the gain
-    of drafts on it. While speeds are unknown, cached prompts and tokens decide, as in
+    of drafts on it. Only workers that are predicted to meet the request's targets are considered,
+    if there are any. While speeds are unknown, cached prompts and tokens decide, as in
     `prefix_affinity`.
     """
 
@@ -50,6 +62,11 @@ class LeastCost:
         if predictions is None:
             route = self._fallback.route(request, candidates, draw)
             return replace(route, reason=f"no speed is known yet; {route.reason}")
+        timely = _timely(request.request.service, predictions)
+        if len(timely) < len(workers):
+            workers = tuple(workers[place] for place in timely)
+            predictions = [predictions[place] for place in timely]
+            candidates = replace(candidates, workers=workers)
         ids = [worker.worker_id for worker in workers]
         by_id = dict(zip(ids, zip(workers, predictions, strict=True), strict=True))
         offers: Ranking = rank(candidates, [p.score for p in predictions], last_worker)
@@ -78,6 +95,18 @@ class LeastCost:
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
         self._fallback.placed(request, worker)
+
+
+def _timely(service: ServiceLevel, predictions: Sequence[Prediction]) -> Sequence[int]:
+    """Return the places of the workers that will meet the targets, or all if there is none."""
+    ttft_s = math.inf if service.ttft_s is None else TARGET_SHARE * service.ttft_s
+    tpot_s = math.inf if service.tpot_s is None else TARGET_SHARE * service.tpot_s
+    timely = [
+        place
+        for place, one in enumerate(predictions)
+        if one.ttft_s <= ttft_s and one.tpot_s <= tpot_s
+    ]
+    return timely or range(len(predictions))
 
 
 def _next_of_equals(

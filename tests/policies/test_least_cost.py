@@ -15,6 +15,7 @@ from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.types import Candidate, Candidates, PrefixPull, RouteView
 from draftgate.policies.types import (
     DraftCounts,
+    ServiceLevel,
     SpeculationMode,
     WorkerSpeed,
 )
@@ -44,6 +45,29 @@ def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
     assert cheapest(worker(0, running=64, waiting=4), worker(1, running=60)) == 1
     holder = replace(worker(1), cached_tokens=4095)
     assert cheapest(worker(0), holder, worker(2), request=prompt("a", 256)) == 1
+
+
+@pytest.mark.parametrize(
+    ("slow", "running", "target", "strict"),
+    [
+        (
+            replace(SPEED, step_token_s=4e-4),
+            30,
+            ServiceLevel(ttft_s=0.3),
+            ServiceLevel(ttft_s=0.02),
+        ),
+        (replace(SPEED, step_s=0.03), 60, ServiceLevel(tpot_s=0.012), ServiceLevel(tpot_s=0.005)),
+    ],
+)
+def test_worker_that_would_miss_a_target_is_avoided(
+    slow: WorkerSpeed, running: int, target: ServiceLevel, strict: ServiceLevel
+) -> None:
+    """A slow idle worker costs least, but loses to a busy fast one that alone meets the target. If
+    no worker meets the target, the least cost decides."""
+    workers = worker(0, speed=slow), worker(1, running=running)
+    for service, chosen in ((ServiceLevel(), 0), (target, 1), (strict, 0)):
+        request = replace(REQUEST, request=replace(REQUEST.request, service=service))
+        assert cheapest(*workers, request=request) == chosen
 
 
 def test_pull_lets_requests_leave_the_busy_holder_of_a_prefix() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,11 +120,14 @@ class LoadQuestion:
         }
         if not first.feasible:
             return plan, ()
-        attempts = search(
-            self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
-        )
+        attempts = self._search(factor)
         chosen = best(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
+        # Several types may wait longer for each other's requests than equal machines do.
+        single = self._cheapest_alone(alone)
+        if single is not None and len(self.types) > 1:
+            attempts += self._search(factor, single)
+            chosen = best(attempts, self.share)
         plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
@@ -141,6 +145,25 @@ class LoadQuestion:
             },
         }
         return plan, chosen.records
+
+    def _search(self, factor: float, only: str | None = None) -> list[Attempt]:
+        return search(
+            lambda factor: self.mix_at(factor, only),
+            self.simulate,
+            self.share,
+            factor,
+            self.attempts,
+            self.report,
+        )
+
+    def _cheapest_alone(self, alone: Mapping[str, Mix]) -> str | None:
+        """Return the type with the cheapest mix of its own that is within the limits."""
+        costs = {
+            name: mix.cost_per_hour
+            for name, mix in alone.items()
+            if mix.feasible and mix.counts[name] <= self.limits.get(name, math.inf)
+        }
+        return min(costs, key=costs.__getitem__, default=None)
 
     def _drafts(self, one: Rentable) -> Any:
         if self.speculation == OFF:
