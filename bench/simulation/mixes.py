@@ -2,11 +2,11 @@
 
     draftgate bench mixes --trace code=FILE --trace conv=FILE --json OUT --html OUT
 
-Each rate and TPOT target has a plan without and with speculation. Without speculation, it also has
-a plan for the type of GPU that is cheapest alone. These plans are the cheapest ones that meet the
-share of requests in simulations with the same requests (`draftgate plan mix`). The costs of the
-other types alone are those of the integer program for the same over-provisioning. The name of a
-trace is the class of its requests, which selects the recorded drafts.
+Each rate and TPOT target has a plan without and with speculation (`draftgate plan mix`), which is
+the cheapest simulated one that meets the share of requests. The plan for a single type of GPU is
+that of the type which is cheapest alone. The costs of the other types alone are those of the
+integer program for the same over-provisioning. The name of a trace is the class of its requests,
+which selects the recorded drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +85,7 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _plans(
     args: argparse.Namespace, trace: str, slo: Slo, rate_rps: float, speculation: str
 ) -> dict[str, Any]:
-    """Return the plan of a mix, and the plan of the type that is cheapest alone."""
+    """Return the plan of a mix, and that of a single type."""
     class_name, _, file = trace.partition("=")
     load = plan_load(
         Path(file),
@@ -102,10 +101,6 @@ def _plans(
         load, rate_rps, slo, args.share, types, {}, speculation, args.proposer, args.attempts
     )
     plan, _ = question.answer()
-    single = _cheapest_alone(plan) if speculation == OFF else None
-    alone = None
-    if single is not None:
-        alone = _summary(replace(question, types={single: types[single]}).answer()[0])
     assert slo.tpot_s is not None
     return {
         "trace": class_name,
@@ -114,18 +109,19 @@ def _plans(
         "speculation": speculation,
         "mix": _summary(plan),
         "single_types": plan.get("single_types"),
-        "best_single": alone,
+        "best_single": _best_single(plan),
     }
 
 
-def _cheapest_alone(plan: dict[str, Any]) -> str | None:
-    """Return the type that serves the load alone for the lowest price, if there is one."""
-    prices = {
-        name: one["cost_per_hour"]
-        for name, one in plan.get("single_types", {}).items()
-        if one["cost_per_hour"] is not None
-    }
-    return min(prices, key=prices.__getitem__, default=None)
+def _best_single(plan: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the cheapest simulated machines of a single type that meet the share, if any."""
+    met = [
+        attempt
+        for attempt in plan.get("attempts", ())
+        if attempt["attainment"] >= plan["targets"]["share"]
+        and len([name for name, count in attempt["counts"].items() if count]) == 1
+    ]
+    return min(met, key=lambda one: one["cost_per_hour"], default=None)
 
 
 def _summary(plan: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +153,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 def _described(plan: dict[str, Any] | None) -> list[str]:
     """Return the machines of a plan, its price, and the share of requests within the targets."""
-    if plan is None or not plan["feasible"]:
+    if plan is None or plan["cost_per_hour"] is None:
         return ["none", "-", "-"]
     machines = " + ".join(f"{count} {name}" for name, count in plan["counts"].items() if count)
     return [machines, f"{plan['cost_per_hour']:.2f}", f"{plan['attainment']:.2%}"]

@@ -123,7 +123,7 @@ class LoadQuestion:
         attempts = self._search(factor)
         chosen = best(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
-        # Several types may wait longer for each other's requests than equal machines do.
+        # The program does not know how requests are routed, and equal machines share them better.
         single = self._cheapest_alone(alone)
         if single is not None and len(self.types) > 1:
             attempts += self._search(factor, single)
