@@ -1,0 +1,232 @@
+"""Deployments, which are numbers of machines by type and role, and the search for the best one.
+
+The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above,
+and a simulation measures it. Deployments are measured in the order of their bounds. The search ends
+when no bound exceeds the best measured value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Final
+
+from draftgate.policies.planning.bounds import Bounds, pool_bound
+from draftgate.policies.values import immutable
+
+TOLERANCE: Final = 1e-9
+"""Relative excess over a budget that counts as rounding."""
+
+
+class Role(StrEnum):
+    """The phases that a machine serves."""
+
+    ANY = "any"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Layout(StrEnum):
+    """How a deployment divides the phases of a request."""
+
+    TOGETHER = "together"
+    APART = "apart"
+    MIXED = "mixed"
+
+
+@immutable
+class Group:
+    """Machines of one type in one role."""
+
+    profile: str
+    role: Role
+    count: int
+
+
+@immutable
+class Deployment:
+    """The groups of a deployment, each with at least one machine."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the roles give."""
+        roles = {group.role for group in self.groups}
+        if roles == {Role.ANY}:
+            return Layout.TOGETHER
+        return Layout.MIXED if Role.ANY in roles else Layout.APART
+
+    @property
+    def machines(self) -> int:
+        """The number of machines."""
+        return sum(group.count for group in self.groups)
+
+    def total(self, each: Mapping[str, float]) -> float:
+        """Return the sum of a quantity of all machines, given by profile."""
+        return math.fsum(group.count * each[group.profile] for group in self.groups)
+
+    def repeated(self, times: int) -> Deployment:
+        """Return several of these deployments as one."""
+        return Deployment(
+            tuple(Group(one.profile, one.role, one.count * times) for one in self.groups)
+        )
+
+    def __str__(self) -> str:
+        """Return, for example, `2 x a100 prefill + 1 x h100 decode`."""
+        words = (
+            f"{one.count} x {one.profile}" + ("" if one.role is Role.ANY else f" {one.role}")
+            for one in self.groups
+        )
+        return " + ".join(words)
+
+
+@immutable
+class Budget:
+    """A limit of a quantity of all machines, such as their price of an hour.
+
+    Attributes:
+        each: the quantity of one machine, by profile.
+        most: the limit, possibly infinite.
+    """
+
+    each: Mapping[str, float]
+    most: float
+
+    def admits(self, deployment: Deployment) -> bool:
+        """Return whether a deployment is within the budget."""
+        return deployment.total(self.each) <= self.most * (1.0 + TOLERANCE)
+
+
+def deployments(
+    profiles: Sequence[str], budgets: Sequence[Budget], most_machines: int
+) -> Iterator[Deployment]:
+    """Yield all deployments within the budgets that can serve both phases.
+
+    All machines of a role have the same profile, as in DistServe and Splitwise.
+
+    Args:
+        profiles: the types of machines.
+        most_machines: the largest number of machines.
+    """
+
+    def extended(begun: Deployment, roles: Sequence[Role]) -> Iterator[Deployment]:
+        if not roles:
+            yield begun
+            return
+        yield from extended(begun, roles[1:])
+        for profile in profiles:
+            for count in range(1, most_machines - begun.machines + 1):
+                larger = Deployment((*begun.groups, Group(profile, roles[0], count)))
+                if not all(budget.admits(larger) for budget in budgets):
+                    break
+                yield from extended(larger, roles[1:])
+
+    for deployment in extended(Deployment(()), tuple(Role)):
+        roles = {group.role for group in deployment.groups}
+        if Role.ANY in roles or {Role.PREFILL, Role.DECODE} <= roles:
+            yield deployment
+
+
+def bound_rps(deployment: Deployment, machines: Mapping[str, Bounds]) -> float:
+    """Return the upper bound of a deployment's rate, from the bounds of its machines."""
+
+    def of(role: Role) -> list[Bounds]:
+        return [
+            machines[group.profile]
+            for group in deployment.groups
+            if group.role is role
+            for _ in range(group.count)
+        ]
+
+    return pool_bound(of(Role.PREFILL), of(Role.DECODE), of(Role.ANY))
+
+
+@immutable
+class Candidate:
+    """A deployment that may be the best one.
+
+    Attributes:
+        bound_rps: upper bound of its rate.
+        weight: number by which its rate is divided for comparison, such as its price of an hour.
+    """
+
+    deployment: Deployment
+    bound_rps: float
+    weight: float = 1.0
+
+
+@immutable
+class Measured:
+    """A candidate and its rate, with a confidence interval.
+
+    Attributes:
+        rate_rps: the estimate, or None if the rate only has an upper limit.
+        low_rps, high_rps: the interval.
+    """
+
+    candidate: Candidate
+    rate_rps: float | None
+    low_rps: float
+    high_rps: float
+
+    @property
+    def value(self) -> float:
+        """The rate by weight, 0 without an estimate."""
+        return (self.rate_rps or 0.0) / self.candidate.weight
+
+
+Measure = Callable[[Candidate, float], Measured]
+"""Measures a candidate. A measurement may stop when its rate is certainly below the given one."""
+
+
+@immutable
+class Search:
+    """The result of a search.
+
+    Attributes:
+        measured: the measured candidates, in the order of their measurement.
+        unmeasured: the candidates whose bound is too low, or that the limit of measurements leaves
+            out, in the order of their bounds.
+        complete: whether every candidate that might be better has been measured.
+    """
+
+    measured: tuple[Measured, ...]
+    unmeasured: tuple[Candidate, ...]
+    complete: bool
+
+    @property
+    def best(self) -> Measured | None:
+        """The best candidate, or a simpler one that is not certainly worse.
+
+        The layouts from the simplest to the most complex are together, apart and mixed.
+        """
+        known = [one for one in self.measured if one.rate_rps]
+        if not known:
+            return None
+        top = max(known, key=lambda one: one.value)
+        least = top.low_rps / top.candidate.weight
+        equal = [one for one in known if one.high_rps / one.candidate.weight >= least]
+        simplicity = list(Layout)
+        return min(
+            equal, key=lambda one: (simplicity.index(one.candidate.deployment.layout), -one.value)
+        )
+
+
+def find_best(candidates: Iterable[Candidate], measure: Measure, most: int) -> Search:
+    """Measure candidates in the order of their bounds until none can be better.
+
+    Args:
+        most: the largest number of measurements.
+    """
+    ranked = sorted(candidates, key=lambda one: -one.bound_rps / one.weight)
+    measured: list[Measured] = []
+    best = 0.0
+    for index, candidate in enumerate(ranked):
+        hopeless = candidate.bound_rps / candidate.weight <= best
+        if hopeless or len(measured) == most:
+            return Search(tuple(measured), tuple(ranked[index:]), complete=hopeless)
+        measured.append(measure(candidate, best * candidate.weight))
+        best = max(best, measured[-1].value)
+    return Search(tuple(measured), (), complete=True)

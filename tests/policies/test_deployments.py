@@ -1,0 +1,187 @@
+"""Tests of deployments, the bounds of their rates, and the search for the best one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.planning.bounds import (
+    Bounds,
+    Lengths,
+    bounds,
+    largest_batch,
+    pool_bound,
+)
+from draftgate.policies.planning.deployments import (
+    Budget,
+    Candidate,
+    Deployment,
+    Group,
+    Layout,
+    Measured,
+    Role,
+    bound_rps,
+    deployments,
+    find_best,
+)
+from draftgate.policies.planning.throughput import Machine, Targets
+
+COST = StepCost((1, 100, 2048), (0.02, 0.024, 0.2), 1e-6, 1e-4, 1e-8)
+DEPTHS = StepCost((1,), (0.0,))
+MACHINE = Machine(COST, 60_000, 256, 2048, DEPTHS)
+LENGTHS = Lengths.of([(500, 200), (1500, 100), (100, 300)], 0.9)
+RATES = st.floats(0.0, 10.0)
+MACHINES = st.builds(Bounds, RATES, RATES, RATES)
+
+
+def _candidate(bound: float, layout: Layout = Layout.TOGETHER, weight: float = 1.0) -> Candidate:
+    roles = {
+        Layout.TOGETHER: (Role.ANY,),
+        Layout.APART: (Role.PREFILL, Role.DECODE),
+        Layout.MIXED: tuple(Role),
+    }
+    groups = tuple(Group("a", role, 1) for role in roles[layout])
+    return Candidate(Deployment(groups), bound, weight)
+
+
+def test_lengths_are_those_of_the_requests() -> None:
+    """A decode step reads the prompt and half the output, weighted by the output tokens."""
+    assert LENGTHS.prompt_tokens == pytest.approx(700.0)
+    assert LENGTHS.output_tokens == pytest.approx(200.0)
+    assert LENGTHS.context_tokens == pytest.approx((200 * 600 + 100 * 1550 + 300 * 250) / 600)
+    assert LENGTHS.longest_prompt == 1500
+    with pytest.raises(ValueError, match="no requests"):
+        Lengths.of([], 0.9)
+
+
+def test_decode_bound_is_that_of_the_best_batch() -> None:
+    """The batch grows up to the TPOT limit, the memory or the limit of sequences."""
+    context = LENGTHS.context_tokens
+    batch = largest_batch(MACHINE, context, 0.05)
+    seconds = [COST.seconds(n, round(n * context), n) for n in range(1, batch + 2)]
+    assert seconds[batch - 1] <= 0.05 < seconds[batch]
+    best = max(n / step_s for n, step_s in enumerate(seconds[:batch], 1))
+    assert bounds(MACHINE, LENGTHS, Targets(tpot_s=0.05)).decode_rps == pytest.approx(best / 200.0)
+    assert largest_batch(Machine(COST, 10_000, 256, 2048, DEPTHS), 1000.0, 0.1) == 10
+    assert largest_batch(Machine(COST, 10_000, 3, 2048, DEPTHS), 1000.0, 0.1) == 3
+    assert largest_batch(Machine(COST, 10_000, 256, 2048, DEPTHS), 1000.0, 0.01) == 0
+
+
+def test_prompts_that_miss_their_limit_alone_exclude_a_machine() -> None:
+    """A machine that is too slow for the longest prompts of the share serves no prompt."""
+    assert bounds(MACHINE, LENGTHS, Targets(ttft_s=0.1)).both_rps == 0.0
+    assert bounds(MACHINE, LENGTHS, Targets(ttft_s=0.3)).both_rps > 0.0
+
+
+@given(targets=st.builds(Targets, st.floats(0.05, 2.0), st.floats(0.03, 0.5)), more=st.floats(1, 3))
+def test_bounds_rise_with_looser_targets(targets: Targets, more: float) -> None:
+    """Looser targets never lower a bound."""
+    looser = Targets(more * targets.ttft_s, more * targets.tpot_s, targets.share)
+    strict, loose = (bounds(MACHINE, LENGTHS, one) for one in (targets, looser))
+    assert loose.prefill_rps >= strict.prefill_rps
+    assert loose.decode_rps >= strict.decode_rps
+
+
+@given(machine=MACHINES, count=st.integers(1, 4))
+def test_equal_machines_with_both_phases_add_up(machine: Bounds, count: int) -> None:
+    """Machines of one type that do both phases have the sum of their own bounds."""
+    assert pool_bound([], [], [machine] * count) == pytest.approx(
+        count * machine.both_rps, abs=1e-6
+    )
+
+
+@given(
+    st.lists(MACHINES, max_size=3), st.lists(MACHINES, max_size=3), st.lists(MACHINES, max_size=3)
+)
+def test_pool_bound_is_the_best_division_of_time(prefill, decode, both) -> None:
+    """No division of the time of machines with both phases exceeds the bound."""
+    found = pool_bound(prefill, decode, both)
+    best = 0.0
+    for shares in product((0.0, 0.25, 0.5, 0.75, 1.0), repeat=len(both)):
+        prompts = sum(one.prefill_rps for one in prefill)
+        outputs = sum(one.decode_rps for one in decode)
+        for share, one in zip(shares, both, strict=True):
+            prompts += share * one.prefill_share_rps
+            outputs += (1.0 - share) * one.decode_rps
+        best = max(best, min(prompts, outputs))
+    assert found >= best - 1e-6
+    assert found <= sum(one.prefill_rps for one in prefill) + sum(
+        one.prefill_share_rps for one in both
+    )
+
+
+def test_all_deployments_within_the_budgets_are_found_once() -> None:
+    """Each role has one type of machine, and a pool without one of the phases is left out."""
+    budget = Budget({"a": 1.0, "b": 2.0}, 3.0)
+    found = list(deployments(("a", "b"), [budget], 8))
+    assert len(found) == len(set(map(str, found)))
+    texts = set(map(str, found))
+    assert "3 x a" in texts
+    assert "1 x a prefill + 1 x b decode" in texts
+    assert "1 x a + 1 x a prefill + 1 x a decode" in texts
+    assert "1 x a + 1 x a decode" in texts
+    assert not any(text.endswith("x a prefill") and "+" not in text for text in texts)
+    assert all(budget.admits(one) for one in found)
+    assert {one.layout for one in found} == set(Layout)
+    assert all(one.machines <= 2 for one in deployments(("a", "b"), [budget], 2))
+
+
+def test_repeated_deployment_has_the_same_bound_per_machine() -> None:
+    """Several copies of a deployment have a multiple of its bound and of its price."""
+    once = Deployment((Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 2)))
+    machines = {"a": Bounds(3.0, 1.0, 2.0), "b": Bounds(1.0, 2.0, 1.0)}
+    assert bound_rps(once, machines) == pytest.approx(3.0)
+    assert bound_rps(once.repeated(4), machines) == pytest.approx(12.0)
+    assert once.repeated(4).total({"a": 2.0, "b": 1.0}) == pytest.approx(16.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0), st.sampled_from([1.0, 2.0])),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn) -> None:
+    """Without noise, the best value is that of all candidates. Lower bounds are not measured."""
+    candidates = [_candidate(bound, weight=weight) for bound, _, weight in drawn]
+    shares = [share for _, share, _ in drawn]
+    values = {id(one): one.bound_rps * share for one, share in zip(candidates, shares, strict=True)}
+
+    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
+        rate = values[id(candidate)]
+        return Measured(candidate, rate, rate, rate)
+
+    found = find_best(candidates, measure, most=100)
+    best = max(values[id(one)] / one.weight for one in candidates)
+    assert found.complete
+    assert max(one.value for one in found.measured) == pytest.approx(best)
+    assert all(one.bound_rps / one.weight <= best for one in found.unmeasured)
+    assert len(found.measured) + len(found.unmeasured) == len(candidates)
+
+
+def test_limit_of_measurements_is_reported() -> None:
+    """A search that stops at its limit is incomplete, and names what it has not measured."""
+    found = find_best(
+        [_candidate(3.0), _candidate(2.0)], lambda one, _: Measured(one, 1.0, 0.9, 1.1), most=1
+    )
+    assert not found.complete
+    assert [one.bound_rps for one in found.unmeasured] == [2.0]
+
+
+@pytest.mark.parametrize(("low", "recommended"), [(1.9, Layout.TOGETHER), (2.2, Layout.APART)])
+def test_simpler_layout_wins_unless_it_is_certainly_worse(low: float, recommended: Layout) -> None:
+    """Together is recommended if its interval reaches the interval of the best deployment."""
+    rates = {Layout.TOGETHER: (2.0, 1.9, 2.1), Layout.APART: (2.3, low, 2.4)}
+
+    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
+        return Measured(candidate, *rates[candidate.deployment.layout])
+
+    candidates = [_candidate(5.0, layout) for layout in rates]
+    best = find_best(candidates, measure, most=9).best
+    assert best is not None
+    assert best.candidate.deployment.layout is recommended
