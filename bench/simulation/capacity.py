@@ -23,12 +23,12 @@ from typing import Any, Final
 from msgspec import structs
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from bench.simulation.lengths import Drawn
 from bench.simulation.search import STEP, grid_rate, highest_place, nearest_place
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import Profile, load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
 from draftgate.loadgen.planning.traces import read_trace

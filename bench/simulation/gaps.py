@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
-from bench.simulation.lengths import Drawn
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.loadgen.measuring.metrics import chunk_gaps_s, ttft_s
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.charts import COLOURS, FAILED, Chart

@@ -44,13 +44,13 @@ from typing import Any, Final, NamedTuple
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.autoscaling import Autoscaler
 from bench.simulation.batch_backend import BatchBackend
-from bench.simulation.lengths import Drawn
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, running_dispatcher, send
+from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement

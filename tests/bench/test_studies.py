@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from bench.gateway import tracing
 from bench.simulation import gaps, policies
 from bench.simulation.capacity import LATEST_S, Point, Setting, capacity, slo_seconds
-from bench.simulation.lengths import Drawn
 from bench.simulation.search import (
     HIGHEST,
     LOWEST,
@@ -26,6 +25,7 @@ from bench.simulation.search import (
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
+from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.gateway.cli.simulate.experiment import Outcome
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.types import Slo
