@@ -126,6 +126,7 @@ BENCHES: Final = {
     "mixes": "bench.simulation.mixes",
     "scale": "bench.simulation.scale",
     "overload": "bench.simulation.overload",
+    "placement": "bench.simulation.placement",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",
     "batching": "bench.gateway.batching",

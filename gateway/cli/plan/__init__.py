@@ -6,6 +6,7 @@ The commands require the extra `plan`. Each question is a module of this package
 from __future__ import annotations
 
 from draftgate.gateway.cli.plan.mix import mix
+from draftgate.gateway.cli.plan.placement import placement
 from draftgate.loadgen.command_line import PlainTyper
 
 app = PlainTyper("Compute the machines that a workload needs.")
@@ -17,3 +18,4 @@ def _plan() -> None:
 
 
 app.command()(mix)
+app.command()(placement)

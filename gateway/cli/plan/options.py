@@ -42,6 +42,14 @@ Profiles = Annotated[
 Speculation = Annotated[
     str, typer.Option("--speculation", help="Whether machines speculate: auto or off.")
 ]
+Precision = Annotated[
+    float,
+    typer.Option("--precision", min=0.01, max=0.5, help="Relative half width of the intervals."),
+]
+MaxSimulations = Annotated[
+    int, typer.Option("--max-simulations", min=1, help="Most deployments to simulate.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random choices.")]
 Limits = Annotated[
     list[str] | None,
     typer.Option(

@@ -1,0 +1,118 @@
+"""The highest rate at which a simulated deployment meets its targets, with a confidence interval.
+
+The search is that of `draftgate load search`, with probes in virtual time. A request counts only if
+it meets all of its targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from msgspec import structs
+
+from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.cli.plan.machines import CONFIG, OFF
+from draftgate.gateway.cli.plan.sources import Requests, Source
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.search.search import RateSearch
+from draftgate.loadgen.search.sequential_test import SequentialTest
+from draftgate.loadgen.search.types import (
+    ProbeResult,
+    ProbeVerdict,
+    SearchGoal,
+    SearchProbe,
+)
+from draftgate.loadgen.types import PlannedRequest, Record
+from draftgate.policies.planning.deployments import Candidate, Deployment, Measured
+
+WITHOUT_DRAFTS: Final = structs.replace(CONFIG, speculation=OFF)
+"""The configuration of simulated workers. With drafts, the bounds of the search would not hold."""
+
+CHECKED: Final = 2000
+"""Requests of the simulation that tests a plan."""
+
+START: Final = 0.5
+"""First rate of a search, as a share of the bound. Chosen, not tuned, 2026-11-24."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """How deployments are simulated. Devices follow their profiles, which workers learn.
+
+    Attributes:
+        source: the requests.
+        files: the name or file of each profile, by its name in deployments.
+        config: the configuration of all workers, whose profile is replaced.
+    """
+
+    source: Source
+    files: Mapping[str, str]
+    config: WorkerConfig = WITHOUT_DRAFTS
+
+    def records(
+        self,
+        deployment: Deployment,
+        requests: Requests,
+        seed: int,
+        on_record: Callable[[Record], None] = lambda _record: None,
+    ) -> list[Record]:
+        """Return the records of requests, in order."""
+        profiles = tuple(
+            self.files[group.profile] for group in deployment.groups for _ in range(group.count)
+        )
+        cluster = SimulatedCluster(
+            self.config, len(profiles), SimEnvironment(seed, roofline=False), profiles=profiles
+        )
+        return simulate(cluster, requests.planned, on_record, requests.to_job)
+
+    def measure(self, candidate: Candidate, goal: SearchGoal, beat_rps: float = 0.0) -> Measured:
+        """Return the highest rate at which the share of a goal meets its targets.
+
+        Args:
+            goal: the goal, whose first rate is replaced.
+            beat_rps: a rate to compare with. The search begins there, and ends without an estimate
+                when the rate of the deployment is certainly lower.
+        """
+        start_rps = beat_rps or START * candidate.bound_rps
+        search = RateSearch(replace(goal, start_rps=start_rps))
+        while (probe := search.propose()) is not None:
+            result = self._probe(candidate.deployment, probe, goal)
+            search.observe(result)
+            if result.verdict is ProbeVerdict.FAILS and probe.rate_rps <= beat_rps:
+                return Measured(candidate, None, 0.0, beat_rps)
+        found = search.result()
+        rate_rps = found.rate_rps
+        if rate_rps is None:  # too few requests for an interval
+            held = [one for one in search.tried if (one.share or 0.0) >= goal.share]
+            rate_rps = max((one.probe.rate_rps for one in held), default=None)
+        return Measured(candidate, rate_rps, found.low_rps, found.high_rps)
+
+    def _probe(self, deployment: Deployment, probe: SearchProbe, goal: SearchGoal) -> ProbeResult:
+        """Simulate a rate until its verdict is clear."""
+        test, ended = SequentialTest(probe, goal), dict[int, Record]()
+        sent, due, enough = 0, 0, False
+        requests = self.source.requests(probe.rate_rps, probe.seed, probe.longest)
+
+        def over(record: Record) -> None:
+            nonlocal due, enough
+            ended[record.planned.index] = record
+            # Outcomes count in the order of the schedule, because short requests end first.
+            while not enough and due in ended:
+                first = ended.pop(due)
+                enough = test.add(first.scheduled_s, met=meets_slo(first))
+                due += 1
+
+        def until_enough() -> Iterator[PlannedRequest]:
+            nonlocal sent
+            for planned in requests.planned:
+                if enough:
+                    return
+                sent += 1
+                yield planned
+
+        self.records(deployment, Requests(until_enough(), requests.to_job), probe.seed, over)
+        return ProbeResult(probe, test.met, sent, test.verdict)

@@ -1,0 +1,55 @@
+"""The types of machines from which a plan of deployments chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from draftgate.gateway.cli.plan.machines import Rentable
+from draftgate.policies.planning.bounds import Bounds, Lengths, bounds
+from draftgate.policies.planning.throughput import Targets
+
+
+@dataclass(frozen=True, slots=True)
+class MachineTypes:
+    """Machines by the name of their profile, which is short even for files."""
+
+    machines: Mapping[str, Rentable]
+
+    @classmethod
+    def load(cls, given: str) -> MachineTypes:
+        """Read profiles, separated by commas.
+
+        Raises:
+            ValueError: no profile is given, one cannot be read or has no price, or two have one
+                name.
+        """
+        texts = [text.strip() for text in given.split(",") if text.strip()]
+        found = [Rentable.of(text, "ngram") for text in texts]
+        named = {one.profile.name: one for one in found}
+        if not named:
+            raise ValueError("--profiles: expected names or files, separated by commas")
+        if len(named) < len(found):
+            raise ValueError(f"--profiles: two profiles have one name: {', '.join(named)}")
+        return cls(named)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the profiles."""
+        return tuple(self.machines)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What `--profiles` gives for each profile, a name or a file."""
+        return {name: one.name for name, one in self.machines.items()}
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """The price of an hour of each machine, in USD."""
+        return {name: one.price for name, one in self.machines.items()}
+
+    def bounds(self, lengths: Lengths, targets: Targets) -> dict[str, Bounds]:
+        """Return the bounds of one machine of each type."""
+        return {
+            name: bounds(one.machine(), lengths, targets) for name, one in self.machines.items()
+        }
