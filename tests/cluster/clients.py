@@ -49,7 +49,7 @@ def planned_requests(rate_rps: float, seed: int, max_tokens: int) -> Iterator[Pl
     for planned in make_plan(load, max_model_len=2 * max_tokens, lazily=True).requests:
         spec = planned.request
         extra = (("temperature", float(planned.index % 2)), ("ignore_eos", True))
-        # Most requests are short, and every fourth is long enough to be interrupted.
+        # Three of four requests are long enough to be interrupted, and the fourth is short.
         tokens = max_tokens if planned.index % 4 else max_tokens // 8
         yield replace(planned, request=replace(spec, extra=extra, max_tokens=tokens))
 

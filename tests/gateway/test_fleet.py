@@ -250,7 +250,12 @@ async def test_a_disconnect_frees_memory_on_every_worker(sims: Listening) -> Non
     for stream in (True, False):
         _, writer = await post_raw(sims, "/v1/completions", {**long, "stream": stream})
         writers.append(writer)
-    await until(lambda: load_of(sims.node, 0).running == load_of(sims.node, 1).running == 4)
+
+    def run_everywhere() -> bool:
+        running = [load_of(sims.node, number).running for number in range(2)]
+        return all(running) and sum(running) == 8
+
+    await until(run_everywhere)
     for writer in writers:
         writer.close()
     await until(lambda: is_idle(sims.node))
