@@ -174,7 +174,10 @@ def hit_rate(requests: tuple[tuple[int, ...], ...], cached: list[int]) -> float:
 
 
 @needs_traces
-@pytest.mark.parametrize(("name", "rate"), [("conversation", 0.366), ("synthetic", 0.640)])
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [pytest.param("conversation", 0.366, marks=pytest.mark.long), ("synthetic", 0.640)],
+)
 def test_hit_rate_of_an_infinite_cache_equals_the_published_rate(name: str, rate: float) -> None:
     """The cache finds 36.6% and 64.0% of the recorded blocks with unlimited memory."""
     requests = trace(name)

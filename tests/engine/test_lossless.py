@@ -61,10 +61,11 @@ def requests(
     model: Model,
     prompts: list[int],
     policy: SpeculationPolicy,
-    temperature: float,
+    shift: int,
     proposer: SpeculationMode | None = None,
     new_tokens: int = NEW_TOKENS,
 ):
+    """Return requests that are greedy and sampled in turn, the first by `shift`."""
     everything = held_out_prompts(model.tokenizer, PROMPTS)
     return [
         request(
@@ -72,7 +73,7 @@ def requests(
             everything[index],
             policy,
             mode=mode_of(place) if proposer is None else proposer,
-            temperature=temperature,
+            temperature=TEMPERATURES[(place + shift) % 2],
             seed=1000 + index,
             max_tokens=new_tokens,
         )
@@ -86,19 +87,24 @@ def setup_named(name: str) -> Setup:
 
 
 def check_all(
-    model: Model, prompts: list[int], least_slots: int, record, new_tokens: int = NEW_TOKENS
+    model: Model,
+    prompts: list[int],
+    least_slots: int,
+    record,
+    new_tokens: int = NEW_TOKENS,
+    shifts: tuple[int, ...] = (0, 1),
 ) -> None:
     accepted = rejected = preemptions = 0
-    for temperature in TEMPERATURES:
-        undisturbed = alone(model, tuple(prompts), temperature, new_tokens).tokens
+    for shift in shifts:
+        undisturbed = alone(model, tuple(prompts), shift, new_tokens).tokens
         for name in BATCHINGS:
             policy = policy_named(name)
             batch_requests = requests(
-                model, prompts, policy, temperature, PROPOSERS.get(name), new_tokens
+                model, prompts, policy, shift, PROPOSERS.get(name), new_tokens
             )
             outcome = run(model, batch_requests, setup_named(name))
             different = [key for key in undisturbed if undisturbed[key] != outcome.tokens[key]]
-            assert not different, f"{name} at {temperature} changed prompts {different}"
+            assert not different, f"{name} with shift {shift} changed prompts {different}"
             assert all(len(tokens) == new_tokens for tokens in outcome.tokens.values())
             assert outcome.leaked_blocks == 0
             accepted += outcome.accepted
@@ -113,20 +119,20 @@ def check_all(
 
 
 @cache
-def alone(model: Model, prompts: tuple[int, ...], temperature: float, new_tokens: int) -> Outcome:
+def alone(model: Model, prompts: tuple[int, ...], shift: int, new_tokens: int) -> Outcome:
     """Run each prompt alone without speculation and return the expected tokens."""
     setup = Setup(Off(), max_num_seqs=1)
-    batch_requests = requests(model, list(prompts), Off(), temperature, new_tokens=new_tokens)
+    batch_requests = requests(model, list(prompts), Off(), shift, new_tokens=new_tokens)
     return run(model, batch_requests, setup)
 
 
 def test_some_prompts_are_lossless_under_every_policy(
     shipped: Model, record_testsuite_property
 ) -> None:
-    """10 prompts generate the same 64 tokens under every policy, batching and preemption as with
-    `off`."""
+    """5 greedy and 5 sampled prompts generate the same 64 tokens under every policy, batching and
+    preemption as with `off`."""
     prompts = random.Random(0).sample(range(PROMPTS), 10)
-    check_all(shipped, prompts, 2000, record_testsuite_property, new_tokens=64)
+    check_all(shipped, prompts, 1000, record_testsuite_property, new_tokens=64, shifts=(0,))
 
 
 @pytest.mark.long

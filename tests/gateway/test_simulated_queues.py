@@ -39,6 +39,10 @@ def exponential_s(seed: int) -> float:
     return Random(f"service/{seed}").expovariate(1 / SERVICE_S)
 
 
+def constant_s(_number: int) -> float:
+    return SERVICE_S
+
+
 class ExponentialEnvironment(ServiceTimeEnvironment):
     service_s = staticmethod(lambda request: exponential_s(request.sampling.seed))
 
@@ -77,17 +81,22 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def central_queue_waits(arrivals: list[float], servers: int, service_s: float) -> list[float]:
+def central_queue_waits(
+    arrivals: list[float], servers: int, service_s: Callable[[int], float]
+) -> list[float]:
     """Return the waits in one first-come, first-served queue for all servers, in seconds.
+
+    Args:
+        service_s: the service time of a request by its number.
 
     Source: Kiefer and Wolfowitz (1955), On the Theory of Queues with Many Servers.
     """
     free = [0.0] * servers
     heapify(free)
     found = []
-    for at_s in arrivals:
+    for number, at_s in enumerate(arrivals):
         begins_s = max(at_s, free[0])
-        heapreplace(free, begins_s + service_s)
+        heapreplace(free, begins_s + service_s(number))
         found.append(begins_s - at_s)
     return found
 
@@ -99,21 +108,13 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def test_one_worker_is_an_mm1_queue() -> None:
-    """The waits at a worker with exponential service follow Lindley's recursion and the M/M/1 mean.
-
-    The mean is `rho / (mu - lambda)` within 4 standard errors. A mean over n customers of a queue
-    at load rho has the relative variance `2 (1 + 1) / (1 - rho)^2 / n` (heavy traffic, c_a^2 +
-    c_s^2 = 2).
-    """
-    rho, count = 0.6, 8000
-    arrivals = poisson(count, rho / SERVICE_S, seed=3)
+    """The waits at a worker with exponential service follow Lindley's recursion."""
+    arrivals = poisson(2000, 0.6 / SERVICE_S, seed=3)
     found = waits(run(arrivals, 1, "least_cost", ExponentialEnvironment()), exponential_s)
     wait = 0.0
     for number, (before, now) in enumerate(pairwise(arrivals)):
         wait = max(0.0, wait + exponential_s(number) - (now - before))
         assert found[number + 1] == pytest.approx(wait, abs=1e-7)
-    expected = rho * SERVICE_S / (1 - rho)
-    assert mean(found) == pytest.approx(expected, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -123,22 +124,34 @@ def test_workers_share_one_queue(workers: int, routing: str) -> None:
 
     No request waits while a worker is free, whichever free worker the policy chooses.
     """
-    arrivals = poisson(3000, 0.8 * workers / SERVICE_S, seed=workers)
-    found = waits(run(arrivals, workers, routing, ServiceTimeEnvironment()), lambda _: SERVICE_S)
-    assert found == pytest.approx(central_queue_waits(arrivals, workers, SERVICE_S), abs=1e-7)
+    arrivals = poisson(800, 0.8 * workers / SERVICE_S, seed=workers)
+    found = waits(run(arrivals, workers, routing, ServiceTimeEnvironment()), constant_s)
+    expected = central_queue_waits(arrivals, workers, constant_s)
+    assert found == pytest.approx(expected, abs=1e-7)
     assert mean(found) > 0
 
 
-def test_mean_wait_for_several_workers_follows_erlang_c() -> None:
-    """The mean wait for several workers with exponential service equals the M/M/c mean within 4
-    errors."""
-    workers, count, rho = 4, 8000, 0.7
+def test_workers_with_exponential_service_are_an_mmc_queue() -> None:
+    """The waits for several workers with exponential service are those of one queue for all."""
+    arrivals = poisson(2000, 0.7 * 4 / SERVICE_S, seed=11)
+    found = waits(run(arrivals, 4, "least_cost", ExponentialEnvironment()), exponential_s)
+    assert found == pytest.approx(central_queue_waits(arrivals, 4, exponential_s), abs=1e-7)
+
+
+@pytest.mark.parametrize(("workers", "rho"), [(1, 0.6), (4, 0.7)])
+def test_mean_wait_in_one_queue_follows_erlang_c(workers: int, rho: float) -> None:
+    """The mean wait in the queue of these tests equals the M/M/c mean within 4 errors.
+
+    A mean over n customers of a queue at load rho has the relative variance `2 (1 + 1) /
+    (1 - rho)^2 / n` (heavy traffic, c_a^2 + c_s^2 = 2). M/M/1 has the mean `rho / (mu - lambda)`.
+    """
+    count, random = 40_000, Random(7)
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
-    found = mean(
-        waits(run(arrivals, workers, "least_cost", ExponentialEnvironment()), exponential_s)
-    )
+    found = central_queue_waits(arrivals, workers, lambda _: random.expovariate(1 / SERVICE_S))
     central = erlang_c(workers, rho * workers) * SERVICE_S / (workers * (1 - rho))
-    assert found == pytest.approx(central, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
+    assert mean(found) == pytest.approx(central, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
+    if workers == 1:
+        assert central == pytest.approx(rho * SERVICE_S / (1 - rho))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
