@@ -23,7 +23,7 @@ from bench.simulation.batch_backend import BatchBackend
 from bench.simulation.rescheduling import MoveCounts
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.profile import Profile, load_profile
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
@@ -33,7 +33,8 @@ from draftgate.gateway.cluster.heartbeat import HEARTBEAT_S, Heartbeat, report_o
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.fleet import Fleet, PeerWorker
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.fleet import Fleet, FleetWorker, PeerWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.memory import MemoryStore
@@ -58,6 +59,7 @@ class LargePool:
     Attributes:
         profile: file or name of the profile of all workers.
         routing, rescheduling: names of policies.
+        memory_tokens: tokens of KV memory of each worker, or None for that of the profile.
     """
 
     workers: int
@@ -66,6 +68,15 @@ class LargePool:
     routing: str = "least_cost"
     rescheduling: str = "off"
     seed: int = 0
+    memory_tokens: int | None = None
+
+    @property
+    def device(self) -> Profile:
+        """The profile of all workers."""
+        profile = load_profile(self.profile)
+        if self.memory_tokens is None:
+            return profile
+        return replace(profile, kv_bytes=self.memory_tokens * profile.kv_token_bytes)
 
     @property
     def rules(self) -> WaitingRules:
@@ -119,6 +130,9 @@ class Measured:
         leases: leases in all renewals after the warm-up.
         moves: number of moves, by reason and end.
         preemptions: number of preemptions.
+        memory: used share of the memory of all workers, for each sample.
+        updates: number of updates at gateways whose requests waited.
+        updates_cpu_s: CPU time of the searches that these updates started.
         measured_s: seconds after the warm-up.
     """
 
@@ -129,7 +143,20 @@ class Measured:
     leases: int = 0
     moves: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
+    memory: list[float] = field(default_factory=list)
+    updates: int = 0
+    updates_cpu_s: float = 0.0
     measured_s: float = 0.0
+
+    def notify(self, queue: CentralQueue, worker: FleetWorker) -> None:
+        """Report the update of a worker to a gateway, and measure the search that follows."""
+        if not len(queue):
+            queue.dispatch_waiting(worker)
+            return
+        begun_s = time.thread_time()
+        queue.dispatch_waiting(worker)
+        self.updates_cpu_s += time.thread_time() - begun_s
+        self.updates += 1
 
 
 class CountedStore(MemoryStore):
@@ -216,20 +243,22 @@ def run_pool(pool: LargePool, drawn: Drawn, rate_rps: float, warm_up_s: float) -
     planned = drawn.planned(rate_rps, Slo())
 
     async def run() -> Measured:
-        async with _running(pool) as (backends, dispatchers, store):
-            return await _send(drawn, planned, warm_up_s, backends, dispatchers, store, pool.seed)
+        found = Measured()
+        async with _running(pool, found) as (backends, dispatchers, store):
+            parts = backends, dispatchers, store
+            await _send(drawn, planned, warm_up_s, *parts, pool.seed, found)
+        return found
 
     return run_virtual(run())
 
 
 @asynccontextmanager
 async def _running(
-    pool: LargePool,
+    pool: LargePool, found: Measured
 ) -> AsyncIterator[tuple[list[BatchBackend], list[Dispatcher], CountedStore]]:
     """Start the workers and the gateways, whose heartbeats are spread over a second."""
-    profile, tokenizer = load_profile(pool.profile), Tokenizer(SHIPPED_MODEL)
-    backends = [BatchBackend(profile, tokenizer) for _ in range(pool.workers)]
-    store = CountedStore()
+    tokenizer, store = Tokenizer(SHIPPED_MODEL), CountedStore()
+    backends = [BatchBackend(pool.device, tokenizer) for _ in range(pool.workers)]
     owned = _fleet_of(backends, pool.gateways)
     dispatchers, beats = [], [_report(owned.workers, store)]
     for index in range(pool.gateways):
@@ -245,7 +274,7 @@ async def _running(
         heartbeat = Heartbeat(fleet, store, dispatcher)
         beats.append(_beat(heartbeat, HEARTBEAT_S * index / pool.gateways))
         for backend, worker in zip(backends, fleet.workers, strict=True):
-            backend.on_update.append(partial(dispatcher.queue.dispatch_waiting, worker))
+            backend.on_update.append(partial(found.notify, dispatcher.queue, worker))
     with _background(beats):
         await asyncio.sleep(0.0)  # the workers report
         yield backends, dispatchers, store
@@ -296,9 +325,10 @@ async def _send(
     dispatchers: Sequence[Dispatcher],
     store: CountedStore,
     seed: int,
-) -> Measured:
+    found: Measured,
+) -> None:
     """Send each request at its time to a random gateway."""
-    found, chosen, start_s = Measured(), Random(f"gateways/{seed}"), loop_time_s()
+    chosen, start_s = Random(f"gateways/{seed}"), loop_time_s()
     last_s = requests[-1].at_s or 0.0
     found.measured_s = last_s - warm_up_s
     begun = asyncio.create_task(_begin_counting(store, warm_up_s))
@@ -318,7 +348,6 @@ async def _send(
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     found.preemptions = sum(backend.preemptions for backend in backends)
-    return found
 
 
 async def _begin_counting(store: CountedStore, warm_up_s: float) -> None:
@@ -336,6 +365,7 @@ async def _sample(
         loads = [backend.load() for backend in backends]
         used = [load.kv_blocks_total - load.kv_blocks_free for load in loads]
         found.spreads.append((spread(used), spread([load.running for load in loads])))
+        found.memory.append(sum(used) / sum([load.kv_blocks_total for load in loads]))
         await asyncio.sleep(_SAMPLE_S)
 
 

@@ -11,16 +11,26 @@ workers that compute their steps from totals (`bench/simulation/large_pool.py`).
 The part `store` measures the scripts of Redis with the leases of the whole pool, and the messages
 on links (`bench/gateway/large_store.py`).
 
-Goodput counts requests whose TTFT and TPOT are below the targets.
+Goodput counts requests whose TTFT and TPOT are below the targets. With several seeds, its change by
+moves has an interval. Workers with little memory (`--memory-tokens`) are full at lower rates:
+
+    draftgate bench scale --parts pool --lengths 512/512 --longest 1024 --memory-tokens 4096
+        --rate 0.9 --rescheduling off,llumnix,least_time --seeds 3 --json OUT
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import fmean, stdev
 from typing import Any, Final
 
 from bench.gateway.large_store import measure_link, measure_store
@@ -31,7 +41,9 @@ from bench.harness.provenance import (
     write_results,
 )
 from bench.simulation.large_pool import LargePool, Measured, run_pool, spread
-from bench.simulation.rescheduling import DEVICES, draw_lengths
+from bench.simulation.lengths import Drawn
+from bench.simulation.rescheduling import DEVICES, LONGEST, draw_lengths
+from draftgate.loadgen.measuring.confidence import student_quantile
 from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
@@ -53,21 +65,23 @@ def measure_decisions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         requests = round(rate * warm_up_s) + DECISIONS
         pool = LargePool(workers, 1, _profile(args), args.routing, seed=args.seed)
         # Few requests arrive at a small pool, so its gateway decides for a longer time.
-        found = run_pool(pool, _drawn(args, requests), rate, warm_up_s)
+        found = run_pool(pool, _drawn(args, requests, args.seed), rate, warm_up_s)
         yield {"workers": workers, **_decisions(found)}
 
 
-def measure_pool(args: argparse.Namespace, rescheduling: str) -> dict[str, Any]:
+def measure_pool(args: argparse.Namespace, rescheduling: str, seed: int) -> dict[str, Any]:
     """Return the metrics of a simulation of the whole pool."""
-    rate = args.rate * args.workers
+    rate, begun_s = args.rate * args.workers, time.thread_time()
     pool = LargePool(
-        args.workers, args.gateways, _profile(args), args.routing, rescheduling, args.seed
+        *(args.workers, args.gateways, _profile(args), args.routing, rescheduling, seed),
+        memory_tokens=args.memory_tokens,
     )
-    drawn = _drawn(args, round(rate * args.duration))
+    drawn = _drawn(args, round(rate * args.duration), seed)
     found = run_pool(pool, drawn, rate, args.warm_up)
     return {
         "routing": args.routing,
         "rescheduling": rescheduling,
+        "seed": seed,
         **_latencies(found, args),
         "load_age_mean_s": fmean([one.load_age_s for one in found.finished]),
         "load_age_max_s": max(one.load_age_s for one in found.finished),
@@ -81,16 +95,51 @@ def measure_pool(args: argparse.Namespace, rescheduling: str) -> dict[str, Any]:
         "renewed_leases_per_s": found.leases / found.measured_s,
         "moves": dict(sorted(found.moves.items())),
         "preemptions": found.preemptions,
+        "memory_mean": fmean(found.memory),
+        "memory_max": max(found.memory),
+        "updates_while_waiting": found.updates,
+        "update_cpu_us": 1e6 * found.updates_cpu_s / max(found.updates, 1),
+        "simulation_cpu_s": time.thread_time() - begun_s,
     }
+
+
+def compared_with_off(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how moves change goodput with the same requests: the mean over all seeds.
+
+    With several seeds, the change has the ends of its 95 % interval by Student's t.
+    """
+    goodput = {(row["rescheduling"], row["seed"]): row["goodput_rps"] for row in rows}
+    found = []
+    for name in dict.fromkeys(row["rescheduling"] for row in rows):
+        seeds = [seed for policy, seed in goodput if policy == name and ("off", seed) in goodput]
+        changes = [goodput[name, seed] / goodput["off", seed] - 1.0 for seed in seeds]
+        if name == "off" or not changes:
+            continue
+        row = {"rescheduling": name, "seeds": len(changes), "goodput_change": fmean(changes)}
+        if len(changes) > 1:
+            quantile = student_quantile(len(changes) - 1)
+            half = quantile * stdev(changes) / math.sqrt(len(changes))
+            row["interval"] = [fmean(changes) - half, fmean(changes) + half]
+        found.append(row)
+    return found
 
 
 def _profile(args: argparse.Namespace) -> str:
     return str(DEVICES / f"{args.device}.json")
 
 
-def _drawn(args: argparse.Namespace, requests: int) -> Any:
+def _drawn(args: argparse.Namespace, requests: int, seed: int) -> Drawn:
     prompt_mean, output_mean = map(float, args.lengths.split("/"))
-    return draw_lengths(prompt_mean, output_mean, requests, args.seed)
+    drawn, longest = draw_lengths(prompt_mean, output_mean, requests, seed), args.longest
+    rows = [
+        replace(
+            row,
+            prompt_tokens=min(row.prompt_tokens, longest),
+            output_tokens=min(row.output_tokens, longest),
+        )
+        for row in drawn.rows
+    ]
+    return replace(drawn, rows=tuple(rows))
 
 
 def _placed(found: Measured, workers: int) -> list[int]:
@@ -137,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name: getattr(args, name)
             for name in (
                 *("workers", "gateways", "lengths", "rate", "duration", "warm_up", "routing"),
-                *("slo_ttft", "slo_tpot", "seed"),
+                *("slo_ttft", "slo_tpot", "longest", "memory_tokens", "seed", "seeds"),
             )
         },
     }
@@ -149,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(results["link"], flush=True)
             results["store"] = _shown(_measure_stores(args))
         if "pool" in parts:
-            results["pool"] = _shown(
-                measure_pool(args, name) for name in args.rescheduling.split(",")
-            )
+            results["pool"] = _shown(_measure_pools(args))
+            results["compared_with_off"] = compared_with_off(results["pool"])
+            print(results["compared_with_off"], flush=True)
     tables = [
         html_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows])
         for rows in (results.get(part, []) for part in PARTS)
@@ -163,6 +212,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measure_stores(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for leases in STORE_LEASES:
         yield asyncio.run(measure_store(args.redis, args.workers, leases))
+
+
+def _measure_pools(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    seeds = range(args.seed, args.seed + args.seeds)
+    with ProcessPoolExecutor(args.processes) as processes:
+        yield from processes.map(
+            partial(_measure_case, args), product(seeds, args.rescheduling.split(","))
+        )
+
+
+def _measure_case(args: argparse.Namespace, case: tuple[int, str]) -> dict[str, Any]:
+    seed, rescheduling = case
+    with without_full_gc():
+        return measure_pool(args, rescheduling, seed)
 
 
 def _shown(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,6 +245,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gateways", type=int, default=64)
     parser.add_argument("--device", default="a10-7b", help="profile in bench/simulation/devices")
     parser.add_argument("--lengths", default="256/256", help="mean prompt and output tokens")
+    parser.add_argument(
+        "--longest", type=int, default=LONGEST, help="longer prompts and outputs are cut"
+    )
+    parser.add_argument("--memory-tokens", type=int, help="KV memory of a worker in tokens")
     parser.add_argument("--rate", type=float, default=0.48, help="requests per second and worker")
     parser.add_argument("--duration", type=float, default=60.0, help="seconds of arrivals")
     parser.add_argument("--warm-up", type=float, default=30.0, help="seconds that do not count")
@@ -191,6 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ttft", type=float, default=1.0, help="seconds")
     parser.add_argument("--slo-tpot", type=float, default=0.05, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs of the part `pool`")
     return parser
 
 

@@ -169,25 +169,38 @@ def test_imports_take_free_memory_until_their_hold_ends() -> None:
 
 
 def test_the_simulation_of_a_pool_reports_its_metrics(tmp_path: Path) -> None:
-    """`draftgate bench scale` reports latencies, balance, calls of the store and moves."""
+    """`draftgate bench scale` reports latencies, balance, calls of the store and moves.
+
+    Both policies get the same requests with each seed, and goodput is compared over the seeds.
+    """
     out = tmp_path / "scale.json"
-    small = [
-        "--workers",
-        "3",
-        "--gateways",
-        "2",
-        "--rate",
-        "1",
-        "--duration",
-        "8",
-        "--warm-up",
-        "2",
-    ]
-    scale.main([*small, "--parts", "pool", "--rescheduling", "off,least_time", "--json", str(out)])
-    rows = json.loads(out.read_text())["pool"]
-    assert [row["rescheduling"] for row in rows] == ["off", "least_time"]
-    for row in rows:
+    size = "--workers 3 --gateways 2 --rate 1 --duration 5 --warm-up 2 --seeds 2"
+    device = "--memory-tokens 2048 --longest 512"
+    moves = "--parts pool --rescheduling off,least_time"
+    scale.main([*f"{size} {device} {moves}".split(), "--json", str(out)])
+    report = json.loads(out.read_text())
+    found = [(row["seed"], row["rescheduling"]) for row in report["pool"]]
+    assert found == [(0, "off"), (0, "least_time"), (1, "off"), (1, "least_time")]
+    for row in report["pool"]:
         assert row["requests"] > 0
         assert row["spread_memory"] >= 1.0
+        assert 0.0 < row["memory_mean"] <= row["memory_max"] <= 1.0
         assert 0.0 <= row["load_age_mean_s"] <= row["load_age_max_s"] <= 0.2
-        assert row["store_calls_per_s"]["report"] == pytest.approx(3.0, rel=0.2)
+        assert row["store_calls_per_s"]["report"] == pytest.approx(3.0, rel=0.3)
+    (change,) = report["compared_with_off"]
+    assert (change["rescheduling"], change["seeds"]) == ("least_time", 2)
+    low, high = change["interval"]
+    assert low <= change["goodput_change"] <= high
+
+
+def test_changes_of_goodput_have_students_interval() -> None:
+    """The interval of three changes is their mean, plus and minus t of two degrees of freedom."""
+    rows = [
+        {"rescheduling": name, "seed": seed, "goodput_rps": goodput}
+        for seed, (before, after) in enumerate([(10.0, 11.0), (10.0, 12.0), (20.0, 26.0)])
+        for name, goodput in (("off", before), ("llumnix", after))
+    ]
+    (change,) = scale.compared_with_off(rows)
+    assert change["goodput_change"] == pytest.approx(0.2)
+    half = 4.303 * 0.1 / 3**0.5
+    assert change["interval"] == pytest.approx([0.2 - half, 0.2 + half], rel=0.05)

@@ -21,10 +21,12 @@ from typing import Any
 
 from tests.deploy.compose import entry_point, seconds
 
-HEALTHY_S = 120.0
-"""Time limit for a service to become healthy, in seconds, as in compose.yaml."""
+HEALTHY_S = 300.0
+"""Time limit for a service to become healthy, in seconds, long enough for a busy machine."""
 
-POLL_S = 0.2
+POLL_S = 1.0
+"""Interval of health checks, each of which is a process."""
+
 STOP_S = 10.0
 """Default grace period of Compose, in seconds."""
 
