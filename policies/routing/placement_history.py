@@ -14,9 +14,10 @@ memory. (Chosen by that reasoning, 2026-11-22.)"""
 MOST_ENTRIES: Final = 1 << 15
 """Maximum number of entries per worker: 4M tokens, 4 MB."""
 
-MOST_WORKERS: Final = 256
-"""Maximum number of workers. The least recently used worker is forgotten first. All entries
-together take a gigabyte, or 110 MB with caches of 450k tokens (an H100 with 8B parameters)."""
+MOST_IN_ALL: Final = 1 << 23
+"""Maximum number of entries of all workers, which take a gigabyte. The least recently used worker
+is forgotten first. 2,300 workers with caches of 450k tokens (an H100 with 8B parameters) fit.
+(Chosen by that arithmetic, 2026-11-24.)"""
 
 
 class PlacementHistory:
@@ -26,9 +27,10 @@ class PlacementHistory:
     outputs take memory too and blocks in use are not evicted. Tenants never share a hash.
     """
 
-    def __init__(self, most_entries: int = MOST_ENTRIES, most_workers: int = MOST_WORKERS) -> None:
+    def __init__(self, most_entries: int = MOST_ENTRIES, most_in_all: int = MOST_IN_ALL) -> None:
         self._most_entries = most_entries
-        self._most_workers = most_workers
+        self._most_in_all = most_in_all
+        self._entries = 0
         # The most recently used entry is last, in both dictionaries.
         self._placed = OrderedDict[str, OrderedDict[bytes, None]]()
 
@@ -52,8 +54,7 @@ class PlacementHistory:
             return
         seen = self._placed.setdefault(worker_id, OrderedDict())
         self._placed.move_to_end(worker_id)
-        if len(self._placed) > self._most_workers:
-            self._placed.popitem(last=False)
+        before = len(seen)
         # Go backwards, because caches evict a prefix from its end, so its beginning lasts longest.
         for digest in reversed(hashes[STRIDE - 1 :: STRIDE]):
             seen[digest] = None
@@ -61,10 +62,14 @@ class PlacementHistory:
         most = cache_blocks // STRIDE if cache_blocks else self._most_entries
         while len(seen) > max(min(most, self._most_entries), 1):
             seen.popitem(last=False)
+        self._entries += len(seen) - before
+        while self._entries > self._most_in_all and len(self._placed) > 1:
+            _, forgotten = self._placed.popitem(last=False)
+            self._entries -= len(forgotten)
 
     def __len__(self) -> int:
         """Return the number of entries."""
-        return sum(map(len, self._placed.values()))
+        return self._entries
 
 
 def _leading(seen: Container[bytes], hashes: Sequence[bytes]) -> int:

@@ -67,10 +67,34 @@ def test_history_is_bounded_and_never_overstates_the_cache(placements, cache_ent
 
 def test_history_forgets_workers_that_left() -> None:
     """The history forgets the workers that left the pool."""
-    index = PlacementHistory(most_workers=3)
+    index = PlacementHistory(most_in_all=30)
     for number in range(10):
         index.record(f"w-{number}", chain("a", 80), 0)
         index.record("stays", chain("b", 80), 0)
     assert index.cached_blocks(["stays", "w-0"], chain("b", 80)) == {"stays": 80}
     assert index.cached_blocks(["w-1", "w-9"], chain("a", 80)) == {"w-9": 80}
     assert len(index) == 30
+
+
+def test_history_remembers_every_worker_of_a_large_pool() -> None:
+    """The history remembers a prompt on each of 1,000 workers."""
+    index, ids = PlacementHistory(), [f"w-{number}" for number in range(1000)]
+    for worker_id in ids:
+        index.record(worker_id, chain(worker_id, 80), 28_000)
+    assert all(index.cached_blocks(ids, chain(one, 80)) == {one: 80} for one in ids[::100])
+
+
+@given(CHAINS, st.integers(1, 40))
+def test_history_of_all_workers_is_bounded(placements, most_in_all) -> None:
+    """All workers together have at most the given number of entries, or those of one prompt.
+
+    The history still has the latest prompt.
+    """
+    index = PlacementHistory(most_in_all=most_in_all)
+    for tenant, name, blocks in placements:
+        index.record(name, chain(tenant, blocks), 0)
+        own = sum(map(len, index._placed.values()))
+        assert len(index) == own
+        assert own <= most_in_all or len(index._placed) == 1
+        found = index.cached_blocks([name], chain(tenant, blocks)).get(name, 0)
+        assert found == blocks // STRIDE * STRIDE
