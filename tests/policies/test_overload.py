@@ -111,17 +111,15 @@ def test_early_clients_keep_their_appointments() -> None:
     assert mean(kept_share(clients) for _, clients in runs(return_time=early)) >= 0.9
 
 
-@pytest.mark.parametrize(("load", "servers"), [(3.0, 32), (3.0, 16), (24.0, 16)])
+@pytest.mark.parametrize(
+    ("load", "servers"), [(3.0, 32), (3.0, 16), pytest.param(24.0, 16, marks=pytest.mark.long)]
+)
 def test_pool_is_not_idle_while_clients_wait(load: float, servers: int) -> None:
     """No second passes without a running request, and at most 8% of the servers are unused.
 
     The median delay is at most 1.5 times too long.
     """
-    if load < 10:
-        results = runs(load, servers=servers)
-    else:
-        pool = Pool(load, servers=servers, seconds=20.0)
-        results = [(pool, pool.run())]
+    results = runs(load, servers=servers) if load < 10 else runs(load, servers=servers)[:1]
     idle = [idle_while_clients_wait(pool, clients) for pool, clients in results]
     assert max(idle_s for idle_s, _ in idle) < 1.0
     assert mean(unused for _, unused in idle) <= 0.08
@@ -200,10 +198,10 @@ def test_three_classes_serve_clients_that_return(tenants: int) -> None:
     assert all(c.start_s is not None for c in refused)
 
 
+@pytest.mark.long
 def test_three_classes_at_24_times_the_capacity() -> None:
     """The pool stays busy, and clients start in time, at 24 times the capacity."""
-    pool = Pool(24.0, servers=16, priorities=(-1, 0, 1), seconds=20.0)
-    clients = pool.run()
+    ((pool, clients),) = runs(24.0, servers=16, priorities=(-1, 0, 1))[:1]
     idle_s, unused = idle_while_clients_wait(pool, clients)
     assert idle_s < 1.0
     assert unused <= 0.1
