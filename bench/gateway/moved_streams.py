@@ -82,9 +82,14 @@ class Observed:
         self.moves.append(move)
 
     def extra_gap_s(self) -> float:
-        """Return the pause at the switch, without the median pause."""
+        """Return the longest pause around the switch, without the median pause.
+
+        The deltas just before and after the switch may wait for this reader, so the pause of the
+        switch is one of the pauses beside it.
+        """
         gaps = self.gaps_s()
-        return gaps[self._switched - 1] - median(gaps)
+        around = gaps[max(0, self._switched - 2) : self._switched + 2]
+        return max(around) - median(gaps)
 
     @property
     def deltas_since_switch(self) -> int:

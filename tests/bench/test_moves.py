@@ -77,3 +77,10 @@ def test_pauses_of_a_stream_are_those_inside_an_interval() -> None:
     observed = Observed(times_s=[1.0, 2.0, 4.0, 7.0])
     assert observed.gaps_s() == [1.0, 2.0, 3.0]
     assert observed.gaps_s(1.5, 6.0) == [2.0]
+
+
+def test_pause_of_a_switch_is_found_beside_it() -> None:
+    """The pause of a switch counts even if a delta from before it arrived late."""
+    times_s = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 9.1, 10.0, 11.0, 12.0]
+    for deltas_before in (4, 5, 6):
+        assert Observed(times_s=times_s, _switched=deltas_before).extra_gap_s() == 4.0
