@@ -41,8 +41,8 @@ from bench.harness.provenance import (
     write_results,
 )
 from bench.simulation.large_pool import LargePool, Measured, run_pool, spread
-from bench.simulation.lengths import Drawn
 from bench.simulation.rescheduling import DEVICES, LONGEST, draw_lengths
+from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.loadgen.measuring.confidence import student_quantile
 from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.loadgen.report.html import html_table

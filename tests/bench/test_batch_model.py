@@ -203,4 +203,4 @@ def test_changes_of_goodput_have_students_interval() -> None:
     (change,) = scale.compared_with_off(rows)
     assert change["goodput_change"] == pytest.approx(0.2)
     half = 4.303 * 0.1 / 3**0.5
-    assert change["interval"] == pytest.approx([0.2 - half, 0.2 + half], rel=0.05)
+    assert change["interval"] == pytest.approx([0.2 - half, 0.2 + half], abs=0.02)

@@ -39,7 +39,7 @@ from tests.kernels.distributions import ALPHA, filtered_distribution, p_value
 VOCAB = 5
 NEW_TOKENS = 4
 PROMPT = (3,)
-REQUESTS = 2500
+REQUESTS = 4000
 MANY_REQUESTS = 40_000
 BLOCKS = 400
 MOST_TOKENS = 16
