@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
 from draftgate.gateway.dispatch.claims import Claims
@@ -39,6 +40,9 @@ from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Draw
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
+
+BINDINGS: Final = ("late", "early")
+"""The values of `WaitingRules.binding`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple, cast
 
 from bench.simulation.batch_backend import BatchBackend
-from bench.simulation.rescheduling import MoveCounts
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.sim.profile import Profile, load_profile
@@ -29,6 +28,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL
 from draftgate.gateway.cli.simulate.drawn import Drawn
+from draftgate.gateway.cli.simulate.move_counts import MoveCounts
 from draftgate.gateway.cluster.heartbeat import HEARTBEAT_S, Heartbeat, report_of
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher

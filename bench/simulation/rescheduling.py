@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -51,17 +51,14 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, running_dispatcher, send
 from draftgate.gateway.cli.simulate.drawn import Drawn
+from draftgate.gateway.cli.simulate.move_counts import MoveCounts
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.loadgen.measuring.confidence import student_quantile
 from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import PlannedRequest, Record, Slo
-from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
 
 DEVICES: Final = Path(__file__).with_name("devices")
@@ -237,29 +234,6 @@ def draw_urgent(share: float, requests: int, seed: int) -> frozenset[int]:
     """Return the indices of the requests of the higher priority class."""
     random = Random(f"urgent/{seed}")
     return frozenset(index for index in range(requests) if random.random() < share)
-
-
-class MoveCounts:
-    """An observer that counts moves by reason and end."""
-
-    def __init__(self) -> None:
-        self.ends = Counter[str]()
-
-    def placed(self, placed: Placement) -> None:
-        """Ignore a placement."""
-
-    def resumed(self, resume: Resume) -> None:
-        """Ignore a resume."""
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Ignore the end of a prompt."""
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Ignore a fetch."""
-
-    def moved(self, move: Move) -> None:
-        """Count a move."""
-        self.ends[f"{move.reason.value} {move.end.value}"] += 1
 
 
 def metrics(records: Sequence[Record]) -> dict[str, float]:

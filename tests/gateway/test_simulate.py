@@ -189,6 +189,47 @@ def test_records_have_the_scheduling_delay(text_file) -> None:
     assert medians[0] < 0.05 < medians[1]
 
 
+def test_moves_are_reported_by_reason_and_end(text_file) -> None:
+    """Rescheduling moves requests, which end with their lengths, and the JSON, the table and the
+    page contain the numbers of moves by reason and end."""
+    setup = small_setup(text_file, workload="chat", policies=("auto",), rescheduling="least_time")
+    results = run_experiment(setup)
+    (outcome,) = results.outcomes
+    moved = outcome.moves["faster moved"]
+    assert moved > 0
+    for record in outcome.run.records:
+        assert record.usage["completion_tokens"] == record.planned.request.max_tokens
+    written = as_json(setup, results)
+    assert written["policies"]["auto"]["moves"]["faster moved"] == moved
+    assert written["settings"]["rescheduling"] == "least_time"
+    console = Console(width=80, file=io.StringIO())
+    console.print(render(results))
+    for text in (console.file.getvalue(), page(setup, results)):
+        assert f"{moved} faster moved" in text
+
+
+def test_rescheduling_changes_nothing_for_one_worker(text_file) -> None:
+    """A pool of one worker has the same results with and without rescheduling."""
+    found = []
+    for rescheduling in ("off", "llumnix", "least_time"):
+        setup = small_setup(text_file, workers=1, requests=20, rescheduling=rescheduling)
+        found.append(as_json(setup, run_experiment(setup))["policies"])
+    assert found[0] == found[1] == found[2]
+
+
+def test_early_binding_queues_beside_a_free_worker(text_file) -> None:
+    """With early binding, requests of a burst wait longer, because they queue for one worker while
+    another worker is free."""
+    means = {}
+    for binding in ("early", "late"):
+        setup = small_setup(text_file, policies=("off",), binding=binding, routing="round_robin")
+        config = structs.replace(setup.config, max_num_seqs=1)
+        result = as_json(setup, run_experiment(replace(setup, config=config)))
+        means[binding] = result["policies"]["off"]["ttft_s"]["mean"]
+        assert result["settings"]["binding"] == binding
+    assert means["early"] > 1.1 * means["late"]
+
+
 def test_too_long_requests_are_rejected_and_counted(text_file) -> None:
     """A request beyond the KV pool counts as an error, and other requests continue."""
     setup = small_setup(text_file, workload="code", requests=20)
@@ -257,6 +298,8 @@ def test_page_shows_policies_side_by_side(text_file) -> None:
         (["--workload", "chat", "--rate", "1", "--batching", "fair"], "policy 'fair'"),
         (["--workload", "chat", "--rate", "1", "--profile", "abacus"], "no profile 'abacus'"),
         (["--workload", "chat", "--rate", "1", "--truth", "it"], "roofline, profile"),
+        (["--workload", "chat", "--rate", "1", "--rescheduling", "daily"], "policy 'daily'"),
+        (["--workload", "chat", "--rate", "1", "--binding", "soon"], "late or early"),
         (["--trace", "/nonexistent.csv"], "nonexistent"),
         (["--arrival", "recorded"], "needs the file of a server: --recording FILE"),
         (["--arrival", "recorded", "--recording", "x", "--rate", "1"], "excludes --rate"),

@@ -201,6 +201,8 @@ async def _run(
                     run.take = record  # most deltas then need no switch to this task
                 async for delta in run.deltas:
                     last = delta
+                    if delta.phases is not None and deliveries.scheduled_s is None:
+                        deliveries.scheduled_s = delta.phases.scheduled_s
                     if pop_deliveries is None and delta.token_ids:
                         record(delta)
         except RequestRejected as error:

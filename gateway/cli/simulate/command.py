@@ -77,6 +77,15 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         str,
         typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
     ] = "least_cost",
+    rescheduling: Annotated[
+        str, typer.Option(help="Rescheduling policy: off, llumnix[:LOW,HIGH], least_time, ...")
+    ] = "off",
+    binding: Annotated[
+        str,
+        typer.Option(
+            help="When a request gets its worker: late, once it has capacity, or early, on arrival."
+        ),
+    ] = "late",
     speculation: Annotated[
         list[str] | None,
         typer.Option(
@@ -166,16 +175,10 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         policies = tuple(filter(None, named))
         replayed = None if recording is None else load_recording(recording)
         setup = Setup(
-            load,
-            config,
-            policies,
-            workers,
-            routing,
-            repeat,
-            belief_error,
-            truth,
-            replayed,
+            *(load, config, policies, workers, routing, repeat, belief_error, truth, replayed),
             _exact_replay(trace) if replays and trace is not None else None,
+            rescheduling,
+            binding,
         )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -15,11 +16,14 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.recorded_run import RecordedRun
 from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.assembly import BINDINGS
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.cli.simulate.intervals import batch_means
+from draftgate.gateway.cli.simulate.move_counts import MoveCounts
 from draftgate.gateway.cli.simulate.recorded_load import recorded_job_of, recorded_plan
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import Watch
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import summarize
@@ -27,7 +31,7 @@ from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
-from draftgate.policies.registry import routing_policy
+from draftgate.policies.registry import rescheduling_policy, routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
 """Health of a load generator that is never late, as in virtual time."""
@@ -50,6 +54,8 @@ class Setup:
         recording: the texts whose drafts are replayed; None means those of the profile.
         truth: `roofline`, or `profile` for devices that follow the profile exactly.
         replay: the recorded run whose requests are the load, and its exact replay, or None.
+        rescheduling: name of the rescheduling policy.
+        binding: `late` or `early`, as in `WaitingRules`.
     """
 
     load: Load
@@ -62,6 +68,8 @@ class Setup:
     truth: str = "roofline"
     recording: Recording | None = None
     replay: tuple[RecordedRun, ExactReplay] | None = None
+    rescheduling: str = "off"
+    binding: str = "late"
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -70,6 +78,9 @@ class Setup:
             ValueError: the load is not an open loop, a policy is named twice, or a name is unknown.
         """
         routing_policy(self.routing)
+        rescheduling_policy(self.rescheduling)
+        if self.binding not in BINDINGS:
+            raise ValueError(f"binding: expected {' or '.join(BINDINGS)}, not {self.binding!r}")
         if self.truth not in TRUTHS:
             raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
         if self.load.clients is not None:
@@ -101,12 +112,14 @@ class Outcome:
         run: the run with the first seed, for plots.
         samples: nearly independent values of each metric, from the batches of one run or from
             several seeds. Values of two policies at the same index belong to the same requests.
+        moves: number of moves by reason and end, as in `MoveCounts`.
     """
 
     policy: str
     summaries: list[dict[str, Any]] = field(default_factory=list)
     run: LoadRun | None = None
     samples: dict[str, list[float | None]] = field(default_factory=dict)
+    moves: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +156,9 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
     with without_full_gc():
         for seed in setup.seeds:
             for outcome in outcomes:
-                run = _run(setup, outcome.policy, seed, rows, on_record)
+                watch = MoveCounts()
+                run = _run(setup, outcome.policy, seed, rows, on_record, watch)
+                outcome.moves += watch.ends
                 requests += len(run.records)
                 outcome.summaries.append(_without_health(summarize(run)))
                 _add_samples(outcome, run, repeated=setup.repeat > 1)
@@ -152,16 +167,24 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
 
 
 def _run(
-    setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], on_record: OnRecord
+    setup: Setup,
+    policy: str,
+    seed: int,
+    rows: Sequence[TraceRow],
+    on_record: OnRecord,
+    watch: Watch,
 ) -> LoadRun:
     """Simulate one policy with one seed, which determines all random choices."""
     load = replace(setup.load, seed=seed)
     config = structs.replace(setup.config, speculation=policy)
     run = None if setup.replay is None else setup.replay[0]
     environment = SimEnvironment(
-        seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run
+        *(seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run),
+        delivers_tokens=setup.rescheduling != "off",
     )
-    rules = replace(ADMIT_ALL, routing=setup.routing)
+    rules = replace(
+        ADMIT_ALL, routing=setup.routing, rescheduling=setup.rescheduling, binding=setup.binding
+    )
     cluster = SimulatedCluster(config, setup.workers, environment, rules)
     to_job: Callable[[PlannedRequest], Job] = job_of
     if run is None:
@@ -169,7 +192,7 @@ def _run(
     else:
         plan, to_job = recorded_plan(run, load), recorded_job_of(run)
     records = simulate(
-        cluster, plan.requests, lambda record: on_record(policy, seed, record), to_job
+        cluster, plan.requests, lambda record: on_record(policy, seed, record), to_job, watch
     )
     return LoadRun(
         {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},

@@ -95,6 +95,8 @@ def settings_of(setup: Setup) -> dict[str, Any]:
         **{name: value for name, value in load.items() if value is not None},
         "workers": setup.workers,
         "routing": setup.routing,
+        "rescheduling": setup.rescheduling,
+        "binding": setup.binding,
         "profile": config.profile,
         "batching": config.batching,
         "proposer": config.proposer or "ngram",
@@ -143,9 +145,10 @@ def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _policy(outcome: Outcome) -> dict[str, Any]:
     intervals = {metric: value.as_dict() for metric, value in estimates(outcome).items()}
+    found = {"moves": dict(sorted(outcome.moves.items())), "intervals": intervals}
     if len(outcome.summaries) == 1:
-        return {**outcome.summaries[0], "intervals": intervals}
-    return {**mean_summary(outcome.summaries), "intervals": intervals, "runs": outcome.summaries}
+        return {**outcome.summaries[0], **found}
+    return {**mean_summary(outcome.summaries), **found, "runs": outcome.summaries}
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -167,7 +170,7 @@ def render(results: Results) -> RenderableType:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in _rows(results):
         table.add_row(*row)
-    return Group(table, "", NOTES)
+    return Group(table, "", NOTES, *_moves(results))
 
 
 def _rows(results: Results) -> Iterator[list[str]]:
@@ -184,6 +187,14 @@ def _rows(results: Results) -> Iterator[list[str]]:
             percent(summary["attainment"]),
             "" if outcome is first else _difference(outcome, first),
         ]
+
+
+def _moves(results: Results) -> Iterator[str]:
+    """Yield a sentence for each policy with moves, with their numbers by reason and end."""
+    for outcome in results.outcomes:
+        if outcome.moves:
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(outcome.moves.items()))
+            yield f"Moves with {outcome.policy}: {counts}."
 
 
 def _ms(distribution: dict[str, Any] | None, value: str) -> str:
@@ -211,7 +222,7 @@ def page(setup: Setup, results: Results) -> str:
 
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
-    yield html_table(list(HEAD), list(_rows(results)), NOTES)
+    yield html_table(list(HEAD), list(_rows(results)), " ".join((NOTES, *_moves(results))))
     charts = list(_charts(results))
     yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, charts))}</div>'
     for outcome in results.outcomes:
