@@ -3,15 +3,16 @@
     draftgate bench mixes --trace code=FILE --trace conv=FILE --json OUT --html OUT
 
 Each rate and TPOT target has a plan without and with speculation (`draftgate plan mix`), which is
-the cheapest simulated one that meets the share of requests. The plan for a single type of GPU is
-that of the type which is cheapest alone. The costs of the other types alone are those of the
-integer program for the same over-provisioning. The name of a trace is the class of its requests,
-which selects the recorded drafts.
+the cheapest simulated one that meets the share of requests. A single type of GPU is simulated if it
+may cost less than the mix. Otherwise its cost is that of the integer program for the same
+over-provisioning. The name of a trace is the class of its requests, which selects the recorded
+drafts.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = list(_rows(args))
     results = {
         "format": "mixes/1",
-        **simulated_provenance("mixes", arguments),
+        **simulated_provenance("mixes", _without_folders(arguments)),
         "settings": {
             "ttft_s": args.ttft_ms / 1e3,
             "share": args.share,
@@ -67,6 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "plans": rows,
     }
     write_results(args, results, "Mixes of GPUs, simulated", _body(rows))
+
+
+def _without_folders(arguments: Sequence[str] | None) -> list[str]:
+    """Return the arguments with the names of traces in place of their paths."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return [
+        f"{word.partition('=')[0]}={Path(word).name}" if "=" in word else word for word in given
+    ]
 
 
 def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -114,14 +123,19 @@ def _plans(
 
 
 def _best_single(plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cheapest simulated machines of a single type that meet the share, if any."""
+    """Return the cheapest machines of a single type, simulated or else by the program."""
     met = [
         attempt
         for attempt in plan.get("attempts", ())
         if attempt["attainment"] >= plan["targets"]["share"]
         and len([name for name, count in attempt["counts"].items() if count]) == 1
     ]
-    return min(met, key=lambda one: one["cost_per_hour"], default=None)
+    planned = [
+        {"counts": {name: one["count"]}, "cost_per_hour": one["cost_per_hour"], "attainment": None}
+        for name, one in plan.get("single_types", {}).items()
+        if one["cost_per_hour"] is not None
+    ]
+    return min(met or planned, key=lambda one: one["cost_per_hour"], default=None)
 
 
 def _summary(plan: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +170,8 @@ def _described(plan: dict[str, Any] | None) -> list[str]:
     if plan is None or plan["cost_per_hour"] is None:
         return ["none", "-", "-"]
     machines = " + ".join(f"{count} {name}" for name, count in plan["counts"].items() if count)
-    return [machines, f"{plan['cost_per_hour']:.2f}", f"{plan['attainment']:.2%}"]
+    met = "not simulated" if plan["attainment"] is None else f"{plan['attainment']:.2%}"
+    return [machines, f"{plan['cost_per_hour']:.2f}", met]
 
 
 def _body(rows: list[dict[str, Any]]) -> Iterator[str]:

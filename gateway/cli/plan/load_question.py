@@ -120,14 +120,12 @@ class LoadQuestion:
         }
         if not first.feasible:
             return plan, ()
-        attempts = self._search(factor)
+        attempts = search(
+            self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
+        )
+        attempts += self._single_types(attempts)
         chosen = best(attempts, self.share)
-        alone = {name: self.mix_at(chosen.factor, name) for name in self.types}
-        # The program does not know how requests are routed, and equal machines share them better.
-        single = self._cheapest_alone(alone)
-        if single is not None and len(self.types) > 1:
-            attempts += self._search(factor, single)
-            chosen = best(attempts, self.share)
+        alone = {name: self.mix_at(chosen.factor or factor, name) for name in self.types}
         plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
@@ -146,24 +144,28 @@ class LoadQuestion:
         }
         return plan, chosen.records
 
-    def _search(self, factor: float, only: str | None = None) -> list[Attempt]:
-        return search(
-            lambda factor: self.mix_at(factor, only),
-            self.simulate,
-            self.share,
-            factor,
-            self.attempts,
-            self.report,
-        )
+    def _single_types(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """Simulate machines of one type that cost less than the best attempt.
 
-    def _cheapest_alone(self, alone: Mapping[str, Mix]) -> str | None:
-        """Return the type with the cheapest mix of its own that is within the limits."""
-        costs = {
-            name: mix.cost_per_hour
-            for name, mix in alone.items()
-            if mix.feasible and mix.counts[name] <= self.limits.get(name, math.inf)
-        }
-        return min(costs, key=costs.__getitem__, default=None)
+        The program is cautious about several machines that share their queue, so fewer machines of
+        one type than it needs may suffice.
+        """
+        tried: list[Attempt] = []
+        for name, one in self.types.items():
+            if not self.mix_at(1.0, name).feasible:
+                continue
+            while (chosen := best([*attempts, *tried], self.share)).attainment >= self.share:
+                most = math.ceil(chosen.mix.cost_per_hour / one.price - 1e-9) - 1
+                count = min(most, self.limits.get(name, most))
+                counts = {**dict.fromkeys(self.types, 0), name: count}
+                if count < 1 or any(one.mix.counts == counts for one in attempts):
+                    break
+                mix = Mix(counts, count * one.price)
+                tried.append(Attempt(None, mix, self.simulate(mix)))
+                self.report(tried[-1])
+                if tried[-1].attainment < self.share:
+                    break
+        return tried
 
     def _drafts(self, one: Rentable) -> Any:
         if self.speculation == OFF:

@@ -29,10 +29,12 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     share = simulated["attainment"]
     typer.echo(f"{share:.2%} of {simulated['requests']} simulated requests met their targets.")
     first = attempts[0]
-    typer.echo(
-        f"The machines are planned for {plan['over_provisioning']:.2f} times the mean rate."
-        f" The bursts of the load suggest {plan['bursts']:.2f}."
-    )
+    factor = plan["over_provisioning"]
+    if factor is not None:
+        typer.echo(
+            f"The machines are planned for {factor:.2f} times the mean rate."
+            f" The bursts of the load suggest {plan['bursts']:.2f}."
+        )
     if first["attainment"] < targets["share"] <= share:
         typer.echo(
             f"Machines for {first['cost_per_hour']:.2f} an hour met {first['attainment']:.2%}, so"
@@ -130,7 +132,7 @@ def _body(
 def _attempt_row(attempt: Mapping[str, Any]) -> list[str]:
     counts = attempt["counts"].items()
     return [
-        f"{attempt['over_provisioning']:.2f}",
+        "-" if attempt["over_provisioning"] is None else f"{attempt['over_provisioning']:.2f}",
         ", ".join(f"{count} {name}" for name, count in counts if count),
         f"{attempt['cost_per_hour']:.2f}",
         f"{attempt['attainment']:.2%}",

@@ -31,11 +31,12 @@ class Attempt:
     """A simulated mix.
 
     Attributes:
-        factor: over-provisioning, as a multiple of the mean rate.
+        factor: over-provisioning, as a multiple of the mean rate, or None for machines that the
+            program did not choose.
         records: outcomes of the simulated requests.
     """
 
-    factor: float
+    factor: float | None
     mix: Mix
     records: Sequence[Record]
 
