@@ -241,11 +241,12 @@ def _is_worth_waiting(missing: Missing) -> bool:
     return wait_s <= WAIT_S and missing.lead_s > tpot_s / 2
 
 
-def may_switch(verified_tokens: int, *, ended: bool) -> bool:
+def may_switch(verified_tokens: int, least: int, *, ended: bool) -> bool:
     """Return whether the stream may switch to the destination once it has caught up.
 
     Args:
         verified_tokens: tokens that both workers have computed.
+        least: least number of them, such as `VERIFIED_TOKENS`.
         ended: whether the destination has ended a choice.
     """
-    return verified_tokens >= VERIFIED_TOKENS or ended
+    return verified_tokens >= least or ended

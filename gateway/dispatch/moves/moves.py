@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Iterable, Mapping
 from contextvars import Context
 from functools import partial
 from typing import Final
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
-from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.kv.pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.moves.overlap import Overlap, boundary, is_exact
 from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
-from draftgate.gateway.dispatch.moves.splice import Splice
 from draftgate.gateway.dispatch.moves.stream import Migration, Stream
 from draftgate.gateway.dispatch.placement import need_of
 from draftgate.gateway.dispatch.routing import Routed
@@ -40,14 +39,12 @@ from draftgate.policies.moves import (
     MOVE_S,
     RETRY_S,
     ROOM_S,
-    STALL_S,
     VERIFIED_TOKENS,
     Missing,
     MoveEnd,
     MoveReason,
     MoveStep,
     MoveView,
-    may_switch,
     next_move,
     next_step,
 )
@@ -94,7 +91,7 @@ class Moves:
 
     def add(self, stream: Stream) -> None:
         """Watch a stream until `remove`."""
-        self._streams.setdefault(_worker(stream), {})[stream] = None
+        self._streams.setdefault(stream.worker, {})[stream] = None
         if self._timer is None:
             self._schedule()
 
@@ -109,7 +106,7 @@ class Moves:
 
     async def remove(self, stream: Stream) -> None:
         """Forget a stream whose reader has stopped, and end its move."""
-        worker = _worker(stream)
+        worker = stream.worker
         streams = self._streams[worker]
         del streams[stream]
         if not streams:
@@ -147,7 +144,7 @@ class Moves:
             if self._may_move(stream)
         ]
         while sum(not one.copied for one in self._moving) < MOST_MOVES:
-            views = [self._view(stream, sinks[_worker(stream)][0]) for stream in streams]
+            views = [self._view(stream, sinks[stream.worker][0]) for stream in streams]
             chosen = next_move(views)
             if chosen is None:
                 return
@@ -181,7 +178,7 @@ class Moves:
 
     def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
         """Return the policy's view of a stream that could move to a worker like `sink`."""
-        request, source = stream.run.requests[stream.index], _worker(stream)
+        request, source = stream.run.requests[stream.index], stream.worker
         form, lengths = source.kv_format, stream.output.lengths
         assert form is not None
         return MoveView(
@@ -243,10 +240,13 @@ class Moves:
                 return end
             stream.copied = True
             self._begin_moves()
-            if not stream.is_read_slowly and await _boundary(stream.attempt):
-                if _is_exact(stream, successor):
-                    return await self._overlap(stream, successor, move)
-                move.note_delta()
+            if not stream.is_read_slowly and await boundary(stream.attempt):
+                if is_exact(stream, successor):
+                    with Overlap(stream, successor, move) as overlap:
+                        if await overlap.source_tokens(VERIFIED_TOKENS):
+                            return await overlap.switch(VERIFIED_TOKENS)
+                else:
+                    move.note_delta()
             stream.hand_over(successor, move)
             return end
         finally:
@@ -257,7 +257,7 @@ class Moves:
         self, stream: Stream, request: GenerationRequest, chosen: ChosenMove | None
     ) -> Routed | None:
         """Reserve a worker that can take the blocks of a stream, or return None without room."""
-        source = _worker(stream)
+        source = stream.worker
         if chosen is not None:  # a stream that need not move must not make requests wait
             sinks = (one for one in self._fleet.open if one.worker_id == chosen.sink)
             sink = next(sinks, None)
@@ -282,13 +282,13 @@ class Moves:
 
     async def _copy(self, stream: Stream, sink: FleetWorker, move: Migration) -> MoveEnd:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
-        kv, run, source = self._parts.kv, stream.run, _worker(stream)
+        kv, run, source = self._parts.kv, stream.run, stream.worker
         missing: Missing | None = None
         preempted = False
         held: dict[int, int] = {}  # leading blocks of each choice
         while (step := next_step(move.stages, missing, preempted=preempted)) in _CONTINUES:
             if step is MoveStep.WAIT:
-                if stream.is_read_slowly or not await _boundary(stream.attempt):
+                if stream.is_read_slowly or not await boundary(stream.attempt):
                     return MoveEnd.MOVED  # the client waits for nothing, or for this move
             else:
                 request = stream.output.rest("")
@@ -310,56 +310,6 @@ class Moves:
             missing = _missing(stream, held)
         return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
 
-    async def _overlap(self, stream: Stream, successor: Attempt, move: Migration) -> MoveEnd:
-        """Run the stream on both workers, until the destination has computed the same tokens.
-
-        The destination begins when the source has added some tokens, and verifies them as drafts.
-        Then the source pauses, so that the destination catches up.
-        """
-        source, splice = stream.attempt, Splice(stream.output.open_choices)
-        rest, added = successor.rest, asyncio.Event()
-        paused = ended = False
-
-        def observe(delta: Delta) -> None:
-            splice.add_source(delta)
-            move.note_delta()
-            added.set()
-
-        source.on_delta = observe
-        try:
-            while splice.source_tokens < VERIFIED_TOKENS and not stream.output.is_complete:
-                added.clear()
-                try:
-                    async with asyncio.timeout(STALL_S):
-                        await added.wait()
-                except TimeoutError:  # the source has probably preempted the stream
-                    stream.hand_over(successor, move)
-                    return MoveEnd.MOVED
-            if stream.output.is_complete:
-                return MoveEnd.ENDED
-            deltas = successor.begin(splice.with_drafts(rest))
-            async with aclosing(_read(successor, deltas)) as read:
-                async for delta in read:
-                    splice.add_sink(delta)
-                    move.verified_tokens = splice.verified_tokens
-                    if splice.differs:
-                        return MoveEnd.REJECTED
-                    ended = ended or delta.finish_reason is not None
-                    if not may_switch(splice.verified_tokens, ended=ended):
-                        continue
-                    if splice.caught_up and source.reading.waiting:
-                        successor.continue_with(splice.continued(deltas))
-                        stream.hand_over(successor, move)
-                        return MoveEnd.MOVED
-                    if not paused:
-                        paused = True
-                        source.set_pace(Pace.PAUSED)
-            return MoveEnd.ENDED
-        finally:
-            source.on_delta = None
-            if paused and stream.successor is not successor:
-                source.set_pace(stream.run.pace)
-
 
 class Watching:
     """A context in which a stream may move. Its end ends the move."""
@@ -375,17 +325,13 @@ class Watching:
         await self._moves.remove(self._stream)
 
 
-def _worker(stream: Stream) -> FleetWorker:
-    return stream.attempt.placed.worker
-
-
 def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
     """Return the missing part of the choice of which a destination lacks most.
 
     Args:
         held_blocks: leading blocks that it holds, by choice.
     """
-    source, prompt = _worker(stream), len(stream.run.requests[stream.index].prompt_ids)
+    source, prompt = stream.worker, len(stream.run.requests[stream.index].prompt_ids)
     form, output = source.kv_format, stream.output
     assert form is not None
     lengths = zip(output.open_choices, output.lengths, strict=True)
@@ -395,50 +341,3 @@ def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
         for choice, context in contexts.items()
     )
     return Missing(tokens, context, form.block_tokens, source.backend.load().speed)
-
-
-def _is_exact(stream: Stream, successor: Attempt) -> bool:
-    """Return whether both workers compute the same tokens, whatever else they run."""
-    source, sink = _worker(stream).backend.card, successor.placed.worker.backend.card
-    # A traced response reports the steps of one worker for each token.
-    is_exact = source.capabilities.exact and source.numerics_class == sink.numerics_class
-    return is_exact and not stream.run.job.traced
-
-
-async def _read(
-    attempt: Attempt, deltas: AsyncGenerator[Delta, None]
-) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of an attempt whose context is not entered yet."""
-    reading = attempt.reading
-    reading.waiting = True
-    async for delta in deltas:
-        reading.waiting = False
-        reading.deltas += 1
-        yield delta
-        reading.waiting = True
-
-
-async def _boundary(attempt: Attempt) -> bool:
-    """Wait until a reader has passed a delta on and waits for the next one.
-
-    Returns:
-        False if no delta arrived within `STALL_S`.
-    """
-    loop = asyncio.get_running_loop()
-    while True:
-        passed: asyncio.Future[None] = loop.create_future()
-        attempt.on_delta = partial(_wake, passed)
-        try:
-            async with asyncio.timeout(STALL_S):
-                await passed
-        except TimeoutError:
-            return False
-        finally:
-            attempt.on_delta = None
-        if attempt.reading.waiting:
-            return True
-
-
-def _wake(passed: asyncio.Future[None], _: Delta) -> None:
-    if not passed.done():
-        passed.set_result(None)

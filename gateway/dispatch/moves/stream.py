@@ -16,6 +16,7 @@ from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.run import Move, Run
+from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.span_attributes import describe_move
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.rescheduling.types import ChosenMove
@@ -52,6 +53,11 @@ class Stream:
         self.moved_s = -math.inf
         self._numbers = count(1)
         self._move: Migration | None = None
+
+    @property
+    def worker(self) -> FleetWorker:
+        """The worker of the present attempt."""
+        return self.attempt.placed.worker
 
     @property
     def tokens(self) -> int:
