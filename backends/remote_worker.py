@@ -25,7 +25,7 @@ from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.policies.types import WorkerLoad
+from draftgate.policies.types import Role, WorkerLoad
 
 Received = TypeVar("Received")
 
@@ -108,6 +108,7 @@ class Update(WorkerMessage, frozen=True):
         watermark: number of the last lease that the `load` of a peer includes, if it has a load.
         leaving: whether a peer is shutting down in order, so that requests in `failed` ended for
             this reason.
+        role: role of a peer.
     """
 
     deltas: list[tuple[str, Delta]]
@@ -117,6 +118,7 @@ class Update(WorkerMessage, frozen=True):
     refusing: str = ""
     watermark: int = 0
     leaving: bool = False
+    role: Role = Role.ANY
 
 
 class Failed(WorkerMessage, frozen=True):

@@ -87,6 +87,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_step_tokens: Positive = 512
     """Token budget of a step: decodes, draft slots and prefill chunks."""
 
+    role: Annotated[str, choices("any", "prefill", "decode")] = "any"
+    """Phase of requests that the workers prefer, for --phases: any, prefill, decode."""
+
     device: Annotated[str, choices("auto", "cpu", "cuda")] = "auto"
     """Device of the engine."""
 

@@ -33,6 +33,7 @@ from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import (
     admission_policy,
     ordering_policy,
+    phases_policy,
     rescheduling_policy,
     routing_policy,
 )
@@ -50,7 +51,7 @@ class WaitingRules:
     """The rules of queue, admission and routing.
 
     Attributes:
-        ordering, admission, routing, rescheduling: names of policies.
+        ordering, admission, routing, rescheduling, phases: names of policies.
         bounds: bounds of the queue.
         most_resumes: maximum number of times that a request may resume on another worker.
         binding: `late`, or `early` to send each request to a worker at its arrival, where it
@@ -68,6 +69,7 @@ class WaitingRules:
     moves: bool = True
     rescheduling: str = "off"
     binding: str = "late"
+    phases: str = "together"
 
 
 def loop_time_s() -> float:
@@ -98,7 +100,10 @@ def build_dispatcher(
     """
     ordering = ReturningFirst(partial(ordering_policy, rules.ordering))
     routing, bounds = routing_policy(rules.routing), rules.bounds
-    router = Router(routing, draw, KvPulls(loop_time_s))
+    phases = phases_policy(rules.phases)
+    if phases.separates and not rules.moves:
+        raise ValueError(f"the phases policy {rules.phases} moves streams: remove --no-moves")
+    router = Router(routing, draw, KvPulls(loop_time_s), phases)
     claims = Claims(fleet, store)
     queue = CentralQueue(
         *(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s),

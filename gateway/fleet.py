@@ -22,16 +22,18 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.sent_requests import SentRequests
 from draftgate.gateway.state.store import new_epoch
-from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
+from draftgate.policies.capacity import WorkerUsage, with_other_gateways
 from draftgate.policies.routing.types import Candidate, PrefixPull
+from draftgate.policies.types import Role
 
 NO_WORKER: Final = "no worker is available"
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
 
-class FleetWorker:
+class FleetWorker(SentRequests):
     """A worker and the requests of this node that run on it.
 
     Attributes:
@@ -39,7 +41,6 @@ class FleetWorker:
         own: whether the worker belongs to this node.
         backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
         forwards: whether the worker is an upstream, which gets requests unchanged.
-        reserved_tokens: upper bound of the requests' tokens, prompt and output.
         leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
         drained: whether the worker shall get no more requests, and give its streams to others.
@@ -47,21 +48,28 @@ class FleetWorker:
 
     own = True
 
-    def __init__(self, worker_id: str, backend: Backend | Upstream, epoch: str = "") -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        backend: Backend | Upstream,
+        epoch: str = "",
+        role: Role = Role.ANY,
+    ) -> None:
         """Start without requests."""
+        super().__init__()
+        self._role = role
         self.worker_id = worker_id
         self.epoch = epoch
         self.backend = backend
         self._watermark = 0
         self.forwards = hasattr(backend, "forward")
-        self.reserved_tokens = self.leased_tokens = 0
+        self.leased_tokens = 0
         self.hung = self.drained = False
-        self._sequences = self._started = 0
-        self._unstarted_prompt_tokens = 0
-        self._sent: dict[str, CapacityNeed] = {}
-        self._unstarted: dict[str, CapacityNeed] = {}  # those without a first token
-        self._arriving: dict[str, int] = {}  # prompt tokens that arrive as KV blocks, by request
-        self._promised: dict[str, float] = {}  # time per output token, by request
+
+    @property
+    def role(self) -> Role:
+        """The phase of requests that the worker prefers."""
+        return self._role
 
     @property
     def watermark(self) -> int:
@@ -76,14 +84,7 @@ class FleetWorker:
     @property
     def usage(self) -> WorkerUsage:
         """The worker's load together with the requests of this node."""
-        return WorkerUsage(
-            self.backend.load(),
-            self._sequences,
-            self._started,
-            self._unstarted_prompt_tokens,
-            min(self._promised.values(), default=None),
-            arriving_tokens=sum(self._arriving.values()),
-        )
+        return self.usage_at(self.backend.load())
 
     def candidate(
         self, at: WorkerUsage, cached_tokens: int = 0, pull: PrefixPull | None = None
@@ -157,16 +158,6 @@ class FleetWorker:
         assert self.forwards
         return cast(Upstream, self.backend)
 
-    def reserve(self, request_id: str, need: CapacityNeed) -> None:
-        """Count a request before it is sent."""
-        self.release(request_id)
-        self._sent[request_id] = self._unstarted[request_id] = need
-        self._sequences += need.sequences
-        self._unstarted_prompt_tokens += need.prompt_tokens
-        self.reserved_tokens += need.most_tokens
-        if need.tpot_s is not None:
-            self._promised[request_id] = need.tpot_s
-
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """Send a request and return its deltas.
 
@@ -181,35 +172,6 @@ class FleetWorker:
             self._watermark, lease_number
         )  # the load includes the request from now on
         return deltas
-
-    def await_blocks(self, request_id: str) -> None:
-        """Count the prompt of a request as KV blocks that arrive, and not as tokens to compute."""
-        tokens = self._arriving[request_id] = self._unstarted[request_id].prompt_tokens
-        self._unstarted_prompt_tokens -= tokens
-
-    def started(self, request_id: str) -> bool:
-        """Record a request's first token, and return whether this is the first call."""
-        need = self._unstarted.pop(request_id, None)
-        if need is None:
-            return False
-        if self._arriving.pop(request_id, None) is None:
-            self._unstarted_prompt_tokens -= need.prompt_tokens
-        self._started += need.sequences
-        return True
-
-    def release(self, request_id: str) -> None:
-        """Stop counting a request.
-
-        The method is idempotent.
-        """
-        self.started(request_id)
-        need = self._sent.pop(request_id, None)
-        if need is None:
-            return
-        self._sequences -= need.sequences
-        self._started -= need.sequences
-        self.reserved_tokens -= need.most_tokens
-        self._promised.pop(request_id, None)
 
 
 class PeerWorker(FleetWorker):
@@ -231,6 +193,11 @@ class PeerWorker(FleetWorker):
     def watermark(self) -> int:
         """Number of the last lease that the worker's load includes."""
         return self._peer.watermark
+
+    @property
+    def role(self) -> Role:
+        """The phase of requests that the worker prefers, as its node reports."""
+        return self._peer.role
 
     @property
     def load_age_s(self) -> float:
@@ -400,7 +367,7 @@ class Fleet:
             epoch: epoch of the workers.
         """
         self.workers = tuple(
-            FleetWorker(f"{name}-{index}", factory(config), epoch)
+            FleetWorker(f"{name}-{index}", factory(config), epoch, Role(config.role))
             for index, config in enumerate(self._configs)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))

@@ -88,24 +88,13 @@ class Node:
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.port = config.port
         self.siblings: Siblings | None = None
-        bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
-        rules = WaitingRules(
-            config.ordering,
-            config.admission,
-            bounds,
-            config.routing,
-            config.max_resumes,
-            shared=config.join is not None,
-            moves=not config.no_moves,
-            rescheduling=config.rescheduling,
-        )
         self.dispatcher = build_dispatcher(
             fleet,
             store,
             self.lifecycle,
             self.decisions,
             self.policy,
-            rules,
+            _rules(config),
             quotas=self.accounts.quotas,
             draw=Random().random,
         )
@@ -269,6 +258,20 @@ class Node:
         return [
             worker.backend.load() if worker.backend.failure is None else None for worker in workers
         ]
+
+
+def _rules(config: ServeConfig) -> WaitingRules:
+    return WaitingRules(
+        config.ordering,
+        config.admission,
+        Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority),
+        config.routing,
+        config.max_resumes,
+        shared=config.join is not None,
+        moves=not config.no_moves,
+        rescheduling=config.rescheduling,
+        phases=config.phases,
+    )
 
 
 def _members(

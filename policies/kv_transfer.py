@@ -130,6 +130,21 @@ def decide_pull(view: PullView) -> PullDecision:
     return PullDecision(reason, pull_s, compute_s)
 
 
+def visible_s(transfer_s: float, compute_s: float, chunks: int) -> float:
+    """Return the seconds of a transfer that remain when the source has computed the prompt.
+
+    Each chunk is sent while later chunks are computed. With L chunks that take x to send and c to
+    compute, the result is max(x, L x - (L - 1) c).
+
+    Args:
+        transfer_s: seconds to send all chunks, L x.
+        compute_s: seconds to compute all chunks, L c.
+        chunks: number of chunks, at least 1.
+    """
+    hidden_s = compute_s * (chunks - 1) / chunks
+    return max(transfer_s / chunks, transfer_s - hidden_s)
+
+
 def _compute_s(view: PullView) -> float:
     """Return the seconds in which the destination computes the tokens at its load."""
     tokens, load = view.tokens, view.load

@@ -75,6 +75,8 @@ class MoveReason(StrEnum):
     """The streams of both workers end sooner."""
     MAKE_ROOM = "make_room"
     """The next request in the queue needs the memory of the source."""
+    PHASES = "phases"
+    """The source has computed the prompt, and the destination computes the output."""
 
 
 class MoveEnd(StrEnum):

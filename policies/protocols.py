@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.phases.types import PhaseChoice, PhasePool
 from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 from draftgate.policies.types import (
@@ -209,4 +210,27 @@ class ReschedulingPolicy(NamedPolicy, Protocol):
         stream moves only if it fits on its destination (`rescheduling.types.fits`), and if the
         predicted gain exceeds the threshold. The policy reads only streams of workers that streams
         should leave.
+        """
+
+
+@runtime_checkable
+class PhasesPolicy(NamedPolicy, Protocol):
+    """Decides whether the output of a request is computed on another worker than its prompt.
+
+    The policy is not mutated.
+    """
+
+    @property
+    def separates(self) -> bool:
+        """Whether the policy ever separates the two phases, or lets a request wait.
+
+        Otherwise the gateway does not call it.
+        """
+
+    def choose(self, request: RouteView, pool: PhasePool) -> PhaseChoice:
+        """Return the choice for a request.
+
+        It names only workers with capacity. The first workers for prompt and output are different
+        and exchange KV blocks. A request without further tokens than the first stays together. A
+        request waits only while some worker without capacity could take it.
         """

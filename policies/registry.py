@@ -18,10 +18,14 @@ from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
 from draftgate.policies.ordering.fair import Fair
 from draftgate.policies.ordering.single import edf, fcfs
+from draftgate.policies.phases.apart import Separate, Splitwise
+from draftgate.policies.phases.auto import Cheaper
+from draftgate.policies.phases.together import OneWorker
 from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
+    PhasesPolicy,
     ReschedulingPolicy,
     RoutingPolicy,
     SpeculationPolicy,
@@ -213,6 +217,17 @@ _RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
     {"llumnix": "[:LOW,HIGH]"},
 )
 
+_PHASES: Final[_Family[PhasesPolicy]] = _Family(
+    "phases",
+    {
+        "together": _without_argument(OneWorker),
+        "apart": _without_argument(Separate),
+        "splitwise": _without_argument(Splitwise),
+        "auto": _without_argument(Cheaper),
+    },
+    {},
+)
+
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
     """Return the policy for `NAME` or `NAME:ARGUMENT`, such as `auto` or `fixed:4`.
@@ -255,3 +270,8 @@ def routing_policy(spec: str) -> RoutingPolicy:
 def rescheduling_policy(spec: str) -> ReschedulingPolicy:
     """Return the rescheduling policy for a name such as `llumnix` or `least_time`."""
     return _RESCHEDULING.build(spec)
+
+
+def phases_policy(spec: str) -> PhasesPolicy:
+    """Return the phases policy for a name such as `apart` or `auto`."""
+    return _PHASES.build(spec)

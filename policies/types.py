@@ -24,6 +24,14 @@ class SpeculationMode(StrEnum):
     SPARSE_SELF = "sparse_self"
 
 
+class Role(StrEnum):
+    """The phase of requests that a worker prefers. A role is a soft weight, not a limit."""
+
+    ANY = "any"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 PROPOSER_MODES: Final = frozenset(
     {SpeculationMode.NGRAM, SpeculationMode.DRAFT_MODEL, SpeculationMode.SPARSE_SELF}
 )
@@ -127,6 +135,8 @@ class WorkerSpeed:
         step_sequence_s: seconds that an additional sequence adds to a step of the last batch.
         step_token_s: seconds per prompt token, in a step that is full of prompt tokens.
         pair_s: seconds per pair of a prompt token and a KV token that it attends to.
+        prompt_share: share of the last seconds in which it computed prompts, 0 to 1. It stays
+            unchanged while the worker is idle.
     """
 
     tpot_s: float = 0.0
@@ -136,6 +146,7 @@ class WorkerSpeed:
     step_sequence_s: float = 0.0
     step_token_s: float = 0.0
     pair_s: float = 0.0
+    prompt_share: float = 0.0
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()

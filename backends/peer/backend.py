@@ -43,7 +43,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.resilience.breaker import Breaker, Patience
-from draftgate.policies.types import WorkerLoad
+from draftgate.policies.types import Role, WorkerLoad
 
 logger = logging.getLogger("draftgate.peer")
 
@@ -110,6 +110,7 @@ class PeerBackend(OperatedBlocks):
         epoch: epoch of the peer at the latest link.
         watermark: number of the last lease that its load includes.
         url: URL of the worker.
+        role: phase of requests that the worker prefers.
         on_report: callback after each update of the peer.
     """
 
@@ -139,6 +140,7 @@ class PeerBackend(OperatedBlocks):
         """
         self.epoch = epoch
         self.watermark = 0
+        self.role = Role.ANY
         self.on_report: Callable[[], None] = lambda: None
         self.url = _worker_url(address)
         self._secret = secret
@@ -348,7 +350,7 @@ class PeerBackend(OperatedBlocks):
         now_s = self._clock()
         if report.load is not None:
             self._load, self._updated_s, self.watermark = report.load, now_s, report.watermark
-        self._refusing, self._leaving = report.refusing, report.leaving
+        self._refusing, self._leaving, self.role = report.refusing, report.leaving, report.role
         self._remote_clock.add_report(report.sent_s, now_s)
         batch = []
         for link_id, delta in report.deltas:

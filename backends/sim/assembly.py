@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
 
+from msgspec import structs
+
 from draftgate.backends.checkpoints import (
     SHIPPED_MODEL,
     SHIPPED_MODEL_ID,
@@ -155,6 +157,7 @@ class SimEnvironment:
         slowness: factors for the times of the profile, for the devices in turn.
         delivers_tokens: whether workers report the tokens of every step, which takes longer.
             Requests can move between workers only in this case.
+        shares_kv: whether workers of different profiles exchange KV blocks too.
         log: deliveries to all requests.
     """
 
@@ -165,6 +168,7 @@ class SimEnvironment:
     run: RecordedRun | None = None
     slowness: tuple[float, ...] = (1.0,)
     delivers_tokens: bool = False
+    shares_kv: bool = False
     log: DeliveryLog = field(default_factory=DeliveryLog)
 
     def build_worker(self, config: WorkerConfig) -> SimWorker:
@@ -202,9 +206,10 @@ class SimEnvironment:
         max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
         pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
         name, numerics = profile.name, _numerics_class(profile)
+        form = _kv_format(profile)
         card = ModelCard(
             *(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens),
-            kv_format=_kv_format(profile),
+            kv_format=structs.replace(form, numerics_class="sim") if self.shares_kv else form,
         )
         parts = scheduler, _shipped_tokenizer(), max_model_len
         worker = TokenWorker(*parts) if self.delivers_tokens else TextlessWorker(*parts, self.log)

@@ -67,6 +67,7 @@ _CHECKS: Final = {
     "admission": "draftgate.policies.registry:admission_policy",
     "routing": "draftgate.policies.registry:routing_policy",
     "rescheduling": "draftgate.policies.registry:rescheduling_policy",
+    "phases": "draftgate.policies.registry:phases_policy",
 }
 """Functions that reject an invalid text, by kind of setting. Each is imported on first use, because
 policies import numpy."""

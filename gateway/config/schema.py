@@ -53,6 +53,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Rescheduling policy, which moves running requests between workers: off, llumnix, least_time,
     ..."""
 
+    phases: Annotated[str, kind("phases")] = "together"
+    """Phases policy, which picks the workers for the prompt and the output of a request: together,
+    apart, splitwise, auto, ..."""
+
     max_queued: Count = 1024
     """Maximum queued prompts."""
 
@@ -230,10 +234,10 @@ _PANELS: Final = {
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",
-    "Queueing and routing": "ordering admission routing rescheduling max_queued queue_timeout_s "
-    "shed_priority max_resumes no_moves",
+    "Queueing and routing": "ordering admission routing rescheduling phases max_queued "
+    "queue_timeout_s shed_priority max_resumes no_moves",
     "Devices and memory": "device devices kv_bytes gpu_memory_utilization threads own_process",
-    "Cluster": "join pool no_worker advertise peer_secret_env",
+    "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_retry_share upstream_retries_per_s",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "

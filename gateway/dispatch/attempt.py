@@ -18,7 +18,7 @@ from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.routing import Routed, decode_id
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
 from draftgate.gateway.state.store import Reservation
@@ -136,6 +136,19 @@ class Attempt:
             await self._end(error)
             raise
         self._worker.await_blocks(self._request.request_id)
+
+    @property
+    def routed(self) -> Routed:
+        """The reserved workers."""
+        return self._routed
+
+    def take_decode(self) -> tuple[str, Routed | None]:
+        """Return the reserved worker that continues the request, and the id of the rest.
+
+        The caller must release the capacity of the worker. Later calls return None as the worker.
+        """
+        decode, self._routed = self._routed.decode, self._routed._replace(decode=None)
+        return decode_id(self._request.request_id), decode
 
     async def abandon(self) -> None:
         """Release a prepared attempt whose context is not entered."""
@@ -319,6 +332,9 @@ class Attempt:
         """Release the capacity of the worker, and dispatch the next request."""
         request_id, claims = self._request.request_id, self._parts.queue.claims
         self._worker.release(request_id)
+        rest_id, decode = self.take_decode()
+        if decode is not None:
+            decode.worker.release(rest_id)
         if self._prefix is not None:
             self._parts.replicator.end(self._prefix)
         claimed = request_id in claims
@@ -326,4 +342,4 @@ class Attempt:
             if claimed:
                 await claims.end(request_id, leased=True)
             await self._parts.leases.release(request_id)
-        self._parts.queue.dispatch_waiting(self._worker)
+        self._parts.queue.dispatch_waiting(self._worker if decode is None else None)

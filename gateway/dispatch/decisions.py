@@ -41,6 +41,24 @@ class RevisionRecord(msgspec.Struct, frozen=True):
     reason: str
 
 
+class PhaseDecision(msgspec.Struct, frozen=True):
+    """The decision whether the output of a request is computed on another worker than its prompt.
+
+    Attributes:
+        policy: name of the phases policy.
+        reason: the decision in words.
+        decode_worker_id: the worker of the output, or empty if the request stays on one worker.
+        gain_s, threshold_s: predicted seconds that all requests save, and those that are required,
+            or 0 without a prediction.
+    """
+
+    policy: str
+    reason: str
+    decode_worker_id: str = ""
+    gain_s: float = 0.0
+    threshold_s: float = 0.0
+
+
 class MoveRecord(msgspec.Struct, frozen=True):
     """An attempt to move the request from its worker to another worker, or a failover.
 
@@ -134,6 +152,7 @@ class Decision(msgspec.Struct):
         outcome: the result of the plan, or None before the first choice has ended.
         moves: the latest attempts to move the request to another worker, and the failover that
             ended its run on this worker. Decision files do not contain them.
+        phases: the decision of the phases policy, or None without one.
     """
 
     request_id: str
@@ -147,6 +166,7 @@ class Decision(msgspec.Struct):
     degraded: bool = False
     outcome: DecisionOutcome | None = None
     moves: tuple[MoveRecord, ...] = ()
+    phases: PhaseDecision | None = None
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return the plan that a policy makes from the same inputs."""
@@ -206,11 +226,13 @@ class Decisions:
         tenant: str = "",
         load_age_s: float = 0.0,
         degraded: bool = False,
+        phases: PhaseDecision | None = None,
     ) -> Decision:
         """Record a decision, and return it for `add_outcome`."""
         now_s = self._now_s()
         decision = Decision(
-            *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
+            *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded),
+            phases=phases,
         )
         self._latest.append((tenant, decision))
         if self._changed is not None:

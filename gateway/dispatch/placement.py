@@ -164,11 +164,14 @@ class Placer:
             plan, decision = NOTHING_TO_DRAFT, None
         else:
             plan = self._policy.decide(view, load)
+            if routed.decode is not None:
+                plan = _for_prompt(plan)
             decision = self._decisions.record(
                 *(job.request_id, worker.worker_id, view, load, plan, routed.route),
                 tenant=job.tenant,
                 load_age_s=worker.load_age_s,
                 degraded=reservation.degraded,
+                phases=routed.phases,
             )
         return Placement(request.planned(plan), worker, view, load, decision)
 
@@ -218,6 +221,22 @@ class Placer:
             of_tenant,
             of_model,
         )
+
+
+def _for_prompt(plan: SpeculationPlan) -> SpeculationPlan:
+    """Return the plan of a request whose output another worker computes.
+
+    If that fails, the worker may revise the plan.
+    """
+    return SpeculationPlan(
+        plan.policy,
+        plan.mode,
+        None,
+        0,
+        "another worker computes the output",
+        later_proposer=plan.proposer or plan.later_proposer,
+        later_draft_tokens=plan.max_draft_tokens or plan.later_draft_tokens,
+    )
 
 
 def _all_sized(

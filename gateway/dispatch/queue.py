@@ -17,7 +17,7 @@ from typing import Final
 from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.claims import Claimant, Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
-from draftgate.gateway.dispatch.search import Wanted, WorkerSearch
+from draftgate.gateway.dispatch.search import Found, Wanted, WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
@@ -52,6 +52,7 @@ class Waiting:
         reconsider: decides again about the request while it waits.
         claim_tokens: tokens for which a resumed request may claim a worker, or 0 for a new request.
         refused: whether workers had capacity but the store refused the lease.
+        has_blocks: whether the request moves with its KV blocks, so that it only decodes.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Waiting:
     reconsider: Reconsider = _keep
     claim_tokens: int = 0
     refused: bool = False
+    has_blocks: bool = False
 
     def for_rest(
         self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
@@ -283,10 +285,23 @@ class CentralQueue:
         found = self._search.find(Wanted(waiting.need, waiting.avoid, taken, view))
         if found is None:
             return None
-        rivals = self._fleet.rivals
-        routed = self.router.choose(view, found.usable, found.compared, rivals=rivals)
-        routed.worker.reserve(waiting.request_id, waiting.need)
+        routed = self._chosen(waiting, view, found)
+        if routed is not None:
+            routed.reserve(waiting.request_id, waiting.need)
         return routed
+
+    def _chosen(self, waiting: Waiting, view: View, found: Found) -> Routed | None:
+        """Return the worker of a request, or None if the request waits for another worker."""
+        rivals = self._fleet.rivals
+        if waiting.has_blocks or not self.router.separates:
+            has_blocks = waiting.has_blocks
+            return self.router.choose(
+                view, found.usable, found.compared, rivals=rivals, has_blocks=has_blocks
+            )
+        free = {worker for worker, _ in found.usable}
+        open_ = self._fleet.open_among(found.compared)
+        full = [one for one in open_ if one not in free and one.worker_id not in waiting.avoid]
+        return self.router.choose_phases(view, found.usable, full, found.compared, rivals=rivals)
 
     def _waited_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request has waited before this call of `turn`."""
@@ -340,8 +355,9 @@ class CentralQueue:
             self.ordering.remove(ticket.key)
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            turn.result().worker.release(place.waiting.request_id)
-            self._search.mark(turn.result().worker)
+            turn.result().release(place.waiting.request_id)
+            for worker in turn.result().reserved:
+                self._search.mark(worker)
         self._dispatch()  # the request may have blocked the requests after it
 
     def _fail_all(self) -> None:

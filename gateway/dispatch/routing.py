@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from draftgate.gateway.dispatch.decisions import PhaseDecision
 from draftgate.gateway.dispatch.kv.pulls import KvPulls
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.policies.capacity import WorkerUsage
-from draftgate.policies.protocols import RoutingPolicy
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage
+from draftgate.policies.phases.together import OneWorker
+from draftgate.policies.phases.types import Apart, PhasePool, PhaseWorker, Together
+from draftgate.policies.protocols import PhasesPolicy, RoutingPolicy
 from draftgate.policies.routing.placement_history import PlacementHistory
-from draftgate.policies.routing.selection import draw_some
+from draftgate.policies.routing.selection import Ranking, draw_some, spread
 from draftgate.policies.routing.types import (
     Candidate,
     Candidates,
@@ -21,9 +24,13 @@ from draftgate.policies.routing.types import (
     Route,
     RouteView,
 )
+from draftgate.policies.types import Role
 
 View = Callable[[], RouteView]
 """A function that returns the current view of a request, called only for the policy."""
+
+Usable = Sequence[tuple[FleetWorker, WorkerUsage]]
+"""Workers with their usage."""
 
 
 MOST_COMPARED: Final = 64
@@ -32,6 +39,8 @@ MOST_COMPARED: Final = 64
 A comparison takes about 20 us of CPU time per worker, so 1,000 workers would take 20 ms per
 request. Of 64 random workers, at least 8 (`leases.MOST_OFFERS`) are among the best quarter of the
 pool in 99% of all draws. (`draftgate bench scale`, AMD EPYC Zen 3, 2026-11-23.)"""
+
+TOGETHER: Final = OneWorker()
 
 NOTHING_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -45,6 +54,9 @@ class Routed(NamedTuple):
         begun_s, ended_s: the time of the decision, on the clock of spans.
         cached_blocks: leading blocks of the prompt that workers probably held before the decision,
             by worker id, without workers that hold none.
+        phases: the decision of the phases policy, or None without a decision.
+        decode: the worker that continues the request after its first token, or None if the request
+            stays.
     """
 
     worker: FleetWorker
@@ -53,6 +65,31 @@ class Routed(NamedTuple):
     begun_s: float = 0.0
     ended_s: float = 0.0
     cached_blocks: Mapping[str, int] = NOTHING_CACHED
+    phases: PhaseDecision | None = None
+    decode: Routed | None = None
+
+    def reserve(self, request_id: str, need: CapacityNeed) -> None:
+        """Count a request on its worker, and on the worker that continues it."""
+        self.worker.reserve(request_id, need)
+        if self.decode is not None:
+            self.decode.worker.reserve(decode_id(request_id), need)
+            self.decode.worker.await_blocks(decode_id(request_id))
+
+    @property
+    def reserved(self) -> tuple[FleetWorker, ...]:
+        """The workers that count the request."""
+        return (self.worker,) if self.decode is None else (self.worker, self.decode.worker)
+
+    def release(self, request_id: str) -> None:
+        """Stop counting a request that is not sent. The method is idempotent."""
+        self.worker.release(request_id)
+        if self.decode is not None:
+            self.decode.worker.release(decode_id(request_id))
+
+
+def decode_id(request_id: str) -> str:
+    """Return the id with which a request continues after its first token."""
+    return f"{request_id}.decode"
 
 
 class Router:
@@ -63,17 +100,30 @@ class Router:
         pulls: the links over which workers may pull prefixes.
     """
 
-    def __init__(self, policy: RoutingPolicy, draw: Draw, pulls: KvPulls) -> None:
-        """Use a policy exclusively.
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        draw: Draw,
+        pulls: KvPulls,
+        phases: PhasesPolicy = TOGETHER,
+    ) -> None:
+        """Use a routing policy exclusively.
 
         Args:
             draw: the policy's source of randomness.
             pulls: the links over which workers may pull prefixes.
+            phases: decides whether prompt and output have different workers.
         """
         self._policy = policy
+        self._phases = phases
         self._draw = draw
         self.pulls = pulls
         self.history = PlacementHistory()
+
+    @property
+    def separates(self) -> bool:
+        """Whether the phases of requests may run on different workers."""
+        return self._phases.separates
 
     def compared(self, view: View, workers: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
         """Return the workers that a decision compares.
@@ -95,10 +145,11 @@ class Router:
     def choose(
         self,
         view: View,
-        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        usable: Usable,
         workers: Sequence[FleetWorker],
         *,
         rivals: int = 0,
+        has_blocks: bool = False,
     ) -> Routed:
         """Choose a worker for a request.
 
@@ -107,12 +158,39 @@ class Router:
             workers: the compared workers, also those without capacity, because they may hold a
                 prefix. The policy is not needed for a single worker.
             rivals: number of other gateways whose requests to these workers are unknown.
+            has_blocks: whether the request arrives with its KV blocks, so that it only decodes.
         """
         begun_s = time.monotonic()
         if len(workers) == 1:
             return Routed(usable[0][0], begun_s=begun_s, ended_s=time.monotonic())
+        if has_blocks and self.separates:
+            usable = [pair for pair in usable if pair[0].role is not Role.PREFILL] or usable
         routed = self._choose(view, usable, workers, rivals)
         return routed._replace(begun_s=begun_s, ended_s=time.monotonic())
+
+    def choose_phases(
+        self,
+        view: View,
+        usable: Usable,
+        full: Sequence[FleetWorker],
+        workers: Sequence[FleetWorker],
+        *,
+        rivals: int = 0,
+    ) -> Routed | None:
+        """Choose the workers of a request's prompt and output, if `separates`.
+
+        Args:
+            usable, workers, rivals: as for `choose`.
+            full: those of `workers` that accept requests, but have no capacity now.
+
+        Returns:
+            None if the request waits for capacity of a worker in `full`.
+        """
+        begun_s = time.monotonic()
+        if len(workers) == 1:
+            return self.choose(view, usable, workers)
+        routed = self._choose_phases(view, usable, full, workers, rivals)
+        return routed and routed._replace(begun_s=begun_s, ended_s=time.monotonic())
 
     def moved(self, view: View, worker: FleetWorker) -> None:
         """Report to the policy that a worker other than the chosen worker got the request."""
@@ -121,19 +199,13 @@ class Router:
     def _choose(
         self,
         view: View,
-        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        usable: Usable,
         workers: Sequence[FleetWorker],
         rivals: int,
     ) -> Routed:
         """Choose a worker by the policy."""
         request = view()
-        ids = [worker.worker_id for worker in workers]
-        blocks = self.history.cached_blocks(ids, request.block_hashes)
-        if blocks:
-            pulls = self._pulls(request, usable, workers, blocks) if self.pulls.measured else {}
-            candidates = _holding(request, usable, blocks, pulls)
-        else:
-            candidates = tuple([worker.candidate(at) for worker, at in usable])
+        candidates, blocks = self._candidates(request, usable, workers)
         if len(usable) == 1:
             self._placed(request, candidates[0])
             return Routed(usable[0][0], cached_blocks=blocks)
@@ -144,10 +216,70 @@ class Router:
         choices = tuple(usable[place][0] for place in chosen)
         return Routed(choices[0], route, choices, cached_blocks=blocks)
 
+    def _choose_phases(
+        self,
+        view: View,
+        usable: Usable,
+        full: Sequence[FleetWorker],
+        workers: Sequence[FleetWorker],
+        rivals: int,
+    ) -> Routed | None:
+        """Choose the workers of prompt and output by the phases policy."""
+        request, known = view(), {worker.worker_id: worker for worker in workers}
+        everyone = [*usable, *((worker, worker.usage) for worker in full)]
+        candidates, blocks = self._candidates(request, everyone, workers)
+        states = [
+            _phase_worker(known[one.worker_id], one, has_capacity=place < len(usable))
+            for place, one in enumerate(candidates)
+        ]
+
+        def link(source: str, sink: str) -> float:
+            return self.pulls.bytes_per_s(known[source], known[sink])
+
+        choice = self._phases.choose(request, PhasePool(tuple(states), link, rivals))
+        if choice is None:
+            return None
+        if isinstance(choice, Together):
+            chosen = set(choice.worker_ids)
+            allowed = [pair for pair in usable if pair[0].worker_id in chosen]
+            routed = self._choose(view, allowed, workers, rivals)
+            return routed._replace(phases=PhaseDecision(self._phases.name, choice.reason))
+        everywhere = Candidates(candidates, rivals)
+        prefill, decode = (
+            self._offered(spread(request, everywhere, offers, self._draw), known, choice)
+            for offers in (choice.prefill, choice.decode)
+        )
+        by_id = {one.worker_id: one for one in candidates}
+        self._placed(request, by_id[prefill.worker.worker_id])
+        self._record(request, by_id[decode.worker.worker_id])
+        decided = PhaseDecision(
+            *(self._phases.name, choice.reason, decode.worker.worker_id),
+            *(choice.gain_s, choice.threshold_s),
+        )
+        return prefill._replace(cached_blocks=blocks, phases=decided, decode=decode)
+
+    def _offered(
+        self, offers: Ranking, workers: Mapping[str, FleetWorker], choice: Apart
+    ) -> Routed:
+        """Return the worker of a phase with its alternatives."""
+        chosen = tuple(workers[one.worker_id] for one in offers)
+        return Routed(chosen[0], Route(self._phases.name, tuple(offers), choice.reason), chosen)
+
+    def _candidates(
+        self, request: RouteView, usable: Usable, workers: Sequence[FleetWorker]
+    ) -> tuple[tuple[Candidate, ...], Mapping[str, int]]:
+        """Return the policy's view of workers, and the blocks that all workers probably hold."""
+        ids = [worker.worker_id for worker in workers]
+        blocks = self.history.cached_blocks(ids, request.block_hashes)
+        if not blocks:
+            return tuple([worker.candidate(at) for worker, at in usable]), blocks
+        pulls = self._pulls(request, usable, workers, blocks) if self.pulls.measured else {}
+        return _holding(request, usable, blocks, pulls), blocks
+
     def _pulls(
         self,
         request: RouteView,
-        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+        usable: Usable,
         workers: Sequence[FleetWorker],
         blocks: Mapping[str, int],
     ) -> dict[str, PrefixPull]:
@@ -170,12 +302,21 @@ class Router:
     def _placed(self, request: RouteView, worker: Candidate) -> None:
         """Report the worker of a request to the policy, and record what it will have cached."""
         self._policy.placed(request, worker)
+        self._record(request, worker)
+
+    def _record(self, request: RouteView, worker: Candidate) -> None:
         self.history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
+
+
+def _phase_worker(worker: FleetWorker, view: Candidate, *, has_capacity: bool) -> PhaseWorker:
+    form = worker.kv_format
+    token_bytes = 0 if form is None else form.token_bytes
+    return PhaseWorker(view, worker.role, form, token_bytes, has_capacity)
 
 
 def _holding(
     request: RouteView,
-    usable: Sequence[tuple[FleetWorker, WorkerUsage]],
+    usable: Usable,
     blocks: Mapping[str, int],
     pulls: Mapping[str, PrefixPull],
 ) -> tuple[Candidate, ...]:

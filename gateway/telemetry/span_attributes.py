@@ -78,6 +78,14 @@ def record_route(parent: Span, routed: Routed) -> None:
 def _describe_route(span: Span, routed: Routed) -> None:
     """Set the chosen worker on a span, and the candidates if several were available."""
     span.set({"draftgate.worker_id": routed.worker.worker_id})
+    if routed.phases is not None:
+        span.set(
+            {
+                "draftgate.phases.policy": routed.phases.policy,
+                "draftgate.phases.reason": routed.phases.reason,
+                "draftgate.phases.decode_worker_id": routed.phases.decode_worker_id,
+            }
+        )
     route = routed.route
     if route is None:
         return

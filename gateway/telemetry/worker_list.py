@@ -16,6 +16,7 @@ import msgspec
 from draftgate.gateway.dispatch.decisions import KEPT_MOVES, Decisions, RecentMove
 from draftgate.gateway.dispatch.moves.moves import Moves
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.policies.types import Role
 
 MOST_STREAMS: Final = 64
 """Maximum streams of a worker that a process lists, so that a list of 16 workers has at most about
@@ -56,6 +57,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
         status: `ok`, `loading`, `hung` or `failed`, as in `/health`, or `leaving`.
         running, waiting: sequences in its batch and in its queue, or 0 unless it runs.
         kv_usage: share of its KV blocks in use, 0 to 1, or None if unknown.
+        role: phase of requests that it prefers: `any`, `prefill` or `decode`.
     """
 
     worker_id: str
@@ -63,6 +65,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     kv_usage: float | None
+    role: Role = Role.ANY
 
 
 class WorkerList(msgspec.Struct):
@@ -100,13 +103,13 @@ def listed_worker(worker: FleetWorker) -> ListedWorker:
     """Return the state of a worker."""
     status = worker.status
     if status in {"failed", "loading"}:
-        return ListedWorker(worker.worker_id, status, 0, 0, None)
+        return ListedWorker(worker.worker_id, status, 0, 0, None, worker.role)
     if status == "ok" and worker.leaving:
         status = "leaving"
     load = worker.backend.load()
     blocks = load.kv_blocks_total
     usage = 1 - load.kv_blocks_free / blocks if blocks else None
-    return ListedWorker(worker.worker_id, status, load.running, load.waiting, usage)
+    return ListedWorker(*(worker.worker_id, status, load.running, load.waiting, usage, worker.role))
 
 
 def worker_list(

@@ -104,8 +104,8 @@ function lane(id) {
   return { element: make("li", {}, name, state, make("span", { className: "track" }, own, others, more)), state, own, others, more };
 }
 
-function describeWorker({ status, running, waiting, kv_usage: usage }) {
-  const figures = [`${running} running`, ...(waiting ? [`${waiting} waiting`] : []), ...(usage === null ? [] : [`KV ${percent(usage)}`])];
+function describeWorker({ status, running, waiting, kv_usage: usage, role = "any" }) {
+  const figures = [...(role === "any" ? [] : [role]), `${running} running`, ...(waiting ? [`${waiting} waiting`] : []), ...(usage === null ? [] : [`KV ${percent(usage)}`])];
   if (status === "failed" || status === "loading") return status;
   return [...(status === "ok" ? [] : [status]), ...figures].join(", ");
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from draftgate.policies.costs.step_cost import StepCost
@@ -14,6 +15,10 @@ that reasoning (2026-11-21), not tuned on a device."""
 
 SEED_STEPS: Final = 2
 """Weight of the initial forecast, in steps. The first few measured steps replace it."""
+
+SHARE_S: Final = 10.0
+"""Time constant of the share of prompts in seconds. It averages over the prompts of a burst, and
+follows the load of a minute. (Chosen, not tuned, 2026-11-24.)"""
 
 
 class SpeedMeter:
@@ -34,6 +39,8 @@ class SpeedMeter:
         self._prompts = _Means(cost.seconds(step_tokens, step_tokens, 1), step_tokens)
         self._begun_s: float | None = None  # time of the last planning, None when idle
         self._last: tuple[int, int, int] | None = None  # work recorded since then
+        self._prompt_share = 0.0
+        self._shared_s: float | None = None  # time of its last update
 
     def begin_step(self, now_s: float) -> float | None:
         """Record that the planning of a step begins.
@@ -42,7 +49,7 @@ class SpeedMeter:
             The seconds since the previous planning. None if `record_step` has not recorded that
             step yet, or the worker was idle.
         """
-        step_s = None
+        step_s, prompts_s = None, 0.0
         if self._begun_s is not None and self._last is not None:
             decodes, tokens, prompt_tokens = self._last
             step_s = max(now_s - self._begun_s, 0.0)
@@ -50,8 +57,18 @@ class SpeedMeter:
                 self._decodes.add_step(step_s, tokens / decodes)
             if prompt_tokens:
                 self._prompts.add_step(step_s, prompt_tokens)
+                prompts_s = step_s * prompt_tokens / (prompt_tokens + decodes)
+        self._add_prompts(prompts_s, now_s)
         self._begun_s, self._last = now_s, None
         return step_s
+
+    def _add_prompts(self, prompts_s: float, now_s: float) -> None:
+        """Add the seconds of prompts since the last call to their share."""
+        passed_s = 0.0 if self._shared_s is None else now_s - self._shared_s
+        if passed_s > 0.0:
+            weight = 1.0 - math.exp(-passed_s / SHARE_S)
+            self._prompt_share += weight * (prompts_s / passed_s - self._prompt_share)
+        self._shared_s = now_s
 
     def record_idle(self) -> None:
         """Record that the worker is idle, because idle time belongs to no step."""
@@ -87,6 +104,7 @@ class SpeedMeter:
             more_s,
             cost.seconds(full, full, 1) / full,
             cost.pair_s,
+            min(self._prompt_share, 1.0),
         )
 
 

@@ -300,6 +300,9 @@ def test_page_shows_policies_side_by_side(text_file) -> None:
         (["--workload", "chat", "--rate", "1", "--truth", "it"], "roofline, profile"),
         (["--workload", "chat", "--rate", "1", "--rescheduling", "daily"], "policy 'daily'"),
         (["--workload", "chat", "--rate", "1", "--binding", "soon"], "late or early"),
+        (["--workload", "chat", "--rate", "1", "--phases", "never"], "policy 'never'"),
+        (["--workload", "chat", "--rate", "1", "--roles", "decoder=1"], "not 'decoder=1'"),
+        (["--workload", "chat", "--rate", "1", "--roles", "any=2", "--workers", "1"], "2 roles"),
         (["--trace", "/nonexistent.csv"], "nonexistent"),
         (["--arrival", "recorded"], "needs the file of a server: --recording FILE"),
         (["--arrival", "recorded", "--recording", "x", "--rate", "1"], "excludes --rate"),
@@ -311,6 +314,33 @@ def test_bad_flags_exit_with_one_line_and_status_2(flags, words) -> None:
     result = CliRunner().invoke(app, ["simulate", *flags, "--requests", "3"])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_prompts_do_not_interrupt_outputs_on_a_decode_worker(tmp_path) -> None:
+    """While prompts arrive, gaps between tokens are shorter if the phases are apart. `--roles`
+    gives the number of workers, and the JSON has both settings and counts the long outputs that
+    moved."""
+    trace = tmp_path / "trace.jsonl"
+    sizes = [(60, 400), (60, 400), *[(6000, 4)] * 6]
+    rows = [
+        {"at_s": n / 4, "prompt_tokens": prompt, "output_tokens": output}
+        for n, (prompt, output) in enumerate(sizes)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    gaps_s = {}
+    for phases in ("together", "apart"):
+        out = tmp_path / f"{phases}.json"
+        flags = ["--trace", str(trace), "--speculation", "off", "--json", str(out)]
+        roles = ["--phases", phases, "--roles", "prefill=1,decode=1"]
+        result = CliRunner().invoke(app, ["simulate", *flags, *roles])
+        assert result.exit_code == 0, result.output
+        written = json.loads(out.read_text())
+        settings, policy = written["settings"], written["policies"]["off"]
+        assert (settings["phases"], settings["workers"]) == (phases, 2)
+        assert settings["roles"] == ["prefill", "decode"]
+        gaps_s[phases] = policy["details"]["figures"]["chunk_gap_s"]["p99"]
+        assert policy["moves"].get("phases moved", 0) == (2 if phases == "apart" else 0)
+    assert gaps_s["apart"] < 0.5 * gaps_s["together"]
 
 
 def test_command_writes_json_html_and_table(tmp_path) -> None:

@@ -19,7 +19,7 @@ from tests.gateway.harness import ScriptedBackend, client, running, until
 from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, make_job
 from tests.gateway.troubles import dispatching, run_scenario
 
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0, "role": "any"}
 
 
 def stream(request_id: str, tenant: str = "", worker_id: str = "w-0") -> RunningStream:

@@ -216,10 +216,14 @@ async def dispatching(
     store: Store | None = None,
     routing: str = "least_cost",
     rescheduling: str = "off",
+    phases: str = "together",
+    roles: Sequence[str] = (),
 ) -> AsyncIterator[Dispatched]:
     """Start workers and a dispatcher as a node does, without HTTP and on any clock."""
     config = config or WorkerConfig()
     configs = [structs.replace(config, device_index=index) for index in range(workers)]
+    for index, role in enumerate(roles):
+        configs[index] = structs.replace(configs[index], role=role)
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
@@ -232,6 +236,7 @@ async def dispatching(
         most_resumes=most_resumes,
         shared=shared,
         rescheduling=rescheduling,
+        phases=phases,
     )
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(

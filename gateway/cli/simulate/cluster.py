@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from random import Random
 from typing import Final
 
@@ -16,6 +17,7 @@ from msgspec import structs
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.sim.assembly import SimEnvironment, simulation_policy
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.textless_worker import Deliveries
 from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.types import Delta
@@ -33,6 +35,7 @@ from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.loadgen.types import PlannedRequest, Record
+from draftgate.policies.types import Role
 
 ADMIT_ALL: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
 """The default rules. A simulation compares latencies, so it rejects no request."""
@@ -48,6 +51,8 @@ class SimulatedCluster:
         environment: the simulated devices and their log, which clusters must not share.
         rules: the dispatcher's policies.
         profiles: device profiles that the workers use in turn; empty means `config.profile`.
+        roles: roles of the workers in order; workers without one have the role `any`.
+        link: link over which workers pull KV blocks from each other.
     """
 
     config: WorkerConfig
@@ -55,16 +60,22 @@ class SimulatedCluster:
     environment: SimEnvironment
     rules: WaitingRules = ADMIT_ALL
     profiles: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
+    link: KvLink = LOCAL_LINK
 
     @property
     def configs(self) -> list[WorkerConfig]:
         """The configuration of each worker."""
         profiles = self.profiles or (self.config.profile,)
+        roles = chain(self.roles, repeat(Role.ANY))
         return [
             structs.replace(
-                self.config, device_index=index, profile=profiles[index % len(profiles)]
+                self.config,
+                device_index=index,
+                profile=profiles[index % len(profiles)],
+                role=role.value,
             )
-            for index in range(self.workers)
+            for index, role in zip(range(self.workers), roles, strict=False)
         ]
 
 
@@ -91,7 +102,7 @@ def simulate(
     environment = cluster.environment
 
     async def run() -> list[Record]:
-        factory = partial(SimBackend, build=environment.build_worker)
+        factory = partial(SimBackend, build=environment.build_worker, link=cluster.link)
         async with running_dispatcher(
             factory, cluster.configs, cluster.rules, environment.seed
         ) as dispatcher:

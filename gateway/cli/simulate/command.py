@@ -72,7 +72,20 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     repeat: Annotated[
         int, typer.Option(min=1, help="Number of consecutive seeds, starting at --seed.")
     ] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers, one device each.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of workers, one device each (default: those of --roles)."),
+    ] = None,
+    phases: Annotated[
+        str,
+        typer.Option(
+            help="Phases policy, which picks the workers of prompt and output: together, apart,"
+            " splitwise, auto."
+        ),
+    ] = "together",
+    roles: Annotated[
+        str, typer.Option(help="Number of workers of each role, such as prefill=2,decode=2.")
+    ] = "",
     routing: Annotated[
         str,
         typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
@@ -132,7 +145,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     """Simulate a load under one or more policies, with production code in virtual time."""
     from draftgate.backends.sim.recording import load_recording
     from draftgate.backends.worker_config import WorkerConfig
-    from draftgate.gateway.cli.simulate.experiment import Setup
+    from draftgate.gateway.cli.simulate.experiment import Setup, read_roles
     from draftgate.loadgen.planning.plan import Load
     from draftgate.loadgen.types import Slo
 
@@ -174,11 +187,12 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         named = (name for text in speculation or ["auto"] for name in text.split(","))
         policies = tuple(filter(None, named))
         replayed = None if recording is None else load_recording(recording)
+        named_roles = read_roles(roles)
+        count = workers or max(len(named_roles), 1)
         setup = Setup(
-            *(load, config, policies, workers, routing, repeat, belief_error, truth, replayed),
+            *(load, config, policies, count, routing, repeat, belief_error, truth, replayed),
             _exact_replay(trace) if replays and trace is not None else None,
-            rescheduling,
-            binding,
+            *(rescheduling, binding, phases, named_roles),
         )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:

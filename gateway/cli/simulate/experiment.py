@@ -31,7 +31,8 @@ from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
-from draftgate.policies.registry import rescheduling_policy, routing_policy
+from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
+from draftgate.policies.types import Role
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
 """Health of a load generator that is never late, as in virtual time."""
@@ -56,6 +57,8 @@ class Setup:
         replay: the recorded run whose requests are the load, and its exact replay, or None.
         rescheduling: name of the rescheduling policy.
         binding: `late` or `early`, as in `WaitingRules`.
+        phases: name of the phases policy.
+        roles: roles of the first workers. The others have the role `any`.
     """
 
     load: Load
@@ -70,17 +73,23 @@ class Setup:
     replay: tuple[RecordedRun, ExactReplay] | None = None
     rescheduling: str = "off"
     binding: str = "late"
+    phases: str = "together"
+    roles: tuple[Role, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ValueError: the load is not an open loop, a policy is named twice, or a name is unknown.
+            ValueError: the load is not an open loop, a policy is named twice, a name is unknown, or
+                there are more roles than workers.
         """
         routing_policy(self.routing)
         rescheduling_policy(self.rescheduling)
         if self.binding not in BINDINGS:
             raise ValueError(f"binding: expected {' or '.join(BINDINGS)}, not {self.binding!r}")
+        phases_policy(self.phases)
+        if len(self.roles) > self.workers:
+            raise ValueError(f"{len(self.roles)} roles need as many workers, not {self.workers}")
         if self.truth not in TRUTHS:
             raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
         if self.load.clients is not None:
@@ -137,6 +146,21 @@ class Results:
     cpu_s: float
 
 
+def read_roles(text: str) -> tuple[Role, ...]:
+    """Return the roles in a text such as `prefill=2,decode=2`.
+
+    Raises:
+        ValueError: a role or its number of workers is invalid.
+    """
+    roles = list[Role]()
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        if name not in set(Role) or not number.isdecimal():
+            raise ValueError(f"expected roles as in prefill=2,decode=2, not {part!r}")
+        roles += [Role(name)] * int(number)
+    return tuple(roles)
+
+
 OnRecord = Callable[[str, int, Record], None]
 """A callback that receives each record with its policy and seed."""
 
@@ -180,12 +204,16 @@ def _run(
     run = None if setup.replay is None else setup.replay[0]
     environment = SimEnvironment(
         *(seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run),
-        delivers_tokens=setup.rescheduling != "off",
+        delivers_tokens=setup.rescheduling != "off" or phases_policy(setup.phases).separates,
     )
     rules = replace(
-        ADMIT_ALL, routing=setup.routing, rescheduling=setup.rescheduling, binding=setup.binding
+        ADMIT_ALL,
+        routing=setup.routing,
+        rescheduling=setup.rescheduling,
+        binding=setup.binding,
+        phases=setup.phases,
     )
-    cluster = SimulatedCluster(config, setup.workers, environment, rules)
+    cluster = SimulatedCluster(config, setup.workers, environment, rules, roles=setup.roles)
     to_job: Callable[[PlannedRequest], Job] = job_of
     if run is None:
         plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)

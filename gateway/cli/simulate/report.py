@@ -97,6 +97,8 @@ def settings_of(setup: Setup) -> dict[str, Any]:
         "routing": setup.routing,
         "rescheduling": setup.rescheduling,
         "binding": setup.binding,
+        "phases": setup.phases,
+        "roles": [role.value for role in setup.roles],
         "profile": config.profile,
         "batching": config.batching,
         "proposer": config.proposer or "ngram",

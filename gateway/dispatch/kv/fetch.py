@@ -50,7 +50,7 @@ class KvFetcher:
         sources = self._sources(sink)
         if form is None or not sources:
             return
-        for hashes in await offload(_chains, placed.request, form.block_tokens):
+        for hashes in await offload(block_chains, placed.request, form.block_tokens):
             await reported(run, self._fetch_prefix(hashes, sources, sink, form))
 
     async def fetch_new(
@@ -103,16 +103,24 @@ class KvFetcher:
         """
         form = sink.kv_format
         assert form is not None
-        return [
-            await reported(run, self._copy_prefix(hashes, source, sink, form))
-            for hashes in await offload(_chains, request, form.block_tokens)
-        ]
+        chains = await offload(block_chains, request, form.block_tokens)
+        return [await self.copy_prefix(run, hashes, source, sink) for hashes in chains]
+
+    async def copy_prefix(
+        self, run: Run, hashes: Sequence[bytes], source: FleetWorker, sink: FleetWorker
+    ) -> KvFetch:
+        """Pull a prefix without a decision, because the request moves anyway.
+
+        Raises:
+            BackendFailed: the destination failed.
+        """
+        return await reported(run, self._copy_prefix(hashes, source, sink))
 
     async def _copy_prefix(
-        self, hashes: Sequence[bytes], source: FleetWorker, sink: FleetWorker, form: KvFormat
+        self, hashes: Sequence[bytes], source: FleetWorker, sink: FleetWorker
     ) -> KvFetch:
-        """Pull a prefix without a decision, because the request moves anyway."""
-        known = await sink.kv.begin_import(hashes)
+        form, known = sink.kv_format, await sink.kv.begin_import(hashes)
+        assert form is not None
         fetch = KvFetch(FetchCause.MOVED, source.worker_id, sink.worker_id, _MOVE, known)
         return await self.pulls.run(fetch, source, sink, form, hashes)
 
@@ -185,7 +193,7 @@ async def blocks_held(blocks: Coroutine[None, None, int]) -> int:
         return 0
 
 
-def _chains(request: GenerationRequest, block_tokens: int) -> list[list[bytes]]:
+def block_chains(request: GenerationRequest, block_tokens: int) -> list[list[bytes]]:
     """Return the hash chain of each choice, without the last token, which is always computed."""
     found = []
     for choice in request.choices:

@@ -1,6 +1,7 @@
 """Moves of running streams to other workers.
 
-Streams move from a worker that is leaving, and by the rescheduling policy (`rescheduling`).
+Streams move from a worker that is leaving, and by the rescheduling policy (`rescheduling`). A
+stream whose phases are apart moves after its first token (`handover`).
 
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
@@ -26,6 +27,7 @@ from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.kv.pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.moves.handover import chosen_handover, hand_over, take_reserved
 from draftgate.gateway.dispatch.moves.overlap import Overlap, boundary, is_exact
 from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.moves.stream import Migration, Stream
@@ -49,6 +51,7 @@ from draftgate.policies.moves import (
     next_step,
 )
 from draftgate.policies.rescheduling.types import ChosenMove
+from draftgate.policies.values import replace
 
 CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
@@ -85,7 +88,10 @@ class Moves:
         self._timer: asyncio.TimerHandle | None = None
 
     def watching(self, stream: Stream, attempt: Attempt) -> Watching:
-        """Return a context in which a stream that runs may move."""
+        """Return a context in which a stream that runs may move.
+
+        If another worker is reserved for its output, the stream moves there.
+        """
         stream.attempt = attempt
         return Watching(self, stream)
 
@@ -94,6 +100,9 @@ class Moves:
         self._streams.setdefault(stream.worker, {})[stream] = None
         if self._timer is None:
             self._schedule()
+        chosen = chosen_handover(stream)
+        if chosen is not None:
+            self._start(stream, chosen)
 
     @property
     def streams(self) -> Mapping[FleetWorker, Iterable[Stream]]:
@@ -143,7 +152,7 @@ class Moves:
             for stream in self._streams[worker]
             if self._may_move(stream)
         ]
-        while sum(not one.copied for one in self._moving) < MOST_MOVES:
+        while sum(not (one.copied or one.hands_over) for one in self._moving) < MOST_MOVES:
             views = [self._view(stream, sinks[stream.worker][0]) for stream in streams]
             chosen = next_move(views)
             if chosen is None:
@@ -158,11 +167,13 @@ class Moves:
         moving = {end for chosen in under_way for end in (chosen.source, chosen.sink)}
         room = any(chosen.reason is MoveReason.MAKE_ROOM for chosen in under_way)
         planned = self._rescheduler.choose(self._streams, self._may_move, moving, makes_room=room)
-        for stream, chosen in planned[: max(MOST_MOVES - len(self._moving), 0)]:
+        moves = sum(not one.hands_over for one in self._moving)
+        for stream, chosen in planned[: max(MOST_MOVES - moves, 0)]:
             self._start(stream, chosen)
 
     def _start(self, stream: Stream, chosen: ChosenMove | None) -> None:
-        if chosen is not None:
+        stream.hands_over = chosen is not None and chosen.reason is MoveReason.PHASES
+        if chosen is not None and not stream.hands_over:
             self._chosen[stream] = chosen
         move = self._move(stream, chosen)
         self._moving[stream] = asyncio.create_task(move, name="move a stream")
@@ -197,7 +208,8 @@ class Moves:
         move = Migration(stream, chosen, self._parts.placer, self._now_s)
         end = MoveEnd.ENDED
         try:
-            async with asyncio.timeout(MOVE_S), self._rescheduler.slots(chosen) as free:
+            most_s = None if move.hands_over else MOVE_S  # a prompt may take any time
+            async with asyncio.timeout(most_s), self._rescheduler.slots(chosen) as free:
                 end = await self._try_move(stream, move) if free else MoveEnd.TAKEN
         except TimeoutError:
             end = MoveEnd.LATE
@@ -209,7 +221,7 @@ class Moves:
         finally:
             self._moving.pop(stream, None)
             self._chosen.pop(stream, None)
-            stream.copied = False
+            stream.copied = stream.hands_over = False
             if end is not MoveEnd.MOVED:
                 stream.retry_s = self._now_s() + RETRY_S
                 stream.failures += end in _FAILURES
@@ -222,8 +234,11 @@ class Moves:
         Returns:
             `MoveEnd.MOVED` if the reader continues with the destination.
         """
-        request = stream.rest()
-        routed = await self._room(stream, request, move.chosen)
+        if move.hands_over:
+            request, routed = take_reserved(stream)
+        else:
+            request = stream.rest()
+            routed = await self._room(stream, request, move.chosen)
         if routed is None:
             return MoveEnd.NO_ROOM
         place = self._parts, stream.run, stream.index
@@ -235,6 +250,8 @@ class Moves:
             return MoveEnd.NO_ROOM
         try:
             move.sink = successor.placed.worker.worker_id
+            if move.hands_over:
+                return await hand_over(self._parts.kv, stream, successor, move)
             end = await self._copy(stream, successor.placed.worker, move)
             if end is not MoveEnd.MOVED:
                 return end
@@ -267,6 +284,7 @@ class Moves:
         tokens = lease_tokens(request, stream.run.entry.expected_tokens)
         need = need_of(request)
         waiting = stream.waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
+        waiting = replace(waiting, has_blocks=True)
         view = partial(self._parts.route_view, stream.run, stream.index, request)
         try:
             async with asyncio.timeout(ROOM_S):

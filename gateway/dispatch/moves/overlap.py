@@ -68,16 +68,17 @@ class Overlap:
     def __exit__(self, *_: object) -> None:
         self._source.on_delta = None
 
-    async def source_tokens(self, least: int) -> bool:
+    async def source_tokens(self, least: int, most_s: float = STALL_S) -> bool:
         """Wait until the source has added a number of tokens, or has ended the stream.
 
         Returns:
-            False if it adds nothing for `STALL_S`, probably because it has preempted the stream.
+            False if it adds nothing for `most_s`. It has probably preempted the stream after
+            `STALL_S`.
         """
         while self._splice.source_tokens < least and not self._stream.output.is_complete:
             self._added.clear()
             try:
-                async with asyncio.timeout(STALL_S):
+                async with asyncio.timeout(most_s):
                     await self._added.wait()
             except TimeoutError:
                 return False

@@ -18,7 +18,7 @@ from draftgate.gateway.dispatch.moves.stream import Stream
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store
-from draftgate.policies.moves import MOST_FAILURES, MOVE_S
+from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
@@ -27,6 +27,7 @@ from draftgate.policies.rescheduling.types import (
     WorkerState,
 )
 from draftgate.policies.speculation.weights import due_in_s
+from draftgate.policies.types import Role
 from draftgate.policies.values import replace
 
 INTERVAL_S: Final = 0.2
@@ -97,6 +98,8 @@ class Rescheduler:
             return found
 
         open_ = set(self._fleet.open)
+        if self._queue.router.separates:
+            open_ = {one for one in open_ if one.role is not Role.PREFILL}
         states = [
             WorkerState(
                 worker_id,
@@ -123,9 +126,10 @@ class Rescheduler:
         """Hold the slots of both workers of a move, and yield whether they were free.
 
         Args:
-            chosen: the move, or None if the source is leaving. Such a move needs no slots.
+            chosen: the move, or None if the source is leaving. Such a move needs no slots, and a
+                handover does not either.
         """
-        if chosen is None:
+        if chosen is None or chosen.reason is MoveReason.PHASES:
             yield True
             return
         move_id, ends = secrets.token_hex(8), (chosen.source, chosen.sink)

@@ -33,8 +33,10 @@ class Stream:
         attempt: the attempt that runs the prompt, while it is registered for moves.
         successor: the attempt at which an interrupted prompt continues.
         copied: whether the present move of the prompt has copied its blocks.
-        failures, moves: number of its moves that failed, and of those that succeeded.
-        moved_s: time of its last move.
+        hands_over: whether its present move hands the output over to another worker.
+        failures, moves: number of its moves that failed, and of those that succeeded without the
+            handovers.
+        moved_s: time of its last move or handover.
         retry_s: earliest time of its next move.
     """
 
@@ -47,7 +49,7 @@ class Stream:
         self.waiting = waiting
         self.output = PartialOutput(run.requests[index])
         self.successor: Attempt | None = None
-        self.copied = False
+        self.copied = self.hands_over = False
         self.failures = self.moves = 0
         self.retry_s = 0.0
         self.moved_s = -math.inf
@@ -98,7 +100,7 @@ class Stream:
         move, self._move = self._move, None
         if move is not None:
             if end is MoveEnd.MOVED:
-                self.moves, self.moved_s = self.moves + 1, move.now_s()
+                self.moves, self.moved_s = self.moves + (not move.hands_over), move.now_s()
             move.end(end)
 
     def take_successor(self) -> Attempt | None:
@@ -122,7 +124,7 @@ class Migration:
         stages: number of copies so far.
         verified_tokens: number of tokens that both workers have computed.
         sink: id of the destination, or empty while it is unknown.
-        chosen: the choice of the rescheduling policy, or None if the source is leaving.
+        chosen: the choice of the policy, or None if the source is leaving.
         now_s: clock in seconds.
     """
 
@@ -148,6 +150,11 @@ class Migration:
         self._blocks = self._bytes = 0
         self._last_s: float | None = None  # time of the last delta of the source
         self._span = stream.run.span.child("migrate")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the source computes only the prompt."""
+        return self.chosen is not None and self.chosen.reason is MoveReason.PHASES
 
     def add_stage(self, fetches: list[KvFetch]) -> None:
         """Add a stage, with the transfers of all choices."""

@@ -268,7 +268,10 @@ class PeerSession:
         if freed or now_s - self._load_s >= LOAD_S:
             self._load_s, self._loads_due = now_s, max(0, self._loads_due - 1)
             load, watermark = worker.backend.load(), worker.watermark
-        return Update(deltas, load, failed, now_s, refusing or "", watermark, self._leaving)
+        return Update(
+            *(deltas, load, failed, now_s, refusing or "", watermark, self._leaving),
+            role=worker.role,
+        )
 
     async def _cancel_all(self) -> None:
         tasks = [task for _, task in self._streams.values()]

@@ -1,0 +1,1 @@
+"""Decisions about where the prompt of a request is computed and where its output."""
