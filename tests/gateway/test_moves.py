@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -31,7 +31,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.moves.moves import Moves
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
-from draftgate.policies.moves import MOST_FAILURES, MOST_MOVES, VERIFIED_TOKENS, MoveEnd
+from draftgate.policies.moves import MOST_FAILURES, MOST_MOVES, STALL_S, VERIFIED_TOKENS, MoveEnd
 from draftgate.policies.resilience.failover import Cause
 from draftgate.policies.types import Pace
 from tests.examples import examples
@@ -186,6 +186,43 @@ def test_move_to_a_worker_with_other_tokens_is_cancelled(speculation: str) -> No
     assert len(outcome.watch.moves) <= MOST_FAILURES
     assert {move.verified_tokens for move in outcome.watch.moves} == {5}
     assert not outcome.watch.resumes
+
+
+class Stalling(SimBackend):
+    """A simulated worker that sends a few more deltas after its blocks were pulled, and then none,
+    as if it had preempted the stream."""
+
+    left = math.inf
+
+    def pull_blocks(
+        self, hashes: Sequence[bytes], *, urgent: bool = False
+    ) -> AsyncGenerator[KvChunk, None]:
+        self.left = min(self.left, STALLED_AFTER)
+        return super().pull_blocks(hashes, urgent=urgent)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                self.left -= 1
+                if self.left < 0:
+                    await asyncio.Event().wait()
+                yield delta
+
+
+STALLED_AFTER = 14
+"""Number of these deltas, with which the stall is within the 8 tokens that become drafts."""
+
+
+def test_stream_moves_at_once_if_its_source_stalls_during_the_handover() -> None:
+    """If the source stops sending tokens before the destination has begun, the destination
+    continues after half a second instead of the time limit of a move."""
+    job = make_job(600, output_tokens=OUTPUT_TOKENS)
+    outcome = drain(job, Stalling)
+    assert outcome.choices == undisturbed(job)
+    (move,) = outcome.watch.moves
+    assert move.end is MoveEnd.MOVED
+    assert move.verified_tokens == 0
+    assert STALL_S <= outcome.gap_s < 2 * STALL_S
 
 
 def test_worker_without_an_exact_class_is_not_compared() -> None:
