@@ -28,6 +28,7 @@ from msgspec import structs
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.plan.goodput import WITHOUT_DRAFTS
@@ -46,11 +47,11 @@ from draftgate.policies.planning.deployments import (
     Deployment,
     Group,
     Measured,
-    Role,
     deployments,
 )
 from draftgate.policies.planning.queueing import mean_ttft_s
 from draftgate.policies.planning.throughput import Targets
+from draftgate.policies.types import Role
 
 DEVICES: Final = Path(__file__).with_name("devices")
 PROFILES: Final = tuple(f"opt-13b-a100-tp{tensor}" for tensor in (1, 2, 4))
@@ -67,6 +68,14 @@ LONGEST: Final = 2048
 SCALED: Final = "scaled to the paper"
 PAPER_MEANS: Final = (755.5, 200.3)
 """Mean prompt and output tokens of ShareGPT in the paper (table 2)."""
+
+DISTSERVE: Final = Deployment(
+    (Group(PROFILES[1], Role.PREFILL, 1), Group(PROFILES[0], Role.DECODE, 1))
+)
+"""The deployment that DistServe finds."""
+
+NVLINK: Final = KvLink(300e9, 1e-4)
+"""The link between the GPUs: NVLink of the A100 in one direction. The latency is assumed."""
 
 PAIRS: Final = Deployment((Group(PROFILES[1], Role.ANY, GPUS // 2),))
 """The deployment whose goodput is measured for multiples of the targets."""
@@ -131,6 +140,7 @@ def planner_of(rows: Sequence[TraceRow], scale: float, args: argparse.Namespace)
         machines,
         TraceSource(rows, slo),
         Targets(scale * TTFT_S, scale * TPOT_S, SHARE),
+        link=NVLINK,
         precision=args.precision,
         seed=args.seed,
     )
@@ -144,12 +154,14 @@ def search(rows: Sequence[TraceRow], args: argparse.Namespace) -> dict[str, Any]
     every = deployments(PROFILES, [Budget(prices, GPUS * GPU_PRICE)], GPUS)
     found = planner.search((planner.candidate(one, one.total(prices)) for one in every), args.most)
     cpu_s = time.process_time() - began_s
+    theirs = planner.measure(planner.candidate(DISTSERVE, DISTSERVE.total(prices)))
     sample = lengths_of(planner.simulation.source)
     return {
         "prompt_tokens": fmean(prompt for prompt, _ in sample),
         "output_tokens": fmean(output for _, output in sample),
         "search_cpu_s": cpu_s,
         "recommended": None if found.best is None else _row(found.best, prices),
+        "distserve": _row(theirs, prices),
         **search_as_json(found),
     }
 

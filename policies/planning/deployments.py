@@ -13,18 +13,11 @@ from enum import StrEnum
 from typing import Final
 
 from draftgate.policies.planning.bounds import Bounds, pool_bound
+from draftgate.policies.types import Role
 from draftgate.policies.values import immutable
 
 TOLERANCE: Final = 1e-9
 """Relative excess over a budget that counts as rounding."""
-
-
-class Role(StrEnum):
-    """The phases that a machine serves."""
-
-    ANY = "any"
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Layout(StrEnum):

@@ -17,7 +17,8 @@ from draftgate.gateway.cli.plan.sources import TraceSource
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.loadgen.types import Slo
-from draftgate.policies.planning.deployments import Candidate, Deployment, Group, Role
+from draftgate.policies.planning.deployments import Candidate, Deployment, Group
+from draftgate.policies.types import Role
 from tests.loadgen.md1_server import capacity
 
 SERVICE_S = 0.1
@@ -64,7 +65,7 @@ def test_measured_goodput_is_the_capacity_of_the_queue(tmp_path: Path) -> None:
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, precision=0.3)
-    found = Simulation(source, {"one": profile}, ONE_BY_ONE).measure(candidate, goal)
+    found = Simulation(source, {"one": profile}, config=ONE_BY_ONE).measure(candidate, goal)
     assert found.low_rps <= capacity(0.9, SERVICE_S, 5 * SERVICE_S) <= found.high_rps
 
 
@@ -74,7 +75,9 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9)
-    found = Simulation(source, {"one": profile}, ONE_BY_ONE).measure(candidate, goal, beat_rps=20.0)
+    found = Simulation(source, {"one": profile}, config=ONE_BY_ONE).measure(
+        candidate, goal, beat_rps=20.0
+    )
     assert (found.rate_rps, found.high_rps) == (None, 20.0)
 
 
@@ -101,6 +104,16 @@ def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
     (best,) = [one for one in plan["search"]["measured"] if one["deployment"] == "1 x fast"]
     assert (count - 1) * best["goodput_rps"] <= 12.0
     assert best["goodput_rps"] <= best["bound_rps"]
+
+
+def test_machines_of_two_profiles_divide_the_phases(tmp_path: Path) -> None:
+    """Every request gets all of its tokens from a machine for prompts and one for outputs."""
+    files = {name: _profile(tmp_path, name, 0.05, None) for name in ("a", "b")}
+    source = TraceSource((TraceRow(0.0, 50, 5),), Slo())
+    groups = (Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 1))
+    requests = source.requests(1.0, 0, 12)
+    records = Simulation(source, files).records(Deployment(groups), requests, 0)
+    assert [sum(chunk.tokens or 0 for chunk in one.chunks) for one in records] == [5] * 12
 
 
 def test_targets_that_no_machine_meets_make_the_plan_infeasible(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from draftgate.policies.planning.deployments import (
     Group,
     Layout,
     Measured,
-    Role,
     bound_rps,
     deployments,
     find_best,
 )
 from draftgate.policies.planning.throughput import Machine, Targets
+from draftgate.policies.types import Role
 
 COST = StepCost((1, 100, 2048), (0.02, 0.024, 0.2), 1e-6, 1e-4, 1e-8)
 DEPTHS = StepCost((1,), (0.0,))

@@ -13,10 +13,11 @@ from typing import Final
 from msgspec import structs
 
 from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.plan.machines import CONFIG, OFF
 from draftgate.gateway.cli.plan.sources import Requests, Source
-from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.search.search import RateSearch
 from draftgate.loadgen.search.sequential_test import SequentialTest
@@ -27,10 +28,13 @@ from draftgate.loadgen.search.types import (
     SearchProbe,
 )
 from draftgate.loadgen.types import PlannedRequest, Record
-from draftgate.policies.planning.deployments import Candidate, Deployment, Measured
+from draftgate.policies.planning.deployments import Candidate, Deployment, Layout, Measured
 
 WITHOUT_DRAFTS: Final = structs.replace(CONFIG, speculation=OFF)
 """The configuration of simulated workers. With drafts, the bounds of the search would not hold."""
+
+PHASES: Final = {Layout.TOGETHER: "together", Layout.APART: "apart", Layout.MIXED: "auto"}
+"""The phases policy of each layout."""
 
 CHECKED: Final = 2000
 """Requests of the simulation that tests a plan."""
@@ -46,11 +50,13 @@ class Simulation:
     Attributes:
         source: the requests.
         files: the name or file of each profile, by its name in deployments.
+        link: link between the machines.
         config: the configuration of all workers, whose profile is replaced.
     """
 
     source: Source
     files: Mapping[str, str]
+    link: KvLink = LOCAL_LINK
     config: WorkerConfig = WITHOUT_DRAFTS
 
     def records(
@@ -61,11 +67,16 @@ class Simulation:
         on_record: Callable[[Record], None] = lambda _record: None,
     ) -> list[Record]:
         """Return the records of requests, in order."""
-        profiles = tuple(
-            self.files[group.profile] for group in deployment.groups for _ in range(group.count)
-        )
+        machines = [group for group in deployment.groups for _ in range(group.count)]
+        divides = deployment.layout is not Layout.TOGETHER
         cluster = SimulatedCluster(
-            self.config, len(profiles), SimEnvironment(seed, roofline=False), profiles=profiles
+            self.config,
+            len(machines),
+            SimEnvironment(seed, roofline=False, delivers_tokens=divides, shares_kv=divides),
+            replace(ADMIT_ALL, phases=PHASES[deployment.layout]),
+            tuple(self.files[one.profile] for one in machines),
+            tuple(one.role for one in machines),
+            self.link,
         )
         return simulate(cluster, requests.planned, on_record, requests.to_job)
 

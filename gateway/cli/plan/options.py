@@ -49,6 +49,14 @@ Precision = Annotated[
 MaxSimulations = Annotated[
     int, typer.Option("--max-simulations", min=1, help="Most deployments to simulate.")
 ]
+LinkGbps = Annotated[
+    float | None,
+    typer.Option(
+        "--link-gbps",
+        min=0.001,
+        help="Bandwidth of the link between two machines, in Gbit/s (default: 20).",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random choices.")]
 Limits = Annotated[
     list[str] | None,

@@ -9,6 +9,7 @@ import typer
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.cli.plan.options import (
     JsonFile,
+    LinkGbps,
     MaxSimulations,
     Precision,
     Profiles,
@@ -40,6 +41,7 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
             min=0.0, help="Price of an hour of the most expensive deployment to compare, in USD."
         ),
     ] = None,
+    link_gbps: LinkGbps = None,
     precision: Precision = 0.05,
     max_simulations: MaxSimulations = 12,
     seed: Seed = 0,
@@ -50,6 +52,7 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
     Goodput is the highest rate at which the share of requests meets both targets. Simulations
     measure it. With --rate, the plan has as many copies of the deployment as serve the rate.
     """
+    from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
     from draftgate.gateway.cli.plan.machine_types import MachineTypes
     from draftgate.gateway.cli.plan.planner import (
         Planner,
@@ -67,7 +70,10 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
         prices = machines.prices
         targets = targets_of(slo_ttft_ms, slo_tpot_ms, share)
         source = source_of(workload, trace, Slo.of_ms(slo_ttft_ms, slo_tpot_ms))
-        planner = Planner.of(machines, source, targets, precision=precision, seed=seed)
+        link = LOCAL_LINK
+        if link_gbps is not None:
+            link = KvLink(link_gbps * 1e9 / 8, LOCAL_LINK.latency_s)
+        planner = Planner.of(machines, source, targets, link=link, precision=precision, seed=seed)
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         found = planner.search(
             (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from draftgate.backends.sim.kv_link import KvLink
 from draftgate.gateway.cli.plan.goodput import CHECKED, Simulation
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
 from draftgate.gateway.cli.plan.machines import OFF
@@ -21,16 +22,12 @@ from draftgate.policies.planning.bounds import Bounds, Lengths
 from draftgate.policies.planning.deployments import (
     Candidate,
     Deployment,
-    Layout,
     Measured,
     Search,
     bound_rps,
     find_best,
 )
 from draftgate.policies.planning.throughput import Targets
-
-SIMULATED: Final = frozenset({Layout.TOGETHER})
-"""The layouts that a simulation can measure."""
 
 MOST_REQUESTS: Final = 6000
 """Most simulated requests per deployment. An interval of 5% needs 2,000 to 8,000 requests near the
@@ -75,10 +72,15 @@ class Planner:
         source: Source,
         targets: Targets,
         *,
+        link: KvLink,
         precision: float,
         seed: int,
     ) -> Planner:
-        """Return a planner for the mean lengths of a source."""
+        """Return a planner for the mean lengths of a source.
+
+        Args:
+            link: link between the machines.
+        """
         lengths = Lengths.of(lengths_of(source), targets.share)
         goal = SearchGoal(
             start_rps=1.0,
@@ -89,9 +91,8 @@ class Planner:
             most_requests=MOST_REQUESTS,
             seed=seed,
         )
-        return cls(
-            machines, Simulation(source, machines.files), machines.bounds(lengths, targets), goal
-        )
+        simulation = Simulation(source, machines.files, link)
+        return cls(machines, simulation, machines.bounds(lengths, targets), goal)
 
     def candidate(self, deployment: Deployment, weight: float) -> Candidate:
         """Return a deployment with its bound."""
@@ -103,7 +104,7 @@ class Planner:
         Args:
             most: most candidates to simulate.
         """
-        return find_best(_feasible(candidates), self.measure, most)
+        return find_best((one for one in candidates if one.bound_rps > 0.0), self.measure, most)
 
     def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
         """Return the goodput of a candidate (`Simulation.measure`)."""
@@ -194,13 +195,6 @@ def search_as_json(search: Search) -> dict[str, Any]:
 
 def _finite(value: float) -> float:
     return value if value < math.inf else 0.0
-
-
-def _feasible(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that may meet the targets and that can be simulated."""
-    for one in candidates:
-        if one.bound_rps > 0.0 and one.deployment.layout in SIMULATED:
-            yield one
 
 
 def print_search(search: Search, deployment: Deployment | None) -> None:
