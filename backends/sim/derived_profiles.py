@@ -78,6 +78,7 @@ class Gpu:
         read_bytes_s: memory bandwidth.
         flop_s: peak of dense bfloat16 matrix products.
         link_bytes_s: bandwidth to the other GPUs in one direction.
+        power_w: thermal design power.
         price_per_hour_usd: price on demand.
         price_source: origin and date of the price.
         arithmetic_share: share of the peak that matrix products sustain.
@@ -88,6 +89,7 @@ class Gpu:
     read_bytes_s: float
     flop_s: float
     link_bytes_s: float
+    power_w: float
     price_per_hour_usd: float
     price_source: str
     arithmetic_share: float = ARITHMETIC_SHARE
@@ -128,11 +130,11 @@ _BLOCKS: Final = "1.10 x H100, the ratio of AWS EC2 Capacity Blocks, December 20
 GPUS: Final = {
     # The L4 is limited to 72 W. A T4, with 70 W, sustains 0.37 of its peak in products of 4,096 x
     # 4,096 matrices (forums.developer.nvidia.com/t/264462). One half is assumed for the newer chip.
-    "l4": Gpu("NVIDIA L4 24GB", 24e9, 300e9, 121e12, 32e9, 0.70, _MELANGE, 0.5),
-    "a10g": Gpu("NVIDIA A10G 24GB", 24e9, 600e9, 70e12, 32e9, 1.01, _MELANGE),
-    "a100": Gpu("NVIDIA A100 80GB SXM", 80e9, 2039e9, 312e12, 300e9, 3.67, _MELANGE),
-    "h100": Gpu("NVIDIA H100 80GB SXM", 80e9, 3350e9, 989e12, 450e9, 7.516, _MELANGE),
-    "h200": Gpu("NVIDIA H200 141GB SXM", 141e9, 4800e9, 989e12, 450e9, 8.27, _BLOCKS),
+    "l4": Gpu("NVIDIA L4 24GB", 24e9, 300e9, 121e12, 32e9, 72.0, 0.70, _MELANGE, 0.5),
+    "a10g": Gpu("NVIDIA A10G 24GB", 24e9, 600e9, 70e12, 32e9, 150.0, 1.01, _MELANGE),
+    "a100": Gpu("NVIDIA A100 80GB SXM", 80e9, 2039e9, 312e12, 300e9, 400.0, 3.67, _MELANGE),
+    "h100": Gpu("NVIDIA H100 80GB SXM", 80e9, 3350e9, 989e12, 450e9, 700.0, 7.516, _MELANGE),
+    "h200": Gpu("NVIDIA H200 141GB SXM", 141e9, 4800e9, 989e12, 450e9, 700.0, 8.27, _BLOCKS),
 }
 
 MODELS: Final = {
@@ -188,6 +190,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "kv_bytes": int(kv_bytes),
         "recording": RECORDING,
         "price_per_hour_usd": group * gpu.price_per_hour_usd,
+        "power_w": group * gpu.power_w,
     }
 
 

@@ -25,6 +25,7 @@ DEFAULT_RECORDING: Final = "draftgate-demo"
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Dollars = Annotated[float, msgspec.Meta(ge=0)]
+_Watts = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -71,6 +72,7 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     host: HostCost = HostCost()
     recording: str = DEFAULT_RECORDING
     price_per_hour_usd: _Dollars | None = None
+    power_w: _Watts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Profile:
         kv_bytes: memory of the device's KV cache in bytes.
         recording: texts of the model that a simulation replays, a shipped name or a file.
         price_per_hour_usd: price of the device for an hour, or None if it is unknown.
+        power_w: power of the device, or None if it is unknown.
     """
 
     name: str
@@ -117,6 +120,7 @@ class Profile:
     kv_bytes: int = DEFAULT_KV_BYTES
     recording: str = DEFAULT_RECORDING
     price_per_hour_usd: float | None = None
+    power_w: float | None = None
 
 
 def profile_names() -> tuple[str, ...]:
@@ -178,6 +182,7 @@ def _profile(name: str, read: _ProfileFile) -> Profile:
         read.kv_bytes,
         read.recording,
         read.price_per_hour_usd,
+        read.power_w,
     )
 
 

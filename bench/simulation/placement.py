@@ -31,7 +31,7 @@ from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.plan.goodput import WITHOUT_DRAFTS
+from draftgate.gateway.cli.plan.goodput import PLACEMENT, WITHOUT_DRAFTS
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
 from draftgate.gateway.cli.plan.planner import Planner, search_as_json
 from draftgate.gateway.cli.plan.sources import TraceSource, lengths_of
@@ -141,6 +141,7 @@ def planner_of(rows: Sequence[TraceRow], scale: float, args: argparse.Namespace)
         TraceSource(rows, slo),
         Targets(scale * TTFT_S, scale * TPOT_S, SHARE),
         link=NVLINK,
+        phases=PLACEMENT,
         precision=args.precision,
         seed=args.seed,
     )

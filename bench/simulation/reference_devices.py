@@ -64,16 +64,17 @@ A100_PRICE, H100_PRICE = 2.21, 4.76
 
 
 class Machine(NamedTuple):
-    """A machine with 8 GPUs in splitwise-sim."""
+    """A machine with 8 GPUs in splitwise-sim. A unit of power in its notebooks counts as 100 W."""
 
     name: str
     price_per_hour_usd: float
+    power_w: float
     bytes_per_s: float
 
 
 MACHINES: Final = {
-    "a100-80gb": Machine("llama-2-70b-a100-tp8", round(8 * A100_PRICE, 2), 2.039e12),
-    "h100-80gb": Machine("llama-2-70b-h100-tp8", round(8 * H100_PRICE, 2), 3.35e12),
+    "a100-80gb": Machine("llama-2-70b-a100-tp8", round(8 * A100_PRICE, 2), 2480.0, 2.039e12),
+    "h100-80gb": Machine("llama-2-70b-h100-tp8", round(8 * H100_PRICE, 2), 4400.0, 3.35e12),
 }
 """The bandwidth of a GPU's memory is that of its data sheet (SXM)."""
 
@@ -228,7 +229,8 @@ def _splitwise(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f" 8f99e7d), {LLAMA}, {hardware}, tensor_parallel 8, with errors of {fit.errors}."
             f" kv_token_s is derived: {LLAMA_KV_BYTES:,} bytes per token (grouped queries) at 80%"
             f" of 8 x {machine.bytes_per_s / 1e12:g} TB/s. kv_bytes is 90% of the memory less 138"
-            " GB of weights. The price is that of splitwise-sim's notebooks."
+            " GB of weights. Price and power are those of splitwise-sim's notebooks, where a unit"
+            " of power counts as 100 W."
         )
         yield (
             machine.name,
@@ -237,6 +239,7 @@ def _splitwise(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 "kv_token_bytes": LLAMA_KV_BYTES,
                 "kv_bytes": LLAMA_KV_MEMORY,
                 "price_per_hour_usd": machine.price_per_hour_usd,
+                "power_w": machine.power_w,
             },
         )
 

@@ -122,6 +122,24 @@ def deployments(
             yield deployment
 
 
+def maximal(
+    found: Iterable[Deployment], budgets: Sequence[Budget], most_machines: int
+) -> Iterator[Deployment]:
+    """Yield the deployments of which no group can have one more machine."""
+    for deployment in found:
+        larger = (_with_one_more(deployment, index) for index in range(len(deployment.groups)))
+        if deployment.machines == most_machines or not any(
+            all(budget.admits(one) for budget in budgets) for one in larger
+        ):
+            yield deployment
+
+
+def _with_one_more(deployment: Deployment, index: int) -> Deployment:
+    groups = list(deployment.groups)
+    groups[index] = Group(groups[index].profile, groups[index].role, groups[index].count + 1)
+    return Deployment(tuple(groups))
+
+
 def bound_rps(deployment: Deployment, machines: Mapping[str, Bounds]) -> float:
     """Return the upper bound of a deployment's rate, from the bounds of its machines."""
 
@@ -222,4 +240,35 @@ def find_best(candidates: Iterable[Candidate], measure: Measure, most: int) -> S
             return Search(tuple(measured), tuple(ranked[index:]), complete=hopeless)
         measured.append(measure(candidate, best * candidate.weight))
         best = max(best, measured[-1].value)
+    return Search(tuple(measured), (), complete=True)
+
+
+def find_least(
+    candidates: Iterable[Candidate],
+    rate_rps: float,
+    holds: Callable[[Candidate], bool],
+    most: int,
+) -> Search:
+    """Return the search for the candidate with the least weight that serves a rate.
+
+    Candidates of one weight are tested from the simplest layout to the most complex. The last
+    measured candidate is the result, if it has a rate.
+
+    Args:
+        holds: tests whether a candidate serves the rate.
+        most: the largest number of tests.
+    """
+    layouts = list(Layout)
+    ranked = sorted(
+        (one for one in candidates if one.bound_rps >= rate_rps),
+        key=lambda one: (one.weight, layouts.index(one.deployment.layout), -one.bound_rps),
+    )
+    measured: list[Measured] = []
+    for index, candidate in enumerate(ranked):
+        if len(measured) == most:
+            return Search(tuple(measured), tuple(ranked[index:]), complete=False)
+        if holds(candidate):
+            measured.append(Measured(candidate, rate_rps, rate_rps, math.inf))
+            return Search(tuple(measured), tuple(ranked[index + 1 :]), complete=True)
+        measured.append(Measured(candidate, None, 0.0, rate_rps))
     return Search(tuple(measured), (), complete=True)

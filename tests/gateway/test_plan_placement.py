@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
-from draftgate.gateway.cli.plan import planner
-from draftgate.gateway.cli.plan.goodput import Simulation
+from draftgate.gateway.cli.plan import goodput, planner
+from draftgate.gateway.cli.plan.goodput import PLACEMENT, Simulation
 from draftgate.gateway.cli.plan.sources import TraceSource
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
@@ -44,18 +44,19 @@ def _profile(folder: Path, name: str, step_s: float, price: float | None) -> str
         "kv_bytes": KV_TOKENS,
         "format": "profile/2",
         "price_per_hour_usd": price,
+        "power_w": 1000.0,
     }
     path = folder / f"{name}.json"
     path.write_text(json.dumps({key: one for key, one in fields.items() if one is not None}))
     return str(path)
 
 
-def _plan(folder: Path, *flags: str) -> Result:
+def _plan(folder: Path, *flags: str, question: str = "placement") -> Result:
     trace = folder / "trace.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "50,5\n60,4\n" * 10)
     out = str(folder / "plan.json")
     common = ["--trace", str(trace), "--precision", "0.3", "--json", out]
-    return CliRunner().invoke(app, ["plan", "placement", *common, *flags])
+    return CliRunner().invoke(app, ["plan", question, *common, *flags])
 
 
 @pytest.mark.long
@@ -65,7 +66,9 @@ def test_measured_goodput_is_the_capacity_of_the_queue(tmp_path: Path) -> None:
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, precision=0.3)
-    found = Simulation(source, {"one": profile}, config=ONE_BY_ONE).measure(candidate, goal)
+    found = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE).measure(
+        candidate, goal
+    )
     assert found.low_rps <= capacity(0.9, SERVICE_S, 5 * SERVICE_S) <= found.high_rps
 
 
@@ -75,7 +78,7 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9)
-    found = Simulation(source, {"one": profile}, config=ONE_BY_ONE).measure(
+    found = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE).measure(
         candidate, goal, beat_rps=20.0
     )
     assert (found.rate_rps, found.high_rps) == (None, 20.0)
@@ -112,7 +115,7 @@ def test_machines_of_two_profiles_divide_the_phases(tmp_path: Path) -> None:
     source = TraceSource((TraceRow(0.0, 50, 5),), Slo())
     groups = (Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 1))
     requests = source.requests(1.0, 0, 12)
-    records = Simulation(source, files).records(Deployment(groups), requests, 0)
+    records = Simulation(source, files, PLACEMENT).records(Deployment(groups), requests, 0)
     assert [sum(chunk.tokens or 0 for chunk in one.chunks) for one in records] == [5] * 12
 
 
@@ -144,3 +147,38 @@ def test_wrong_options_are_explained_in_one_line(
     assert result.exit_code == 2, result.output
     assert words in result.output
     assert result.output.count("\n") == 1
+
+
+def test_pools_with_the_least_cost_serve_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cheapest number of machines whose bound allows the rate is simulated first."""
+    monkeypatch.setattr(goodput, "CHECKED", 200)
+    monkeypatch.setattr(planner, "CHECKED", 200)
+    one = _profile(tmp_path, "one", 0.05, 2.0)
+    flags = ["--profiles", one, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "6"]
+    result = _plan(tmp_path, *flags, "--max-machines", "3", question="pools")
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["question"] == "pools"
+    assert plan["simulated"]["attainment"] >= 0.9
+    tested = [row["weight"] for row in plan["search"]["measured"]]
+    assert tested == sorted(tested)
+    assert plan["cost_per_hour"] == tested[-1] == 2.0 * plan["counts"]["one"]
+    assert all(row["goodput_rps"] is None for row in plan["search"]["measured"][:-1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--objective", "power"], "needs --rate"),
+        (["--objective", "throughput", "--max-machines", "0"], "max-machines"),
+    ],
+)
+def test_wrong_options_of_pools_are_explained(tmp_path: Path, flags: list[str], words: str) -> None:
+    """An objective without its rate ends the command with status 2."""
+    profile = _profile(tmp_path, "one", 0.01, 1.0)
+    given = ["--profiles", profile, "--slo-ttft-ms", "100", *flags]
+    result = _plan(tmp_path, *given, question="pools")
+    assert result.exit_code == 2, result.output
+    assert words in result.output

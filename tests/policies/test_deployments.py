@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import hypothesis.strategies as st
@@ -26,6 +27,8 @@ from draftgate.policies.planning.deployments import (
     bound_rps,
     deployments,
     find_best,
+    find_least,
+    maximal,
 )
 from draftgate.policies.planning.throughput import Machine, Targets
 from draftgate.policies.types import Role
@@ -130,6 +133,14 @@ def test_all_deployments_within_the_budgets_are_found_once() -> None:
     assert all(one.machines <= 2 for one in deployments(("a", "b"), [budget], 2))
 
 
+def test_maximal_deployments_have_no_room_for_another_machine() -> None:
+    """Of the deployments of one role, only the largest is maximal."""
+    budgets = [Budget({"a": 1.0}, 3.0)]
+    every = [one for one in deployments(("a",), budgets, 8) if one.layout is Layout.TOGETHER]
+    assert [str(one) for one in maximal(every, budgets, 8)] == ["3 x a"]
+    assert [str(one) for one in maximal(every, [Budget({"a": 0.0}, math.inf)], 3)] == ["3 x a"]
+
+
 def test_repeated_deployment_has_the_same_bound_per_machine() -> None:
     """Several copies of a deployment have a multiple of its bound and of its price."""
     once = Deployment((Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 2)))
@@ -185,3 +196,23 @@ def test_simpler_layout_wins_unless_it_is_certainly_worse(low: float, recommende
     best = find_best(candidates, measure, most=9).best
     assert best is not None
     assert best.candidate.deployment.layout is recommended
+
+
+def test_least_weight_that_serves_the_rate_is_found_in_order() -> None:
+    """Candidates with low bounds are not tested, and the simplest of equal weights is first."""
+    low = _candidate(0.5, weight=1.0)
+    apart, together = _candidate(3.0, Layout.APART, 2.0), _candidate(2.0, weight=2.0)
+    large = _candidate(9.0, weight=3.0)
+    tested: list[Candidate] = []
+
+    def holds(one: Candidate) -> bool:
+        tested.append(one)
+        return one is apart
+
+    found = find_least([large, apart, low, together], 1.0, holds, most=9)
+    assert [id(one) for one in tested] == [id(together), id(apart)]
+    assert found.best is not None
+    assert found.best.candidate is apart
+    assert found.complete
+    none = find_least([large, apart, together], 1.0, lambda _one: False, most=2)
+    assert (none.best, none.complete, len(none.unmeasured)) == (None, False, 1)

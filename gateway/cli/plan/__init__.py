@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from draftgate.gateway.cli.plan.mix import mix
 from draftgate.gateway.cli.plan.placement import placement
+from draftgate.gateway.cli.plan.pools import pools
 from draftgate.loadgen.command_line import PlainTyper
 
 app = PlainTyper("Compute the machines that a workload needs.")
@@ -19,3 +20,4 @@ def _plan() -> None:
 
 app.command()(mix)
 app.command()(placement)
+app.command()(pools)

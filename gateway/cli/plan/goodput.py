@@ -19,7 +19,7 @@ from draftgate.gateway.cli.plan.machines import CONFIG, OFF
 from draftgate.gateway.cli.plan.sources import Requests, Source
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.loadgen.measuring.slo import meets_slo
-from draftgate.loadgen.search.search import RateSearch
+from draftgate.loadgen.search.search import LEAST_REQUESTS, RateSearch, warm_up_s
 from draftgate.loadgen.search.sequential_test import SequentialTest
 from draftgate.loadgen.search.types import (
     ProbeResult,
@@ -33,8 +33,9 @@ from draftgate.policies.planning.deployments import Candidate, Deployment, Layou
 WITHOUT_DRAFTS: Final = structs.replace(CONFIG, speculation=OFF)
 """The configuration of simulated workers. With drafts, the bounds of the search would not hold."""
 
-PHASES: Final = {Layout.TOGETHER: "together", Layout.APART: "apart", Layout.MIXED: "auto"}
-"""The phases policy of each layout."""
+PLACEMENT: Final = {Layout.TOGETHER: "together", Layout.APART: "apart", Layout.MIXED: "auto"}
+POOLS: Final = {**dict.fromkeys(Layout, "splitwise"), Layout.TOGETHER: "together"}
+"""The phases policy of each layout, by question."""
 
 CHECKED: Final = 2000
 """Requests of the simulation that tests a plan."""
@@ -50,12 +51,14 @@ class Simulation:
     Attributes:
         source: the requests.
         files: the name or file of each profile, by its name in deployments.
+        phases: the phases policy of each layout.
         link: link between the machines.
         config: the configuration of all workers, whose profile is replaced.
     """
 
     source: Source
     files: Mapping[str, str]
+    phases: Mapping[Layout, str]
     link: KvLink = LOCAL_LINK
     config: WorkerConfig = WITHOUT_DRAFTS
 
@@ -73,7 +76,7 @@ class Simulation:
             self.config,
             len(machines),
             SimEnvironment(seed, roofline=False, delivers_tokens=divides, shares_kv=divides),
-            replace(ADMIT_ALL, phases=PHASES[deployment.layout]),
+            replace(ADMIT_ALL, phases=self.phases[deployment.layout]),
             tuple(self.files[one.profile] for one in machines),
             tuple(one.role for one in machines),
             self.link,
@@ -101,6 +104,15 @@ class Simulation:
             held = [one for one in search.tried if (one.share or 0.0) >= goal.share]
             rate_rps = max((one.probe.rate_rps for one in held), default=None)
         return Measured(candidate, rate_rps, found.low_rps, found.high_rps)
+
+    def holds(self, deployment: Deployment, goal: SearchGoal, rate_rps: float) -> bool:
+        """Return whether the share of a goal meets its targets at a rate.
+
+        The simulation ends when this is certain, or else after `CHECKED` requests.
+        """
+        probe = SearchProbe(rate_rps, goal.seed, warm_up_s(goal, rate_rps), CHECKED, LEAST_REQUESTS)
+        result = self._probe(deployment, probe, goal)
+        return result.share is not None and result.share >= goal.share
 
     def _probe(self, deployment: Deployment, probe: SearchProbe, goal: SearchGoal) -> ProbeResult:
         """Simulate a rate until its verdict is clear."""

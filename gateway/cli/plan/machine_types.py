@@ -48,6 +48,20 @@ class MachineTypes:
         """The price of an hour of each machine, in USD."""
         return {name: one.price for name, one in self.machines.items()}
 
+    @property
+    def powers(self) -> dict[str, float]:
+        """The power of each machine, in watts.
+
+        Raises:
+            ValueError: a profile has no power.
+        """
+        found = {}
+        for name, one in self.machines.items():
+            if one.profile.power_w is None:
+                raise ValueError(f"the profile {name} has no power_w: add it to the file")
+            found[name] = one.profile.power_w
+        return found
+
     def bounds(self, lengths: Lengths, targets: Targets) -> dict[str, Bounds]:
         """Return the bounds of one machine of each type."""
         return {

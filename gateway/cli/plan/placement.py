@@ -52,10 +52,11 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
     Goodput is the highest rate at which the share of requests meets both targets. Simulations
     measure it. With --rate, the plan has as many copies of the deployment as serve the rate.
     """
-    from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
+    from draftgate.gateway.cli.plan.goodput import PLACEMENT
     from draftgate.gateway.cli.plan.machine_types import MachineTypes
     from draftgate.gateway.cli.plan.planner import (
         Planner,
+        link_of,
         plan_of,
         print_search,
         search_as_json,
@@ -70,10 +71,15 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
         prices = machines.prices
         targets = targets_of(slo_ttft_ms, slo_tpot_ms, share)
         source = source_of(workload, trace, Slo.of_ms(slo_ttft_ms, slo_tpot_ms))
-        link = LOCAL_LINK
-        if link_gbps is not None:
-            link = KvLink(link_gbps * 1e9 / 8, LOCAL_LINK.latency_s)
-        planner = Planner.of(machines, source, targets, link=link, precision=precision, seed=seed)
+        planner = Planner.of(
+            machines,
+            source,
+            targets,
+            link=link_of(link_gbps),
+            phases=PLACEMENT,
+            precision=precision,
+            seed=seed,
+        )
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         found = planner.search(
             (

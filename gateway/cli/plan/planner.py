@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftgate.backends.sim.kv_link import KvLink
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.gateway.cli.plan.goodput import CHECKED, Simulation
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
 from draftgate.gateway.cli.plan.machines import OFF
@@ -22,10 +22,12 @@ from draftgate.policies.planning.bounds import Bounds, Lengths
 from draftgate.policies.planning.deployments import (
     Candidate,
     Deployment,
+    Layout,
     Measured,
     Search,
     bound_rps,
     find_best,
+    find_least,
 )
 from draftgate.policies.planning.throughput import Targets
 
@@ -35,6 +37,11 @@ root. Chosen, not tuned, 2026-11-24."""
 
 MORE: Final = 3
 """How many units a plan may have more than the goodput of one unit predicts."""
+
+
+def link_of(gbps: float | None) -> KvLink:
+    """Return the link of an option in Gbit/s, or the default link for None."""
+    return LOCAL_LINK if gbps is None else KvLink(gbps * 1e9 / 8, LOCAL_LINK.latency_s)
 
 
 def targets_of(ttft_ms: float | None, tpot_ms: float | None, share: float) -> Targets:
@@ -73,6 +80,7 @@ class Planner:
         targets: Targets,
         *,
         link: KvLink,
+        phases: Mapping[Layout, str],
         precision: float,
         seed: int,
     ) -> Planner:
@@ -80,6 +88,7 @@ class Planner:
 
         Args:
             link: link between the machines.
+            phases: the phases policy of each layout.
         """
         lengths = Lengths.of(lengths_of(source), targets.share)
         goal = SearchGoal(
@@ -91,7 +100,7 @@ class Planner:
             most_requests=MOST_REQUESTS,
             seed=seed,
         )
-        simulation = Simulation(source, machines.files, link)
+        simulation = Simulation(source, machines.files, phases, link)
         return cls(machines, simulation, machines.bounds(lengths, targets), goal)
 
     def candidate(self, deployment: Deployment, weight: float) -> Candidate:
@@ -106,10 +115,23 @@ class Planner:
         """
         return find_best((one for one in candidates if one.bound_rps > 0.0), self.measure, most)
 
+    def search_least(self, candidates: Iterable[Candidate], rate_rps: float, most: int) -> Search:
+        """Simulate candidates in the order of their weights until one serves a rate.
+
+        Args:
+            most: most candidates to simulate.
+        """
+        return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
+
     def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
         """Return the goodput of a candidate (`Simulation.measure`)."""
         with without_full_gc():
             return self.simulation.measure(candidate, self.goal, beat_rps)
+
+    def holds(self, candidate: Candidate, rate_rps: float) -> bool:
+        """Return whether a deployment serves a rate, by one simulation."""
+        with without_full_gc():
+            return self.simulation.holds(candidate.deployment, self.goal, rate_rps)
 
     def check(self, deployment: Deployment, rate_rps: float) -> dict[str, Any]:
         """Simulate a deployment at a rate, and return the `summary/1`."""

@@ -1,0 +1,119 @@
+"""`draftgate plan pools`, the numbers of machines in pools for prompts and outputs (Splitwise)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from draftgate.gateway.cli.options import BAD_USAGE, fail
+from draftgate.gateway.cli.plan.options import (
+    JsonFile,
+    LinkGbps,
+    MaxSimulations,
+    Precision,
+    Profiles,
+    Rate,
+    Seed,
+    Share,
+    SloTpotMs,
+    SloTtftMs,
+    TraceFile,
+    WorkloadName,
+    write_plan,
+)
+
+
+class Objective(StrEnum):
+    """What a plan of pools optimises."""
+
+    COST = "cost"
+    POWER = "power"
+    THROUGHPUT = "throughput"
+
+
+def pools(  # noqa: PLR0913, PLR0917 - each is a flag
+    profiles: Profiles,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="Least cost or power for --rate, or highest throughput."),
+    ] = Objective.COST,
+    workload: WorkloadName = None,
+    trace: TraceFile = None,
+    rate: Rate = None,
+    slo_ttft_ms: SloTtftMs = None,
+    slo_tpot_ms: SloTpotMs = None,
+    share: Share = 0.9,
+    max_cost: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of all machines for an hour, in USD.")
+    ] = None,
+    max_power_kw: Annotated[
+        float | None, typer.Option(min=0.0, help="Power of all machines, in kW.")
+    ] = None,
+    max_machines: Annotated[int, typer.Option(min=1, help="Number of all machines.")] = 16,
+    link_gbps: LinkGbps = None,
+    precision: Precision = 0.05,
+    max_simulations: MaxSimulations = 12,
+    seed: Seed = 0,
+    json_out: JsonFile = None,
+) -> None:
+    """Find the numbers of machines in pools for prompts, for outputs and for both.
+
+    A simulation decides whether the share of requests meets both targets.
+    """
+    from draftgate.gateway.cli.plan.goodput import POOLS
+    from draftgate.gateway.cli.plan.machine_types import MachineTypes
+    from draftgate.gateway.cli.plan.planner import (
+        Planner,
+        link_of,
+        plan_of,
+        print_search,
+        search_as_json,
+        targets_of,
+    )
+    from draftgate.gateway.cli.plan.sources import source_of
+    from draftgate.loadgen.types import Slo
+    from draftgate.policies.planning.deployments import Budget, deployments, maximal
+
+    try:
+        machines = MachineTypes.load(profiles)
+        targets = targets_of(slo_ttft_ms, slo_tpot_ms, share)
+        source = source_of(workload, trace, Slo.of_ms(slo_ttft_ms, slo_tpot_ms))
+        planner = Planner.of(
+            machines,
+            source,
+            targets,
+            link=link_of(link_gbps),
+            phases=POOLS,
+            precision=precision,
+            seed=seed,
+        )
+        budgets = []
+        if max_cost is not None:
+            budgets.append(Budget(machines.prices, max_cost))
+        if max_power_kw is not None:
+            budgets.append(Budget(machines.powers, 1e3 * max_power_kw))
+        every = deployments(machines.names, budgets, max_machines)
+        if objective is Objective.THROUGHPUT:
+            largest = maximal(every, budgets, max_machines)
+            found = planner.search(
+                (planner.candidate(one, 1.0) for one in largest), max_simulations
+            )
+        else:
+            if rate is None:
+                raise ValueError(f"--objective {objective} needs --rate")
+            each = machines.prices if objective is Objective.COST else machines.powers
+            candidates = (planner.candidate(one, one.total(each)) for one in every)
+            found = planner.search_least(candidates, rate, max_simulations)
+        best = found.best
+        deployment = None if best is None else best.candidate.deployment
+        served_rps = None if best is None else rate or best.rate_rps
+        summary = None
+        if deployment is not None and served_rps is not None:
+            summary = planner.check(deployment, served_rps)
+        plan = plan_of("pools", machines, deployment, summary)
+        write_plan({**plan, "search": search_as_json(found)}, json_out)
+    except (OSError, ValueError) as error:
+        fail(error, BAD_USAGE)
+    print_search(found, deployment)
