@@ -5,13 +5,13 @@
 The reference case of DistServe's simulator has four A100 with OPT-13B, targets of 200 ms (TTFT) and
 100 ms (TPOT) for 90% of the requests, and lengths of ShareGPT. DistServe finds prefill on two GPUs
 and decode on one, with 1.56 requests/s per GPU. It tests the two targets separately, with 300
-requests per rate. This study tests both targets of each request, on machines that compute prompts
-and outputs together.
+requests per rate. This study tests both targets of each request.
 
-The study has three parts: the formula for the time to first token, the search of `draftgate plan
-placement`, and the goodput of two machines with two GPUs each for multiples of both targets. The
-trace has other lengths than DistServe's sample of ShareGPT, so the search also runs with lengths
-that are scaled to the means in the paper.
+The parts are the formula for the time to first token (`formulas`), the search of `draftgate plan
+placement` (`search`), the deployment that DistServe finds (`distserve`), and the goodput of two
+machines with two GPUs each for multiples of both targets (`scales`). The trace has other lengths
+than DistServe's sample of ShareGPT, so all parts but the first also use lengths that are scaled to
+the means in the paper.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ TTFT_S, TPOT_S, SHARE = 0.2, 0.1, 0.9
 LONGEST: Final = 2048
 """Context of OPT-13B. DistServe leaves out longer requests."""
 
-SCALED: Final = "scaled to the paper"
+TRACE, SCALED = "trace", "paper"
+"""The lengths of the trace, and those that are scaled to the means in the paper."""
+
 PAPER_MEANS: Final = (755.5, 200.3)
 """Mean prompt and output tokens of ShareGPT in the paper (table 2)."""
 
@@ -155,24 +157,24 @@ def search(rows: Sequence[TraceRow], args: argparse.Namespace) -> dict[str, Any]
     every = deployments(PROFILES, [Budget(prices, GPUS * GPU_PRICE)], GPUS)
     found = planner.search((planner.candidate(one, one.total(prices)) for one in every), args.most)
     cpu_s = time.process_time() - began_s
-    theirs = planner.measure(planner.candidate(DISTSERVE, DISTSERVE.total(prices)))
     sample = lengths_of(planner.simulation.source)
     return {
         "prompt_tokens": fmean(prompt for prompt, _ in sample),
         "output_tokens": fmean(output for _, output in sample),
         "search_cpu_s": cpu_s,
         "recommended": None if found.best is None else _row(found.best, prices),
-        "distserve": _row(theirs, prices),
         **search_as_json(found),
     }
 
 
-def by_scale(rows: Sequence[TraceRow], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of `PAIRS` for multiples of both targets."""
-    for scale in map(float, args.scales.split(",")):
+def by_scale(
+    rows: Sequence[TraceRow], deployment: Deployment, args: argparse.Namespace, scales: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the goodput of a deployment for multiples of both targets."""
+    for scale in map(float, scales.split(",")):
         planner = planner_of(rows, scale, args)
         prices = planner.machines.prices
-        candidate = planner.candidate(PAIRS, PAIRS.total(prices))
+        candidate = planner.candidate(deployment, deployment.total(prices))
         if candidate.bound_rps:
             yield {"scale": scale, **_row(planner.measure(candidate), prices)}
 
@@ -201,17 +203,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = bench_parser("placement", __doc__, device=False)
     parser.add_argument("--trace", type=Path, required=True, help="trace with the request lengths")
     parser.add_argument("--most", type=int, default=12, help="most deployments to simulate")
+    parser.add_argument("--parts", default="formulas,search,distserve,scales")
+    parser.add_argument("--lengths", default=f"{TRACE},{SCALED}", help="lengths to use")
     parser.add_argument("--precision", type=float, default=0.1)
     parser.add_argument("--formula-requests", type=int, default=20_000)
     parser.add_argument("--scales", default="0.6,0.8,1.0,1.2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     rows = reference_rows(args.trace)
-    lengths = {"trace": rows, SCALED: scaled_rows(rows, PAPER_MEANS)}
+    every = {TRACE: rows, SCALED: scaled_rows(rows, PAPER_MEANS)}
+    lengths = {name: every[name] for name in args.lengths.split(",")}
+    found: dict[str, Any] = {}
     with without_full_gc():
-        formulas = list(formula_errors(args.formula_requests, args.seed))
-        searches = {name: search(one, args) for name, one in lengths.items()}
-        scales = list(by_scale(lengths[SCALED], args))
+        for part in args.parts.split(","):
+            if part == "formulas":
+                found[part] = list(formula_errors(args.formula_requests, args.seed))
+            elif part == "search":
+                found[part] = {name: search(one, args) for name, one in lengths.items()}
+            else:
+                deployment, scales = (
+                    (DISTSERVE, "1.0") if part == "distserve" else (PAIRS, args.scales)
+                )
+                found[part] = {
+                    name: list(by_scale(one, deployment, args, scales))
+                    for name, one in lengths.items()
+                }
+            print(part, found[part], flush=True)
     results = {
         "format": "placement/1",
         **simulated_provenance("placement", arguments),
@@ -225,21 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "precision": args.precision,
             "seed": args.seed,
         },
-        "formulas": formulas,
-        "searches": searches,
-        "slo_scales": scales,
+        **found,
     }
     write_results(args, results, "Placement of OPT-13B on A100, simulated", _body(results))
 
 
 def _body(results: dict[str, Any]) -> Iterator[str]:
     yield "<h1>Placement of OPT-13B on A100, simulated</h1>"
-    for name, rows in (
-        ("Formulas", results["formulas"]),
-        ("Goodput for multiples of the targets", results["slo_scales"]),
-    ):
-        yield f"<h2>{name}</h2>"
-        yield html_table(list(rows[0]), [list(map(str, row.values())) for row in rows])
+    for part in ("distserve", "scales"):
+        for name, rows in results.get(part, {}).items():
+            yield f"<h2>{part}, {name}</h2>"
+            yield html_table(list(rows[0]), [list(map(str, row.values())) for row in rows])
 
 
 if __name__ == "__main__":
