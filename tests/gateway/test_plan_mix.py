@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftgate.gateway.cli import app
+from draftgate.gateway.cli.plan.load_question import is_better
 from draftgate.gateway.cli.plan.mix_search import best, search
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
@@ -58,6 +59,32 @@ def test_search_ends_at_the_limits() -> None:
         1.0,
     )
     assert [one.factor for one in attempts] == [1.0, 1.4]
+
+
+def _found(cost: float, attainment: float, *, feasible: bool = True) -> dict[str, Any]:
+    return {
+        "feasible": feasible,
+        "cost_per_hour": cost,
+        "simulated": {"attainment": attainment},
+        "targets": {"share": 0.95},
+    }
+
+
+@pytest.mark.parametrize(
+    ("without", "with_drafts", "chosen"),
+    [
+        (_found(3.0, 0.96), _found(4.0, 1.0), True),
+        (_found(3.0, 0.96), _found(3.0, 0.96), False),
+        (_found(3.0, 0.90), _found(4.0, 0.96), False),
+        (_found(4.0, 0.96), _found(3.0, 0.90), True),
+        (_found(0.0, 0.0, feasible=False), _found(3.0, 0.90), False),
+    ],
+)
+def test_speculation_never_makes_a_plan_more_expensive(
+    without: dict[str, Any], with_drafts: dict[str, Any], chosen: bool
+) -> None:
+    """The plan is the one without speculation if that is cheaper and meets the share."""
+    assert is_better(without, with_drafts) == chosen
 
 
 def _trace(folder: Path, prompt: int, output: int) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -95,8 +95,17 @@ class LoadQuestion:
     def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
         """Return the plan as `plan/1`, and the simulated requests of its machines.
 
-        There are no simulated requests if the plan is infeasible.
+        There are no simulated requests if the plan is infeasible. With `auto`, the plan is the one
+        without speculation if that is cheaper, because the searches simulate different mixes.
         """
+        found = self._solve()
+        if self.speculation == AUTO:
+            without = replace(self, speculation=OFF).answer()
+            if is_better(without[0], found[0]):
+                return without
+        return found
+
+    def _solve(self) -> tuple[dict[str, Any], Sequence[Record]]:
         factor = self.bursts()
         first = self.mix_at(factor)
         plan: dict[str, Any] = {
@@ -111,6 +120,7 @@ class LoadQuestion:
             ],
             "simulated": None,
             "rate_rps": self.rate_rps,
+            "speculation": self.speculation,
             "targets": {
                 "ttft_s": self.slo.ttft_s,
                 "tpot_s": self.slo.tpot_s,
@@ -178,6 +188,18 @@ class LoadQuestion:
             for name, count in mix.counts.items()
             if count
         ]
+
+
+def is_better(plan: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether a plan costs less than another one, or alone meets its share."""
+    if not plan["feasible"] or not other["feasible"]:
+        return bool(plan["feasible"])
+    met, other_met = (
+        one["simulated"]["attainment"] >= one["targets"]["share"] for one in (plan, other)
+    )
+    if met != other_met:
+        return bool(met)
+    return bool(plan["cost_per_hour"] < other["cost_per_hour"] - 1e-9)
 
 
 def _summary(records: Sequence[Record]) -> dict[str, Any]:
