@@ -12,6 +12,7 @@ from typing import Any
 from bench.gateway.moved_streams import BEGUN_TOKENS, Observed, job_of, run_job, until
 from bench.harness.loop_turns import longest_turn
 from bench.harness.servers import quantiles
+from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.moves import MoveReason
@@ -78,19 +79,19 @@ async def measure_effects(
         for job, observed in zip(jobs, (other, moving), strict=True):
             tasks.append(asyncio.create_task(run_job(dispatcher, job, observed)))
             await until(partial(_has_begun, observed), tasks)
-        since_s = time.perf_counter()
+        since_s = loop_time_s()
         await asyncio.sleep(ENOUGH_S)
         source = moving.worker
         assert source is not None
         assert source is not other.worker  # the router prefers the idle worker
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        began_s, began_cpu_s = loop_time_s(), time.process_time()
         with longest_turn() as turn:
             if policy is None:
                 source.drained = True
             else:
                 policy.source = source.worker_id
             await until(partial(_has_moved, moving), tasks)
-        ended_s = time.perf_counter()
+        ended_s = loop_time_s()
         cpu_s.append(time.process_time() - began_cpu_s)
         if policy is not None:
             policy.source = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class Observed:
     def fetched(self, fetch: KvFetch) -> None:
         """Record a transfer."""
         self._held_blocks[fetch.sink] = fetch.known_blocks + fetch.blocks
-        self.copied_s = time.perf_counter()
+        self.copied_s = loop_time_s()
 
     def moved(self, move: Move) -> None:
         """Record a move."""
@@ -123,7 +122,7 @@ async def run_job(
     """
     async with dispatcher.run(job, watch=observed) as run:
         async for _ in run.deltas:
-            observed.times_s.append(time.perf_counter())
+            observed.times_s.append(loop_time_s())
             if begun is not None and len(observed.times_s) == BEGUN_TOKENS:
                 begun(run.placed[0].worker)
             if settled is not None and observed.deltas_since_switch >= settled:

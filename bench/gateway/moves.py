@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import faulthandler
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -45,7 +44,7 @@ from bench.gateway.rolling_restart import measure_restart
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.assembly import WaitingRules
+from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Move
@@ -91,22 +90,27 @@ async def two_engines(
 
 async def first_token_s(dispatcher: Dispatcher, job: Job) -> float:
     """Return the time in which an idle engine computes a new prompt."""
-    began_s = time.perf_counter()
+    began_s = loop_time_s()
     async with dispatcher.run(job) as run, aclosing(run.deltas) as deltas:
         await anext(deltas)
-        return time.perf_counter() - began_s
+        return loop_time_s() - began_s
 
 
 async def measure_gaps(
-    dispatcher: Dispatcher, fleet: Fleet, tokens: int, rounds: int
+    dispatcher: Dispatcher, fleet: Fleet, tokens: int, rounds: int, model_len: int = MODEL_LEN
 ) -> dict[str, Any]:
-    """Return the extra gaps of moved streams, and the times to compute their contexts."""
+    """Return the extra gaps of moved streams, and the times to compute their contexts.
+
+    Args:
+        tokens: context of the streams.
+        model_len: longest context of a worker in tokens.
+    """
     gaps_s, computed_s, moves = list[float](), list[float](), list[Move]()
 
     def drain(worker: FleetWorker) -> None:
         worker.drained = True
 
-    output_tokens = min(OUTPUT_TOKENS, MODEL_LEN - tokens)
+    output_tokens = min(OUTPUT_TOKENS, model_len - tokens)
     for turn in range(rounds):
         observed, job = Observed(), job_of(tokens, 1000 * tokens + turn, output_tokens)
         await run_job(dispatcher, job, observed, drain, SETTLED_TOKENS)
@@ -162,10 +166,10 @@ async def measure_drain(
     try:
         await until(lambda: min(len(one.times_s) for one in observed) >= BEGUN_TOKENS, tasks)
         sink.drained, source.drained = False, True
-        began_s = time.perf_counter()
-        while source.usage.sequences and time.perf_counter() - began_s < DRAIN_S:  # noqa: ASYNC110
+        began_s = loop_time_s()
+        while source.usage.sequences and loop_time_s() - began_s < DRAIN_S:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        drained_s, left = time.perf_counter() - began_s, source.usage.sequences
+        drained_s, left = loop_time_s() - began_s, source.usage.sequences
         await asyncio.sleep(0.5)
     finally:
         for task in tasks:

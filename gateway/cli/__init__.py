@@ -123,6 +123,7 @@ BENCHES: Final = {
     "herd": "bench.simulation.herd",
     "routing": "bench.simulation.routing",
     "rescheduling": "bench.simulation.rescheduling",
+    "move-gaps": "bench.simulation.move_gaps",
     "mixes": "bench.simulation.mixes",
     "scale": "bench.simulation.scale",
     "overload": "bench.simulation.overload",
