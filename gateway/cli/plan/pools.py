@@ -37,7 +37,10 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
     profiles: Profiles,
     objective: Annotated[
         Objective,
-        typer.Option(help="Least cost or power for --rate, or highest throughput."),
+        typer.Option(
+            help="Least cost or power for --rate, or highest throughput.",
+            metavar="cost|power|throughput",
+        ),
     ] = Objective.COST,
     workload: WorkloadName = None,
     trace: TraceFile = None,
