@@ -123,6 +123,7 @@ BENCHES: Final = {
     "herd": "bench.simulation.herd",
     "routing": "bench.simulation.routing",
     "rescheduling": "bench.simulation.rescheduling",
+    "unlike-workers": "bench.simulation.unlike_workers",
     "move-gaps": "bench.simulation.move_gaps",
     "mixes": "bench.simulation.mixes",
     "scale": "bench.simulation.scale",
