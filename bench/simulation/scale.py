@@ -149,6 +149,8 @@ def _placed(found: Measured, workers: int) -> list[int]:
 
 def _decisions(found: Measured) -> dict[str, Any]:
     decided = sorted(one.decided_s for one in found.finished if one.decided_s is not None)
+    if not decided:  # every request waited
+        return {"decisions": 0}
     return {
         "decisions": len(decided),
         "decision_p50_us": percentile(decided, 0.5) * 1e6,
