@@ -1,4 +1,4 @@
-"""Plan mixes of GPUs for traces, and compare them with single types of GPUs (Mélange).
+"""Plan mixes of GPUs for traces, and compare them with single types of GPUs.
 
     draftgate bench mixes --trace code=FILE --trace conv=FILE --json OUT --html OUT
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draftgate.gateway.dispatch.failover import RECOVERY_S
-from tests.cluster.nodes import PATIENT, START_S, NodeProcess, eventually
+from tests.cluster.nodes import NodeProcess, eventually
 
-FLAGS = ("--processes", "2", "--backend", "sim", *PATIENT)
+FLAGS = ("--processes", "2", "--backend", "sim")
 
 SLOW = ("--profile", "h100-8b")
 """A device whose steps take milliseconds, so that a stream of 400 tokens takes seconds."""
@@ -62,7 +61,7 @@ def _listens(pid: int, port: int) -> bool:
 
 def client(node: NodeProcess) -> httpx.AsyncClient:
     """Return a client with a new connection."""
-    return httpx.AsyncClient(base_url=node.url, verify=False, timeout=START_S)
+    return httpx.AsyncClient(base_url=node.url, verify=False, timeout=60)
 
 
 async def completion(node: NodeProcess, tokens: int = 4) -> str:
@@ -142,28 +141,12 @@ async def _has_fronts(node: NodeProcess, survivor: int) -> bool:
 
 
 async def test_streams_continue_when_the_worker_process_dies(tmp_path: Path) -> None:
-    """Requests that lose their worker continue when its process has started again in time."""
+    """Requests that lose their worker continue when its process has started again."""
     async with running(tmp_path, *SLOW) as node:
-        for _ in range(5):
-            (worker,) = set(children_of(node)) - set(fronts(node))
-            tasks = await streams(node, 4)
-            begun_s = time.monotonic()
-            os.kill(worker, signal.SIGKILL)
-            await eventually(lambda lost=worker: _serves_without(node, lost))
-            restart_s = time.monotonic() - begun_s
-            endings = await asyncio.gather(*tasks)
-            if restart_s < RECOVERY_S / 2:  # the fronts link to the worker within seconds
-                assert endings == ["data: [DONE]"] * 4
-                return
-        pytest.skip("the machine is too busy to start a process in time")
-
-
-async def _serves_without(node: NodeProcess, lost: int) -> bool:
-    """Return whether a process other than the lost one is the worker, and serves."""
-    if lost in children_of(node) or len(children_of(node)) != 3:
-        return False
-    workers = (await node.json("/health"))["workers"]
-    return [worker["status"] for worker in workers] == ["ok"]
+        (worker,) = set(children_of(node)) - set(fronts(node))
+        tasks = await streams(node, 4)
+        os.kill(worker, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == ["data: [DONE]"] * 4
 
 
 async def test_a_signal_drains_all_processes(tmp_path: Path) -> None:
