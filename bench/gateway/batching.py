@@ -59,7 +59,7 @@ MOST_REQUESTS: Final = 1000
 PRECISION: Final = 0.08
 
 FLAGS: Final = (
-    *("--device", "cpu", "--threads", "1", "--speculation", "off"),
+    *("--device", "cpu", "--threads", "1", "--speculation", "off", "--admission", "none"),
     *("--max-model-len", "8192", "--kv-bytes", "512MiB"),
 )
 SLO: Final = Slo.of_ms(TTFT_MS, GAP_MS, chunk_gap_ms=GAP_MS)
