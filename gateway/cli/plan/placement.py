@@ -53,33 +53,23 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
     measure it. With --rate, the plan has as many copies of the deployment as serve the rate.
     """
     from draftgate.gateway.cli.plan.goodput import PLACEMENT
-    from draftgate.gateway.cli.plan.machine_types import MachineTypes
-    from draftgate.gateway.cli.plan.planner import (
-        Planner,
-        link_of,
-        plan_of,
-        print_search,
-        search_as_json,
-        targets_of,
-    )
-    from draftgate.gateway.cli.plan.sources import source_of
-    from draftgate.loadgen.types import Slo
+    from draftgate.gateway.cli.plan.planner import plan_of, planner_of, print_search
     from draftgate.policies.planning.deployments import Budget, deployments
 
     try:
-        machines = MachineTypes.load(profiles)
-        prices = machines.prices
-        targets = targets_of(slo_ttft_ms, slo_tpot_ms, share)
-        source = source_of(workload, trace, Slo.of_ms(slo_ttft_ms, slo_tpot_ms))
-        planner = Planner.of(
-            machines,
-            source,
-            targets,
-            link=link_of(link_gbps),
+        planner = planner_of(
+            profiles,
+            workload,
+            trace,
+            slo_ttft_ms,
+            slo_tpot_ms,
+            share,
+            link_gbps=link_gbps,
             phases=PLACEMENT,
             precision=precision,
             seed=seed,
         )
+        machines, prices = planner.machines, planner.machines.prices
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         found = planner.search(
             (
@@ -93,8 +83,7 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
             deployment = best.candidate.deployment
             if rate is not None:
                 deployment, summary = planner.enough(best, rate)
-        plan = plan_of("placement", machines, deployment, summary)
-        write_plan({**plan, "search": search_as_json(found)}, json_out)
+        write_plan(plan_of("placement", machines, found, deployment, summary), json_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
     print_search(found, deployment)

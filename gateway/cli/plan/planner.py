@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.gateway.cli.plan.goodput import CHECKED, Simulation
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
 from draftgate.gateway.cli.plan.machines import OFF
-from draftgate.gateway.cli.plan.sources import Source, lengths_of
+from draftgate.gateway.cli.plan.sources import Source, lengths_of, source_of
 from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.search.types import SearchGoal
@@ -162,13 +163,47 @@ class Planner:
         return deployment, summary
 
 
+def planner_of(  # noqa: PLR0913 - each is an option
+    profiles: str,
+    workload: str | None,
+    trace: Path | None,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    share: float,
+    *,
+    link_gbps: float | None,
+    phases: Mapping[Layout, str],
+    precision: float,
+    seed: int,
+) -> Planner:
+    """Return the planner that the options describe.
+
+    Raises:
+        OSError: the trace cannot be read.
+        ValueError: a profile, a target or the source of the requests is missing or wrong.
+    """
+    machines = MachineTypes.load(profiles)
+    targets = targets_of(ttft_ms, tpot_ms, share)
+    source = source_of(workload, trace, Slo.of_ms(ttft_ms, tpot_ms))
+    return Planner.of(
+        machines,
+        source,
+        targets,
+        link=link_of(link_gbps),
+        phases=phases,
+        precision=precision,
+        seed=seed,
+    )
+
+
 def plan_of(
     question: str,
     machines: MachineTypes,
+    search: Search,
     deployment: Deployment | None,
     simulated: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return a plan in the form `plan/1`, of no machines for None."""
+    """Return a plan in the form `plan/1` with its search, of no machines for None."""
     groups = () if deployment is None else deployment.groups
     counts = Counter(dict.fromkeys(machines.names, 0))
     for group in groups:
@@ -190,6 +225,7 @@ def plan_of(
         ],
         "infeasible_buckets": [],
         "simulated": simulated,
+        "search": search_as_json(search),
     }
 
 

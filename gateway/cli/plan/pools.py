@@ -66,32 +66,23 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
     A simulation decides whether the share of requests meets both targets.
     """
     from draftgate.gateway.cli.plan.goodput import POOLS
-    from draftgate.gateway.cli.plan.machine_types import MachineTypes
-    from draftgate.gateway.cli.plan.planner import (
-        Planner,
-        link_of,
-        plan_of,
-        print_search,
-        search_as_json,
-        targets_of,
-    )
-    from draftgate.gateway.cli.plan.sources import source_of
-    from draftgate.loadgen.types import Slo
+    from draftgate.gateway.cli.plan.planner import plan_of, planner_of, print_search
     from draftgate.policies.planning.deployments import Budget, deployments, maximal
 
     try:
-        machines = MachineTypes.load(profiles)
-        targets = targets_of(slo_ttft_ms, slo_tpot_ms, share)
-        source = source_of(workload, trace, Slo.of_ms(slo_ttft_ms, slo_tpot_ms))
-        planner = Planner.of(
-            machines,
-            source,
-            targets,
-            link=link_of(link_gbps),
+        planner = planner_of(
+            profiles,
+            workload,
+            trace,
+            slo_ttft_ms,
+            slo_tpot_ms,
+            share,
+            link_gbps=link_gbps,
             phases=POOLS,
             precision=precision,
             seed=seed,
         )
+        machines = planner.machines
         budgets = []
         if max_cost is not None:
             budgets.append(Budget(machines.prices, max_cost))
@@ -115,8 +106,7 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
         summary = None
         if deployment is not None and served_rps is not None:
             summary = planner.check(deployment, served_rps)
-        plan = plan_of("pools", machines, deployment, summary)
-        write_plan({**plan, "search": search_as_json(found)}, json_out)
+        write_plan(plan_of("pools", machines, found, deployment, summary), json_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
     print_search(found, deployment)
