@@ -135,24 +135,18 @@ class _Prober:
     ) -> tuple[ProbeResult, LoadRun, bool]:
         """Send a probe until its verdict is clear. Return its run and whether Ctrl-C stopped it."""
         load = replace(self._load, rate_rps=probe.rate_rps, seed=probe.seed, requests=probe.longest)
-        test, outcomes, plan = SequentialTest(probe, goal), dict[int, bool](), self._plan(load)
-        following, enough = iter(plan), False
-        due: PlannedRequest | None = next(following)
+        test, enough = SequentialTest(probe, goal), False
 
         def over(record: Record) -> None:
-            nonlocal due, enough
+            nonlocal enough
             if record.verdict == Verdict.INTERRUPTED or enough:
                 return
-            outcomes[record.planned.index] = meets_slo(record)
-            # Outcomes count in the order of the schedule. Fast responses end before slow
-            # ones, so the order of completion would be too favourable.
-            while due is not None and due.index in outcomes and not enough:
-                enough = test.add(due.at_s or 0.0, met=outcomes.pop(due.index))
-                due = next(following, None)
+            planned = record.planned
+            enough = test.observe(planned.index, planned.at_s or 0.0, met=meets_slo(record))
             if enough:
                 sending.cancel()
 
-        sending = asyncio.create_task(run_plan(self._client, plan, on_record=over))
+        sending = asyncio.create_task(run_plan(self._client, self._plan(load), on_record=over))
         stopped = await _cancelled_while(sending)
         run = sending.result()
         if enough and not stopped:

@@ -31,13 +31,16 @@ RHO: Final = 0.84
 
 
 class SequentialTest:
-    """Judges a probe by its outcomes, in the order of the schedule."""
+    """Judges a probe by its outcomes."""
 
     def __init__(self, probe: SearchProbe, goal: SearchGoal) -> None:
         self._probe = probe
         self._share = goal.share
         self._warm_up: list[bool] = []
         self._met: list[bool] = []
+        self._early: dict[int, tuple[float, bool]] = {}
+        self._next = 0
+        self._enough = False
 
     @property
     def met(self) -> tuple[bool, ...]:
@@ -49,12 +52,23 @@ class SequentialTest:
         """
         return tuple(self._met or self._warm_up[len(self._warm_up) // 2 :])
 
-    def add(self, at_s: float, met: bool) -> bool:
-        """Add the outcome of a request, and return whether the probe may end.
+    def observe(self, index: int, at_s: float, met: bool) -> bool:
+        """Take the outcome of a request that has ended, and return whether the probe may end.
+
+        Outcomes count in the order of the schedule. Fast responses end before slow ones, so the
+        order of completion would be too favourable. Outcomes after the end do not count.
 
         Args:
+            index: its place in the schedule, from 0.
             at_s: its scheduled time, in seconds from the start of the run.
         """
+        self._early[index] = at_s, met
+        while not self._enough and self._next in self._early:
+            self._enough = self._add(*self._early.pop(self._next))
+            self._next += 1
+        return self._enough
+
+    def _add(self, at_s: float, met: bool) -> bool:
         warming = at_s < self._probe.warm_up_s
         seen = self._warm_up if warming else self._met
         seen.append(met)

@@ -57,12 +57,11 @@ def run_search(goal: SearchGoal, outcomes_of: Callable[[SearchProbe], tuple]) ->
     """Search a virtual server, given a function that returns the times and outcomes of a probe."""
     search = RateSearch(goal)
     while (probe := search.propose()) is not None:
-        test, sent = SequentialTest(probe, goal), 0
-        for at_s, met in zip(*outcomes_of(probe), strict=True):
-            sent += 1
-            if test.add(float(at_s), met=bool(met)):
+        test, outcomes = SequentialTest(probe, goal), zip(*outcomes_of(probe), strict=True)
+        for index, (at_s, met) in enumerate(outcomes):
+            if test.observe(index, float(at_s), met=bool(met)):
                 break
-        search.observe(ProbeResult(probe, test.met, sent, test.verdict))
+        search.observe(ProbeResult(probe, test.met, index + 1, test.verdict))
     return search
 
 

@@ -122,9 +122,9 @@ def test_a_probe_ends_when_its_verdict_is_clear() -> None:
     def length(share: float, settle_s: float) -> tuple[int, ProbeVerdict]:
         watch = SequentialTest(SearchProbe(10.0, 0, settle_s, 1000, 200), goal)
         random = np.random.default_rng(1)
-        for sent in range(1, 3000):
-            if watch.add(sent / 10.0, met=bool(random.random() < share)):
-                return sent, watch.verdict
+        for index in range(3000):
+            if watch.observe(index, index / 10.0, met=bool(random.random() < share)):
+                return index + 1, watch.verdict
         raise AssertionError
 
     assert length(0.5, 0.0) == (200, ProbeVerdict.FAILS)
@@ -133,6 +133,16 @@ def test_a_probe_ends_when_its_verdict_is_clear() -> None:
     assert (sent >= 499 + 200, verdict) == (True, ProbeVerdict.HOLDS)
     sent, verdict = length(0.0, 50.0)
     assert (sent < 499, verdict) == (True, ProbeVerdict.FAILS)
+
+
+def test_outcomes_count_in_the_order_of_the_schedule() -> None:
+    """An outcome does not count before the outcomes of all earlier requests."""
+    test = SequentialTest(SearchProbe(10.0, 0, 0.0, 1000, 200), SearchGoal(10.0, 0.1))
+    for index in range(1, 500):
+        assert not test.observe(index, index / 10.0, met=True)
+    assert test.met == ()
+    test.observe(0, 0.0, met=False)
+    assert test.met[:2] == (False, True)
 
 
 def test_dispersion_matches_repeated_runs() -> None:

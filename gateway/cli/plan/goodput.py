@@ -116,18 +116,12 @@ class Simulation:
 
     def _probe(self, deployment: Deployment, probe: SearchProbe, goal: SearchGoal) -> ProbeResult:
         """Simulate a rate until its verdict is clear."""
-        test, ended = SequentialTest(probe, goal), dict[int, Record]()
-        sent, due, enough = 0, 0, False
+        test, sent, enough = SequentialTest(probe, goal), 0, False
         requests = self.source.requests(probe.rate_rps, probe.seed, probe.longest)
 
         def over(record: Record) -> None:
-            nonlocal due, enough
-            ended[record.planned.index] = record
-            # Outcomes count in the order of the schedule, because short requests end first.
-            while not enough and due in ended:
-                first = ended.pop(due)
-                enough = test.add(first.scheduled_s, met=meets_slo(first))
-                due += 1
+            nonlocal enough
+            enough = test.observe(record.planned.index, record.scheduled_s, met=meets_slo(record))
 
         def until_enough() -> Iterator[PlannedRequest]:
             nonlocal sent
