@@ -65,6 +65,12 @@ class SetPace(WorkerMessage, frozen=True):
     pace: Pace
 
 
+class SetRole(WorkerMessage, frozen=True):
+    """Message to a peer to change the role of its worker, if its `Ready` says that it can."""
+
+    role: Role
+
+
 class Alive(WorkerMessage, frozen=True):
     """Message to a peer that this node still runs. The first message to a peer."""
 
@@ -86,12 +92,14 @@ class Ready(WorkerMessage, frozen=True):
         epoch: epoch of a peer's worker, which each restart increases.
         tokenizer: digest of a peer's tokenizer files.
         streams_blocks: whether a peer exchanges KV blocks over a stream (`peer.block_stream`).
+        changes_role: whether a peer accepts `SetRole`.
     """
 
     card: ModelCard
     epoch: str = ""
     tokenizer: str = ""
     streams_blocks: bool = False
+    changes_role: bool = False
 
 
 class Update(WorkerMessage, frozen=True):
@@ -170,7 +178,7 @@ class KvReply(WorkerMessage, frozen=True):
     shared: SharedBytes | None = None
 
 
-Command = Start | Submit | Cancel | SetPace | Alive | FetchTokenizer | KvCall
+Command = Start | Submit | Cancel | SetPace | SetRole | Alive | FetchTokenizer | KvCall
 Report = Loading | Ready | Update | Failed | TokenizerFiles | KvReply
 
 

@@ -8,6 +8,7 @@
     │   ├── PreviousResponseNotFound 400 code previous_response_not_found
     │   ├── ModelNotFound     404  ... code model_not_found
     │   ├── ResponseNotFound  404  ... code response_not_found
+    │   ├── WorkerNotFound    404  ... code worker_not_found
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
@@ -15,6 +16,7 @@
     │   ├── CertificateRequired 403 ... code client_certificate_required
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
     │   ├── RequestTimeout    408  ... code request_timeout
+    │   ├── FixedRole         409  ... code fixed_role
     │   ├── BodyTooLarge      413  ... code body_too_large
     │   ├── ExpectationFailed 417  ... code expectation_failed
     │   └── HeadersTooLarge   431  ... code headers_too_large
@@ -181,6 +183,13 @@ class ResponseNotFound(InvalidRequest, status=404, code="response_not_found"):
         super().__init__(f"the response {response_id!r} does not exist or is not stored any more")
 
 
+class WorkerNotFound(InvalidRequest, status=404, code="worker_not_found"):
+    """The pool has no worker of this id."""
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(f"the worker {worker_id!r} does not exist; /workers lists all workers")
+
+
 class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
     """The response that a request continues does not exist.
 
@@ -227,6 +236,10 @@ class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
 
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
     """The body did not arrive within `--body-timeout-s`."""
+
+
+class FixedRole(InvalidRequest, status=409, code="fixed_role"):
+    """The worker cannot change its role while it runs."""
 
 
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):

@@ -68,8 +68,13 @@ class FleetWorker(SentRequests):
 
     @property
     def role(self) -> Role:
-        """The phase of requests that the worker prefers."""
-        return self._role
+        """The phase of requests that the worker prefers, which its own node may set."""
+        backend = self.backend
+        return backend.role if isinstance(backend, PeerBackend) else self._role
+
+    @role.setter
+    def role(self, role: Role) -> None:
+        self._role = role
 
     @property
     def watermark(self) -> int:
@@ -193,11 +198,6 @@ class PeerWorker(FleetWorker):
     def watermark(self) -> int:
         """Number of the last lease that the worker's load includes."""
         return self._peer.watermark
-
-    @property
-    def role(self) -> Role:
-        """The phase of requests that the worker prefers, as its node reports."""
-        return self._peer.role
 
     @property
     def load_age_s(self) -> float:

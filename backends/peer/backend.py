@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Final
 
 import aiohttp
@@ -27,6 +26,7 @@ from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.clock import RemoteClock
 from draftgate.backends.peer.link import Link, PeerChanged, linked
+from draftgate.backends.peer.link_ids import LinkIds
 from draftgate.backends.peer.proof import SharedSecret, secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.backends.peer.upgrade import CONNECT_S, PeerRefused
@@ -34,6 +34,7 @@ from draftgate.backends.remote_worker import (
     Cancel,
     Report,
     SetPace,
+    SetRole,
     Submit,
     Update,
     remote_admission,
@@ -56,38 +57,6 @@ PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, 
 usable soon."""
 
 _UNKNOWN: Final = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
-
-
-class LinkIds:
-    """Ids of the running requests on one connection, each of which is used once."""
-
-    def __init__(self) -> None:
-        """Start without requests."""
-        self._next = count()
-        self._id_of: dict[str, str] = {}
-        self._request_of: dict[str, str] = {}
-
-    def new_id(self, request_id: str) -> str:
-        """Return a new id for a request without an id."""
-        link_id = str(next(self._next))
-        self._id_of[request_id] = link_id
-        self._request_of[link_id] = request_id
-        return link_id
-
-    def id_of(self, request_id: str) -> str | None:
-        """Return the id of a request, or None if it no longer runs."""
-        return self._id_of.get(request_id)
-
-    def request_of(self, link_id: str) -> str | None:
-        """Return the request with this id, or None if it no longer runs."""
-        return self._request_of.get(link_id)
-
-    def forget(self, request_id: str) -> str | None:
-        """Forget a request that no longer runs, and return its id."""
-        link_id = self._id_of.pop(request_id, None)
-        if link_id is not None:
-            del self._request_of[link_id]
-        return link_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +126,7 @@ class PeerBackend(OperatedBlocks):
         self._load, self._updated_s = _UNKNOWN, 0.0
         self._refusing = ""
         self._leaving = False
+        self._role_changed = asyncio.Event()
         self._remote_clock = RemoteClock()
         self._session: aiohttp.ClientSession | None = None
         self._started: asyncio.Future[None] | None = None
@@ -255,6 +225,28 @@ class PeerBackend(OperatedBlocks):
         if self._link is not None and link_id is not None:
             self._link.send(SetPace(link_id, pace))
 
+    @property
+    def changes_role(self) -> bool:
+        """Whether the peer, if it is linked, can change its role while it runs."""
+        return self._link is None or self._link.ready.changes_role
+
+    async def change_role(self, role: Role) -> None:
+        """Change the role of the worker, and return when the peer has reported it.
+
+        Raises:
+            BackendFailed: the peer is lost, or does not report the role in time.
+        """
+        if self._link is None:
+            raise BackendFailed(self.failure)
+        self._link.send(SetRole(role))
+        try:
+            async with asyncio.timeout(self._silence_s):
+                while self.role is not role:
+                    self._role_changed.clear()
+                    await self._role_changed.wait()
+        except TimeoutError:
+            raise BackendFailed("the peer has not confirmed its role") from None
+
     def unread_tokens(self, request_id: str) -> int:
         """Return how many tokens wait for the reader of a request."""
         return self._streams.unread_tokens(request_id)
@@ -350,7 +342,10 @@ class PeerBackend(OperatedBlocks):
         now_s = self._clock()
         if report.load is not None:
             self._load, self._updated_s, self.watermark = report.load, now_s, report.watermark
-        self._refusing, self._leaving, self.role = report.refusing, report.leaving, report.role
+        self._refusing, self._leaving = report.refusing, report.leaving
+        if report.role is not self.role:
+            self.role = report.role
+            self._role_changed.set()
         self._remote_clock.add_report(report.sent_s, now_s)
         batch = []
         for link_id, delta in report.deltas:

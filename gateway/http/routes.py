@@ -38,6 +38,7 @@ from draftgate.gateway.http.endpoints import (
     models,
     page,
     stored_responses,
+    worker_role,
 )
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
 from draftgate.gateway.http.endpoints.responses import RESPONSES
@@ -114,6 +115,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/decisions", live.list_decisions),
         web.get("/live", live.live, allow_head=False),
         web.get("/workers", live.list_workers),
+        web.put(worker_role.PATH, worker_role.set_role),
         web.get("/web/{name}", page.file),
         web.get("/openapi.json", get_document),
     ]

@@ -99,6 +99,7 @@ LONG = {
     "POST /detokenize": Count(2500, 600),
     "GET /decisions": Count(900, 400),
     "GET /live": Count(40, 40),
+    "PUT /workers/{worker_id}/role": Count(100, 100),
     "GET /v1/models/{model}": Count(600, 200),
     "GET /web/{name}": Count(200, 100),
 }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends import token_ids
 from draftgate.backends.engine.channel import SocketChannel
-from draftgate.backends.peer.backend import LinkIds
+from draftgate.backends.peer.link_ids import LinkIds
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.remote_worker import (
     Cancel,
@@ -26,6 +26,7 @@ from draftgate.backends.remote_worker import (
     Ready,
     Report,
     SetPace,
+    SetRole,
     Start,
     Submit,
     TokenizerFiles,
@@ -52,6 +53,7 @@ from draftgate.backends.types import (
 )
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import (
+    Role,
     ServiceLevel,
     SpeculationMode,
     SpeculationPlan,
@@ -100,14 +102,15 @@ COMMANDS = [
     Submit("3", EMBEDDING),
     Cancel("1"),
     SetPace("1", Pace.PAUSED),
+    SetRole(Role.DECODE),
     FetchTokenizer(),
 ]
 REPORTS = [
     Loading(0.5),
     Ready(CARD),
-    Ready(CARD, "epoch", "digest", streams_blocks=True),
+    Ready(CARD, "epoch", "digest", streams_blocks=True, changes_role=True),
     TokenizerFiles({"tokenizer.json": b"{}\xff"}),
-    Update(DELTAS, LOAD, [("4", "it broke")], 12.5, "draining", 9, leaving=True),
+    Update(DELTAS, LOAD, [("4", "it broke")], 12.5, "draining", 9, leaving=True, role=Role.PREFILL),
     Update([], LOAD),
     Failed("ValueError", "no such dtype"),
 ]
@@ -159,6 +162,15 @@ def test_pace_arrives_as_enum_member(
     arrived = carried(SetPace("0", pace), Command)
     assert isinstance(arrived, SetPace)
     assert arrived.pace is pace
+
+
+@pytest.mark.parametrize("role", Role)
+def test_role_arrives_as_enum_member(role: Role) -> None:
+    """A role arrives as an enum member, because policies compare roles by identity."""
+    command, report = over_codec(SetRole(role), Command), over_codec(Update([], role=role), Report)
+    assert isinstance(command, SetRole)
+    assert isinstance(report, Update)
+    assert command.role is report.role is role
 
 
 def test_unknown_field_of_newer_version_is_ignored() -> None:

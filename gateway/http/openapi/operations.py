@@ -51,9 +51,10 @@ from draftgate.gateway.http.requests.schemas import (
     DetokenizeBody,
     EmbeddingBody,
     TokenizeBody,
+    WorkerRoleBody,
 )
 from draftgate.gateway.telemetry.live import NodeSample
-from draftgate.gateway.telemetry.worker_list import WorkerList
+from draftgate.gateway.telemetry.worker_list import ListedWorker, WorkerList
 
 
 class ErrorDetail(Struct):
@@ -357,6 +358,15 @@ OPERATIONS: Final = (
         "/workers",
         "Return the workers of the pool, the streams of this node, and their latest moves.",
         WorkerList,
+    ),
+    Operation(
+        "PUT",
+        "/workers/{worker_id}/role",
+        "Set the phase of requests that a worker prefers.",
+        ListedWorker,
+        WorkerRoleBody,
+        errors=(400, 404, 408, 409, 413, 503),
+        parameters=(_in_path("worker_id"),),
     ),
     Operation("GET", "/", "Return the live page.", ("text/html",)),
     Operation(

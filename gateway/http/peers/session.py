@@ -33,6 +33,7 @@ from draftgate.backends.remote_worker import (
     FetchTokenizer,
     Ready,
     SetPace,
+    SetRole,
     Submit,
     TokenizerFiles,
     Update,
@@ -44,6 +45,7 @@ from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
+from draftgate.policies.types import Role
 
 SILENT_S: Final = 3 * ALIVE_S
 """Seconds of silence after which the requests of a lost node are cancelled."""
@@ -168,7 +170,7 @@ class PeerSession:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
         streams_blocks = self._worker.kv_format is not None
-        return Ready(backend.card, self._worker.epoch, digest, streams_blocks)
+        return Ready(*(backend.card, self._worker.epoch, digest, streams_blocks), changes_role=True)
 
     def _lost(self) -> None:
         self._greeted.set()
@@ -182,6 +184,8 @@ class PeerSession:
             self._greeted.set()
         elif isinstance(command, FetchTokenizer):
             self._sending_files = asyncio.create_task(self._send_files())
+        elif isinstance(command, SetRole):
+            self._set_role(command.role)
         elif isinstance(command, Cancel | SetPace) and command.id in self._streams:
             stream, task = self._streams[command.id]
             if isinstance(command, SetPace):
@@ -189,6 +193,14 @@ class PeerSession:
             else:
                 self._loads_due = LOADS_AFTER_CANCEL
                 task.cancel()
+
+    def _set_role(self, role: Role) -> None:
+        """Change the role of the worker for all nodes, and confirm it to the other node."""
+        self._worker.role = role
+        worker_id = self._worker.worker_id
+        log(logging.INFO, "a peer set the role of a worker", worker=worker_id, role=role)
+        self._report()
+        self._node.dispatcher.queue.dispatch_waiting()
 
     async def _send_files(self) -> None:
         try:

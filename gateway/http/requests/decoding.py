@@ -12,7 +12,7 @@ import msgspec
 
 from draftgate.backends.errors import RequestRejected
 from draftgate.gateway.errors import InvalidRequest, Unsupported
-from draftgate.policies.types import SpeculationMode
+from draftgate.policies.types import Role, SpeculationMode
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "messages.content.content.type": ("text",),
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
+    "role": tuple(Role),  # of a worker
 }
 """The allowed values of fields whose messages from msgspec do not list them, by path without
 indexes."""

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Raw, Struct
 
-from draftgate.policies.types import SpeculationMode
+from draftgate.policies.types import Role, SpeculationMode
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -340,3 +340,9 @@ class DetokenizeBody(Struct):
 
     tokens: list[int]
     model: str | None = None
+
+
+class WorkerRoleBody(Struct):
+    """Body of `PUT /workers/{worker_id}/role`."""
+
+    role: Role
