@@ -7,16 +7,16 @@ The reference case of DistServe's simulator has four A100 with OPT-13B, targets 
 and decode on one, with 1.56 requests/s per GPU. It tests the two targets separately, with 300
 requests per rate. This study tests both targets of each request.
 
-The parts are the formula for the time to first token (`formulas`), the search of `draftgate plan
-placement` (`search`), the deployment that DistServe finds (`distserve`), and the goodput of two
-machines with two GPUs each for multiples of both targets (`scales`). The trace has other lengths
-than DistServe's sample of ShareGPT, so all parts but the first also use lengths that are scaled to
-the means in the paper.
+The parts are the formulas for the TTFT (`formulas`), the search of `draftgate plan placement`
+(`search`), and the goodput for multiples of both targets (`scales`), of DistServe's deployment and
+of two machines with two GPUs each. The trace has other lengths than DistServe's sample of ShareGPT,
+so the last two parts can use lengths that are scaled to the means in the paper.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,20 +24,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from msgspec import structs
-
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from draftgate.backends.sim.assembly import SimEnvironment
+from bench.simulation.ttft_formulas import compare, prefill_workers
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.plan.goodput import PLACEMENT, WITHOUT_DRAFTS
+from draftgate.gateway.cli.plan.goodput import PLACEMENT
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
 from draftgate.gateway.cli.plan.planner import Planner, search_as_json
 from draftgate.gateway.cli.plan.sources import TraceSource, lengths_of
-from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
-from draftgate.gateway.cli.simulate.drawn import Drawn
-from draftgate.loadgen.measuring.metrics import ttft_s
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
@@ -49,7 +43,6 @@ from draftgate.policies.planning.deployments import (
     Measured,
     deployments,
 )
-from draftgate.policies.planning.queueing import mean_ttft_s
 from draftgate.policies.planning.throughput import Targets
 from draftgate.policies.types import Role
 
@@ -80,11 +73,7 @@ NVLINK: Final = KvLink(300e9, 1e-4)
 """The link between the GPUs: NVLink of the A100 in one direction. The latency is assumed."""
 
 PAIRS: Final = Deployment((Group(PROFILES[1], Role.ANY, GPUS // 2),))
-"""The deployment whose goodput is measured for multiples of the targets."""
-
-LOADS: Final = (0.3, 0.6)
-PROMPT_TOKENS: Final = 512
-"""Loads and prompts for the check of the formulas."""
+"""The deployment with machines for both phases with which it is compared."""
 
 
 def reference_rows(path: Path) -> list[TraceRow]:
@@ -107,36 +96,16 @@ def scaled_rows(rows: Sequence[TraceRow], means: tuple[float, float]) -> list[Tr
     return [row for row in scaled if row.prompt_tokens + row.output_tokens < LONGEST]
 
 
-def formula_errors(requests: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the mean TTFT of equal prompts in the simulator, and by the formula.
-
-    A worker with one sequence is an M/D/1 queue. Its service time is the TTFT of an idle worker.
-    """
-    config = structs.replace(WITHOUT_DRAFTS, profile=_file(PROFILES[0]), max_num_seqs=1)
-    service_s = _mean_ttft_s(config, 1e-3, 20, seed)
-    for load in LOADS:
-        rate_rps = load / service_s
-        measured_s = _mean_ttft_s(config, rate_rps, requests, seed)
-        predicted_s = mean_ttft_s(rate_rps, service_s)
-        yield {
-            "profile": PROFILES[0],
-            "load": load,
-            "simulated_s": measured_s,
-            "formula_s": predicted_s,
-            "error": predicted_s / measured_s - 1.0,
-        }
-
-
-def _mean_ttft_s(config: WorkerConfig, rate_rps: float, requests: int, seed: int) -> float:
-    drawn = Drawn((TraceRow(0.0, PROMPT_TOKENS, 1),) * requests, seed)
-    cluster = SimulatedCluster(config, 1, SimEnvironment(seed, roofline=False))
-    records = simulate(cluster, drawn.planned(rate_rps, Slo()), to_job=drawn.job)
-    return fmean(found for record in records if (found := ttft_s(record)) is not None)
+def formulas(requests: int, seed: int) -> list[dict[str, Any]]:
+    """Return the mean TTFT of equal prompts in the simulator, and by the formulas."""
+    every = prefill_workers(*map(profile_file, PROFILES[:2]))
+    prompt_s = every[0].idle_ttft_s()
+    return [row for workers in every for row in compare(workers, prompt_s, requests, seed)]
 
 
 def planner_of(rows: Sequence[TraceRow], scale: float, args: argparse.Namespace) -> Planner:
     """Return the planner of the reference case for multiples of the targets."""
-    machines = MachineTypes.load(",".join(map(_file, PROFILES)))
+    machines = MachineTypes.load(",".join(map(profile_file, PROFILES)))
     slo = Slo(scale * TTFT_S, scale * TPOT_S)
     return Planner.of(
         machines,
@@ -167,16 +136,22 @@ def search(rows: Sequence[TraceRow], args: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def by_scale(
-    rows: Sequence[TraceRow], deployment: Deployment, args: argparse.Namespace, scales: str
-) -> Iterator[dict[str, Any]]:
-    """Yield the goodput of a deployment for multiples of both targets."""
-    for scale in map(float, scales.split(",")):
+def by_scale(rows: Sequence[TraceRow], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the goodput of both deployments for multiples of both targets.
+
+    A deployment that even by its bound cannot meet the targets has a goodput of 0.
+    """
+    for scale in map(float, args.scales.split(",")):
         planner = planner_of(rows, scale, args)
         prices = planner.machines.prices
-        candidate = planner.candidate(deployment, deployment.total(prices))
-        if candidate.bound_rps:
-            yield {"scale": scale, **_row(planner.measure(candidate), prices)}
+        for deployment in (DISTSERVE, PAIRS):
+            began_s = time.process_time()
+            candidate = planner.candidate(deployment, deployment.total(prices))
+            measured = Measured(candidate, 0.0, 0.0, 0.0)
+            if candidate.bound_rps:
+                measured = planner.measure(candidate)
+            row = {"scale": scale, **_row(measured, prices)}
+            yield row | {"cpu_s": round(time.process_time() - began_s, 1)}
 
 
 def _row(measured: Measured, prices: dict[str, float]) -> dict[str, Any]:
@@ -190,11 +165,12 @@ def _row(measured: Measured, prices: dict[str, float]) -> dict[str, Any]:
         "gpus": gpus,
         "goodput_per_gpu": None if rate_rps is None else rate_rps / gpus,
         "low_per_gpu": measured.low_rps / gpus,
-        "high_per_gpu": measured.high_rps / gpus,
+        "high_per_gpu": measured.high_rps / gpus if measured.high_rps < math.inf else None,
     }
 
 
-def _file(profile: str) -> str:
+def profile_file(profile: str) -> str:
+    """Return the file of a profile."""
     return str(DEVICES / f"{profile}.json")
 
 
@@ -202,12 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench placement`."""
     parser = bench_parser("placement", __doc__, device=False)
     parser.add_argument("--trace", type=Path, required=True, help="trace with the request lengths")
-    parser.add_argument("--most", type=int, default=12, help="most deployments to simulate")
-    parser.add_argument("--parts", default="formulas,search,distserve,scales")
+    parser.add_argument("--most", type=int, default=100, help="most deployments to simulate")
+    parser.add_argument("--parts", default="formulas,search,scales")
     parser.add_argument("--lengths", default=f"{TRACE},{SCALED}", help="lengths to use")
     parser.add_argument("--precision", type=float, default=0.1)
-    parser.add_argument("--formula-requests", type=int, default=20_000)
-    parser.add_argument("--scales", default="0.6,0.8,1.0,1.2")
+    parser.add_argument("--formula-requests", type=int, default=10_000)
+    parser.add_argument("--scales", default="0.5,0.75,1,1.25,1.5")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     rows = reference_rows(args.trace)
@@ -217,22 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with without_full_gc():
         for part in args.parts.split(","):
             if part == "formulas":
-                found[part] = list(formula_errors(args.formula_requests, args.seed))
+                found[part] = formulas(args.formula_requests, args.seed)
             elif part == "search":
                 found[part] = {name: search(one, args) for name, one in lengths.items()}
             else:
-                deployment, scales = (
-                    (DISTSERVE, "1.0") if part == "distserve" else (PAIRS, args.scales)
-                )
-                found[part] = {
-                    name: list(by_scale(one, deployment, args, scales))
-                    for name, one in lengths.items()
-                }
+                found[part] = {name: list(by_scale(one, args)) for name, one in lengths.items()}
             print(part, found[part], flush=True)
     results = {
         "format": "placement/1",
         **simulated_provenance("placement", arguments),
-        "profiles": {name: load_profile(_file(name)).source for name in PROFILES},
+        "profiles": {name: load_profile(profile_file(name)).source for name in PROFILES},
         "settings": {
             "trace": args.trace.name,
             "ttft_s": TTFT_S,
@@ -249,10 +219,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _body(results: dict[str, Any]) -> Iterator[str]:
     yield "<h1>Placement of OPT-13B on A100, simulated</h1>"
-    for part in ("distserve", "scales"):
-        for name, rows in results.get(part, {}).items():
-            yield f"<h2>{part}, {name}</h2>"
-            yield html_table(list(rows[0]), [list(map(str, row.values())) for row in rows])
+    if "formulas" in results:
+        yield "<h2>Mean TTFT</h2>"
+        head = ["workers", "load", "simulated, ms", "formula, ms", "error"]
+        yield html_table(head, map(_shown_formula, results["formulas"]))
+    for name, found in results.get("search", {}).items():
+        yield f"<h2>Search with the lengths of the {name}</h2>"
+        head = ["deployment", "requests/s", "interval"]
+        yield html_table(head, map(_shown_measured, found["measured"]))
+    for name, rows in results.get("scales", {}).items():
+        yield f"<h2>Multiples of the targets with the lengths of the {name}</h2>"
+        head = ["targets", "deployment", "requests/s per GPU", "interval"]
+        yield html_table(head, map(_shown_row, rows))
+
+
+def _shown_formula(row: dict[str, Any]) -> list[str]:
+    times = (f"{row[key] * 1e3:.1f}" for key in ("simulated_s", "formula_s"))
+    return [row["workers"], f"{row['load']:g}", *times, f"{row['error']:+.1%}"]
+
+
+def _shown_measured(row: dict[str, Any]) -> list[str]:
+    return [row["deployment"], *_shown_rates(row["goodput_rps"], *row["interval"])]
+
+
+def _shown_row(row: dict[str, Any]) -> list[str]:
+    rates = (row[key] for key in ("goodput_per_gpu", "low_per_gpu", "high_per_gpu"))
+    return [f"x {row['scale']:g}", row["deployment"], *_shown_rates(*rates)]
+
+
+def _shown_rates(rate: float | None, low: float, high: float | None) -> list[str]:
+    shown = "-" if rate is None else f"{rate:.2f}"
+    return [shown, f"{low:.2f} to {'-' if high is None else f'{high:.2f}'}"]
 
 
 if __name__ == "__main__":
