@@ -2,7 +2,8 @@
 
 The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above,
 and a simulation measures it. Deployments are measured in the order of their bounds. The search ends
-when no bound exceeds the best measured value.
+when no bound exceeds the lower end of an interval. It is rough at first, and the deployments that
+may still be the best are then measured precisely.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from draftgate.policies.planning.bounds import Bounds, pool_bound
 from draftgate.policies.types import Role
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 TOLERANCE: Final = 1e-9
 """Relative excess over a budget that counts as rounding."""
@@ -26,6 +27,11 @@ class Layout(StrEnum):
     TOGETHER = "together"
     APART = "apart"
     MIXED = "mixed"
+
+    @property
+    def complexity(self) -> int:
+        """The place from the simplest layout to the most complex."""
+        return list(Layout).index(self)
 
 
 @immutable
@@ -213,34 +219,55 @@ class Search:
 
         The layouts from the simplest to the most complex are together, apart and mixed.
         """
+        least = _certain_value(self.measured)
         known = [one for one in self.measured if one.rate_rps]
-        if not known:
-            return None
-        top = max(known, key=lambda one: one.value)
-        least = top.low_rps / top.candidate.weight
         equal = [one for one in known if one.high_rps / one.candidate.weight >= least]
-        simplicity = list(Layout)
         return min(
-            equal, key=lambda one: (simplicity.index(one.candidate.deployment.layout), -one.value)
+            equal,
+            key=lambda one: (one.candidate.deployment.layout.complexity, -one.value),
+            default=None,
         )
 
 
 def find_best(candidates: Iterable[Candidate], measure: Measure, most: int) -> Search:
-    """Measure candidates in the order of their bounds until none can be better.
+    """Measure candidates in the order of their bounds until none can be equal to the best.
 
     Args:
         most: the largest number of measurements.
     """
     ranked = sorted(candidates, key=lambda one: -one.bound_rps / one.weight)
-    measured: list[Measured] = []
-    best = 0.0
+    measured, least = list[Measured](), 0.0
     for index, candidate in enumerate(ranked):
-        hopeless = candidate.bound_rps / candidate.weight <= best
+        hopeless = candidate.bound_rps / candidate.weight <= least
         if hopeless or len(measured) == most:
             return Search(tuple(measured), tuple(ranked[index:]), complete=hopeless)
-        measured.append(measure(candidate, best * candidate.weight))
-        best = max(best, measured[-1].value)
+        measured.append(measure(candidate, least * candidate.weight))
+        least = _certain_value(measured)
     return Search(tuple(measured), (), complete=True)
+
+
+def refined(rough: Search, measure: Measure) -> Search:
+    """Measure the candidates of a rough search again that may be the best.
+
+    The upper ends of the rough intervals are their bounds.
+    """
+    known = [one for one in rough.measured if one.rate_rps]
+    limited = [
+        replace(one.candidate, bound_rps=min(one.candidate.bound_rps, one.high_rps))
+        for one in known
+    ]
+    found = find_best(limited, measure, len(limited))
+    again = {one.candidate.deployment: one for one in found.measured}
+    measured = tuple(
+        replace(again.get(one.candidate.deployment, one), candidate=one.candidate)
+        for one in rough.measured
+    )
+    return Search(measured, rough.unmeasured, rough.complete)
+
+
+def _certain_value(measured: Iterable[Measured]) -> float:
+    """Return the highest value that a candidate certainly reaches."""
+    return max((one.low_rps / one.candidate.weight for one in measured), default=0.0)
 
 
 def find_least(
@@ -258,10 +285,9 @@ def find_least(
         holds: tests whether a candidate serves the rate.
         most: the largest number of tests.
     """
-    layouts = list(Layout)
     ranked = sorted(
         (one for one in candidates if one.bound_rps >= rate_rps),
-        key=lambda one: (one.weight, layouts.index(one.deployment.layout), -one.bound_rps),
+        key=lambda one: (one.weight, one.deployment.layout.complexity, -one.bound_rps),
     )
     measured: list[Measured] = []
     for index, candidate in enumerate(ranked):

@@ -29,6 +29,7 @@ from draftgate.policies.planning.deployments import (
     find_best,
     find_least,
     maximal,
+    refined,
 )
 from draftgate.policies.planning.throughput import Machine, Targets
 from draftgate.policies.types import Role
@@ -196,6 +197,46 @@ def test_simpler_layout_wins_unless_it_is_certainly_worse(low: float, recommende
     best = find_best(candidates, measure, most=9).best
     assert best is not None
     assert best.candidate.deployment.layout is recommended
+
+
+def test_only_candidates_that_are_certainly_worse_are_left_out() -> None:
+    """A candidate must reach the lower end of the best interval, not the estimate."""
+    limits: list[float] = []
+
+    def measure(candidate: Candidate, beat_rps: float) -> Measured:
+        limits.append(beat_rps)
+        return Measured(candidate, 2.3, 2.0, 2.6)
+
+    found = find_best([_candidate(bound) for bound in (5.0, 2.2, 1.9)], measure, most=9)
+    assert limits == [0.0, 2.0]
+    assert [one.bound_rps for one in found.unmeasured] == [1.9]
+    assert found.complete
+
+
+def test_rough_search_selects_the_candidates_of_the_precise_one() -> None:
+    """Candidates whose rough intervals are below the best precise interval keep these intervals."""
+    rates = {Layout.TOGETHER: 1.0, Layout.APART: 2.0, Layout.MIXED: 1.7}
+    again: list[Layout] = []
+
+    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
+        layout = candidate.deployment.layout
+        again.append(layout)
+        return Measured(candidate, rates[layout], rates[layout] - 0.1, rates[layout] + 0.1)
+
+    rough = find_best(
+        [_candidate(5.0, layout) for layout in rates],
+        lambda one, _: Measured(one, rate := rates[one.deployment.layout], rate / 2, rate + 0.5),
+        most=9,
+    )
+    found = refined(rough, measure)
+    assert again == [Layout.APART, Layout.MIXED]
+    assert {one.candidate.deployment.layout: one.high_rps for one in found.measured} == {
+        Layout.TOGETHER: 1.5,
+        Layout.APART: 2.1,
+        Layout.MIXED: pytest.approx(1.8),
+    }
+    assert {one.candidate.bound_rps for one in found.measured} == {5.0}
+    assert found.complete
 
 
 def test_least_weight_that_serves_the_rate_is_found_in_order() -> None:

@@ -93,12 +93,14 @@ class Simulation:
         """
         start_rps = beat_rps or START * candidate.bound_rps
         search = RateSearch(replace(goal, start_rps=start_rps))
+        found = search.result()
         while (probe := search.propose()) is not None:
             result = self._probe(candidate.deployment, probe, goal)
             search.observe(result)
-            if result.verdict is ProbeVerdict.FAILS and probe.rate_rps <= beat_rps:
+            found = search.result()
+            fails = result.verdict is ProbeVerdict.FAILS and probe.rate_rps <= beat_rps
+            if fails or found.high_rps < beat_rps:
                 return Measured(candidate, None, 0.0, beat_rps)
-        found = search.result()
         rate_rps = found.rate_rps
         if rate_rps is None:  # too few requests for an interval
             held = [one for one in search.tried if (one.share or 0.0) >= goal.share]

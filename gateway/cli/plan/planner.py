@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,12 +30,18 @@ from draftgate.policies.planning.deployments import (
     bound_rps,
     find_best,
     find_least,
+    refined,
 )
 from draftgate.policies.planning.throughput import Targets
 
 MOST_REQUESTS: Final = 6000
 """Most simulated requests per deployment. An interval of 5% needs 2,000 to 8,000 requests near the
 root. Chosen, not tuned, 2026-11-24."""
+
+ROUGH_PRECISION: Final = 0.25
+ROUGH_REQUESTS: Final = 1500
+"""Precision and most simulated requests per deployment of the first, rough search. Chosen, not
+tuned, 2026-11-24."""
 
 MORE: Final = 3
 """How many units a plan may have more than the goodput of one unit predicts."""
@@ -109,12 +116,17 @@ class Planner:
         return Candidate(deployment, bound_rps(deployment, self.bounds), weight)
 
     def search(self, candidates: Iterable[Candidate], most: int) -> Search:
-        """Simulate the candidates that may be the best.
+        """Simulate the candidates that may be the best, first roughly and then precisely.
 
         Args:
             most: most candidates to simulate.
         """
-        return find_best((one for one in candidates if one.bound_rps > 0.0), self.measure, most)
+        possible = (one for one in candidates if one.bound_rps > 0.0)
+        if self.goal.precision >= ROUGH_PRECISION:
+            return find_best(possible, self.measure, most)
+        rough = replace(self.goal, precision=ROUGH_PRECISION, most_requests=ROUGH_REQUESTS)
+        found = find_best(possible, partial(self.measure, goal=rough), most)
+        return refined(found, self.measure)
 
     def search_least(self, candidates: Iterable[Candidate], rate_rps: float, most: int) -> Search:
         """Simulate candidates in the order of their weights until one serves a rate.
@@ -124,10 +136,16 @@ class Planner:
         """
         return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
 
-    def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
-        """Return the goodput of a candidate (`Simulation.measure`)."""
+    def measure(
+        self, candidate: Candidate, beat_rps: float = 0.0, goal: SearchGoal | None = None
+    ) -> Measured:
+        """Return the goodput of a candidate (`Simulation.measure`).
+
+        Args:
+            goal: another goal than that of the planner.
+        """
         with without_full_gc():
-            return self.simulation.measure(candidate, self.goal, beat_rps)
+            return self.simulation.measure(candidate, goal or self.goal, beat_rps)
 
     def holds(self, candidate: Candidate, rate_rps: float) -> bool:
         """Return whether a deployment serves a rate, by one simulation."""
