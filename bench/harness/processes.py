@@ -34,16 +34,17 @@ def cpu_s(pid: int) -> float:
 
     The result includes ended descendants. The resolution is a tick of 10 ms.
     """
-    return sum(map(_ticks, _tree(pid))) / _TICKS_PER_S
+    return sum(map(_ticks, process_tree(pid))) / _TICKS_PER_S
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """Yield the ids of a process and its descendants."""
     yield pid
     with suppress(OSError):  # the process has ended
         for thread in (_PROC / str(pid) / "task").iterdir():
             with suppress(OSError):  # the thread has ended since it was listed
                 for child in (thread / "children").read_text().split():
-                    yield from _tree(int(child))
+                    yield from process_tree(int(child))
 
 
 def _ticks(pid: int) -> int:
@@ -86,6 +87,12 @@ def on_core(core: int | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def pin(pid: int, core: int) -> None:
+    """Pin a running process with all its threads to a core."""
+    for thread in (_PROC / str(pid) / "task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
 
 
 def start(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from bench.harness.profiles import measure_profiles
 from bench.harness.provenance import command_line
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.registry import backend_factory
@@ -64,8 +64,6 @@ KV_BYTES: Final = 256 << 20
 """KV memory in bytes for 21 of these sequences."""
 
 MOST_BATCH: Final = 21
-
-PROFILER: Final = "bench.engine.serving_profile"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,12 +121,12 @@ def predict(
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         profiles = [Path(directory) / name for name in ("before.json", "after.json")]
-        _measure_profile(profiles[0])
+        measure_profiles({profiles[0]: None})
         real = {
             proposer: asyncio.run(_engine_run(_config(proposer), bursts, to_job))
             for proposer in proposers
         }
-        _measure_profile(profiles[1])
+        measure_profiles({profiles[1]: None})
         for proposer, batch in product(proposers, batches):
             config = _config(proposer)
             predicted = [
@@ -210,14 +208,6 @@ def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
         return replace(job_of(planned), prompts=(ids[-room:],))
 
     return to_job
-
-
-def _measure_profile(path: Path) -> None:
-    # The engine's thread has the torch settings of a server only in a separate process.
-    command = [sys.executable, "-m", PROFILER, "--json", str(path)]
-    done = subprocess.run(command, check=False)  # noqa: S603 - our own module
-    if done.returncode:
-        raise RuntimeError(f"the profile could not be measured: {' '.join(command)}")
 
 
 async def _engine_run(

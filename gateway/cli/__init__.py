@@ -132,6 +132,7 @@ BENCHES: Final = {
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",
     "batching": "bench.gateway.batching",
+    "phases": "bench.gateway.phases",
     "moves": "bench.gateway.moves",
     "readers": "bench.gateway.readers",
     "rag": "bench.gateway.rag",
