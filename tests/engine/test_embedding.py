@@ -12,7 +12,6 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.pipeline import run_until_idle
@@ -141,6 +140,8 @@ def vector(embedding: bytes) -> np.ndarray:
 
 def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Return the last hidden state of the last token, computed by transformers."""
+    from transformers import AutoModel
+
     oracle = AutoModel.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     ).eval()

@@ -1,37 +1,27 @@
-"""Every supported model family and variant, compared with transformers."""
+"""Every supported model family and variant, compared with transformers.
+
+The tests import transformers only when they use it, because the import takes two seconds.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
 from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 TOKENS = 150
 """A length beyond every window and every original context below."""
@@ -109,10 +99,13 @@ VARIANTS = {
 def random_model(variant: str) -> PreTrainedModel:
     """Create a random model in which every tensor matters, with norms unlike 1 and biases
     unlike 0."""
+    import transformers
+
     family, changes = VARIANTS[variant]
-    config, model = FAMILIES[family]
+    prefix = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
-    built = model(config(**{**SHAPE, **changes}))
+    built = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for name, tensor in built.named_parameters():
             if name.endswith("bias"):
@@ -124,6 +117,8 @@ def random_model(variant: str) -> PreTrainedModel:
 
 def oracle(directory: Path) -> PreTrainedModel:
     """Load the directory with transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.prompt_logprobs import SCORED_ROWS
@@ -129,6 +128,8 @@ def check_against_transformers(
     directory: Path, tokens: list[int], found: PromptLogprobs, alternatives: int
 ) -> None:
     """Compare log probabilities, ranks and alternatives with those of transformers in float32."""
+    from transformers import AutoModelForCausalLM
+
     oracle = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     ).eval()

@@ -1,15 +1,19 @@
 """Official clients of a node.
 
 The clients do not load certificates, because the nodes of the tests speak plain HTTP. Loading takes
-30 ms per client (one core, AMD EPYC, 2026-11-23).
+30 ms per client (one core, AMD EPYC, 2026-11-23). Tests import `anthropic` only when they use it,
+because the import takes two seconds.
 """
 
 from __future__ import annotations
 
-import anthropic
+from typing import TYPE_CHECKING
+
 import openai
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 
 def openai_client(url: str, api_key: str = "none") -> AsyncOpenAI:
@@ -20,5 +24,7 @@ def openai_client(url: str, api_key: str = "none") -> AsyncOpenAI:
 
 def anthropic_client(url: str, api_key: str = "none") -> AsyncAnthropic:
     """Return Anthropic's client of a node, without retries."""
+    import anthropic
+
     http = anthropic.DefaultAsyncHttpxClient(verify=False)
-    return AsyncAnthropic(base_url=url, api_key=api_key, max_retries=0, http_client=http)
+    return anthropic.AsyncAnthropic(base_url=url, api_key=api_key, max_retries=0, http_client=http)

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 
 from draftgate.backends.sim import assembly
 from draftgate.backends.tokenizer import Tokenizer
@@ -21,6 +21,9 @@ from tests.gateway.harness import ScriptedBackend, client, running, shared_token
 from tests.gateway.redis_server import RedisServer, redis_running
 from tests.gateway.tool_models import with_template
 from tests.gateway.troubles import NEVER_S
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 shared_vocabulary = cache(assembly.printable_vocabulary)
 

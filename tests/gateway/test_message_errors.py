@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 
 from draftgate.gateway.app import Listening
 from tests.gateway.clients import anthropic_client
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.tool_models import ANTHROPIC_TOOLS
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -85,6 +86,8 @@ async def test_errors_become_the_clients_exceptions(
 ) -> None:
     """Anthropic's client raises its own exceptions, also below `/v1/messages`. Other paths keep
     OpenAI's form."""
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         await anthropic_api.messages.create(model="other", max_tokens=5, messages=HI)
     assert missing.value.type == "not_found_error"
@@ -102,6 +105,8 @@ async def test_worker_failure_is_an_error_event(
     qwen: ScriptedBackend, anthropic_api: AsyncAnthropic
 ) -> None:
     """A stream ends with an `error` event when the worker fails, and later requests get 503."""
+    import anthropic
+
     opening = asyncio.create_task(
         anthropic_api.messages.create(model="scripted", max_tokens=5, messages=HI, stream=True)
     )
@@ -121,11 +126,14 @@ async def test_worker_failure_is_an_error_event(
 async def test_both_forms_of_keys_are_accepted(scripted: ScriptedBackend, tmp_path: Path) -> None:
     """A node with keys accepts `x-api-key` and bearer tokens, and refuses others in Anthropic's
     form."""
+    import anthropic
+
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys:\n  - {name: search, key: sk-search}\n")
     async with running(backends=[scripted], api_keys_file=str(keys)) as gateway:
         for credentials in ({"api_key": "sk-search"}, {"auth_token": "sk-search"}):
-            async with AsyncAnthropic(base_url=gateway.url, max_retries=0, **credentials) as api:
+            api = anthropic.AsyncAnthropic(base_url=gateway.url, max_retries=0, **credentials)
+            async with api:
                 count = await api.messages.count_tokens(model="scripted", messages=HI)
                 assert count.input_tokens > 0
                 assert [model.id async for model in await api.models.list()] == ["scripted"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from draftgate.backends.tokenizer import Tokenizer
@@ -19,8 +18,10 @@ from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, running
 from tests.gateway.tool_models import ANTHROPIC_TOOLS, TOOLS, with_template
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
 PATH, COUNT_PATH, CHAT_PATH = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
-EVENT = TypeAdapter(RawMessageStreamEvent)
 HI = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
 CUT_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
@@ -53,6 +54,14 @@ async def exchange(
     return request, await response
 
 
+@cache
+def event_type() -> TypeAdapter[Any]:
+    """Return Anthropic's type of an event."""
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
 def parse_events(response: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream after validating each event with Anthropic's types."""
     events = []
@@ -60,7 +69,7 @@ def parse_events(response: httpx.Response) -> list[dict[str, Any]]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        EVENT.validate_python(event)
+        event_type().validate_python(event)
         events.append(event)
     return events
 
@@ -92,6 +101,8 @@ async def test_whole_message_satisfies_anthropics_type(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
     """A whole message satisfies Anthropic's type, and reports usage and metrics."""
+    from anthropic.types import Message
+
     request, response = await exchange(
         qwen, http, ["Yes."], cached_tokens=2, system="Be brief.", top_k=5, top_p=0.5,
         temperature=0.25, seed=7, stop_sequences=["END", ""], metadata={"user_id": "u"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
-from anthropic import APIStatusError
 
 from draftgate.gateway.app import Listening
 from tests.gateway.clients import anthropic_client
@@ -36,6 +35,8 @@ ERROR = (
 async def test_messages_of_the_upstream_pass_whole_and_streamed(sim: Listening) -> None:
     """The client gets the same message through a gateway as from the upstream, whole and
     streamed, and its count of tokens."""
+    from anthropic import APIStatusError
+
     fields = {"model": "draftgate-demo", "messages": HI, "max_tokens": 9, "extra_body": {"seed": 3}}
     texts, counts = set(), set()
     async with running(backend="openai", upstream=(sim.url,)) as gateway:

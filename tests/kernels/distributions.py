@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import scipy
 import torch
-from scipy import stats
 
 ALPHA = 1e-3
 """The significance level. A correct sampler fails for one of a thousand fixed seeds."""
@@ -73,7 +73,7 @@ def p_value(counts: Sequence[int], distribution: Sequence[float]) -> float:
         expected[smallest] += rest_expected
     if len(observed) == 1:
         return 1.0
-    return float(stats.chisquare(observed, expected).pvalue)
+    return float(scipy.stats.chisquare(observed, expected).pvalue)
 
 
 def assert_follows(counts: Sequence[int], distribution: Sequence[float]) -> None:

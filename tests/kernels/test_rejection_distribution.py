@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from draftgate.backends.engine.kernels import noise, rejection_ref
 from draftgate.backends.engine.kernels.rejection_ref import rejection_sample
@@ -93,7 +93,7 @@ def test_acceptance_rate_is_the_highest_possible(filters: dict[str, float]) -> N
     drafts, tokens = _drafts_and_tokens(draft, filters)
     best = sum(min(p, q) for p, q in zip(target, draft, strict=True))
     accepted = int((drafts == tokens).sum())
-    assert stats.binomtest(accepted, _DRAWS, best).pvalue > ALPHA
+    assert scipy.stats.binomtest(accepted, _DRAWS, best).pvalue > ALPHA
 
 
 @pytest.mark.parametrize("filters", _FILTERS[:-1], ids=str)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 import pytest
+import scipy
 import torch
-from scipy import stats
 
 from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_walk
 from draftgate.backends.engine.kernels.sample_verify_ref import sample
@@ -185,4 +185,4 @@ def test_one_hot_draft_is_accepted_with_its_probability() -> None:
     exact = (_MARKOV[_START].to(torch.float64) / _TEMPERATURE).softmax(dim=0)
     for draft in range(_STATES):
         hits = int((sampled == draft).sum())
-        assert stats.binomtest(hits, _DRAWS, float(exact[draft])).pvalue > ALPHA
+        assert scipy.stats.binomtest(hits, _DRAWS, float(exact[draft])).pvalue > ALPHA

@@ -7,8 +7,8 @@ from itertools import islice
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
-from scipy import stats
 
 from draftgate.loadgen.planning.arrivals import parse_arrival
 
@@ -64,7 +64,7 @@ def test_gaps_have_the_requested_distribution(spec: str, cv: float) -> None:
     shape = 1 / cv**2
     if cv > 2:
         return  # The differences of the cumulative sums lose many of the tiny gaps.
-    assert stats.kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).pvalue > 1e-3
+    assert scipy.stats.kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).pvalue > 1e-3
 
 
 def test_poisson_counts_have_dispersion_one() -> None:
@@ -85,7 +85,7 @@ def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
     assert (found % 5 <= 1).all()
     assert len(found) / found[-1] == pytest.approx(RATE, rel=0.04)
     gaps = np.diff(instants("onoff:1,4", 20_000) // 5 + (found % 5))
-    assert stats.kstest(gaps, "expon", args=(0, 1 / (5 * RATE))).pvalue > 1e-3
+    assert scipy.stats.kstest(gaps, "expon", args=(0, 1 / (5 * RATE))).pvalue > 1e-3
 
 
 @pytest.mark.parametrize(("first", "last"), [(0.5, 2.0), (0.0, 2.0), (2.0, 0.5), (1.0, 1.0)])
@@ -103,7 +103,7 @@ def test_a_ramp_grows_linearly_and_then_stays(first: float, last: float) -> None
         return RATE * (first * on + (last - first) / 60 * on**2 + last * (at - on))
 
     expected = 100 * np.diff([mass(edge) for edge in edges])
-    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+    assert scipy.stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
     assert counts.sum() == pytest.approx(expected.sum(), rel=0.02)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from scipy.stats import chisquare
+import scipy
 
 from draftgate.loadgen.planning.corpus import (
     Document,
@@ -50,7 +50,7 @@ def test_positions_are_line_starts_in_proportion_to_size() -> None:
     places = [library.random_position(rng) for _ in range(2000)]
     assert all(place.offset % 5 == 0 for place in places)
     seen = Counter(place.document for place in places)
-    assert chisquare([seen[0], seen[1]], [500, 1500]).pvalue > 1e-3
+    assert scipy.stats.chisquare([seen[0], seen[1]], [500, 1500]).pvalue > 1e-3
 
 
 def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime
 
 import pytest
-from transformers.utils import chat_template_utils
 
 from tests.tokenizer.oracle import NOW
 
@@ -20,6 +19,8 @@ class _Frozen(datetime):
 
 @pytest.fixture(autouse=True, scope="session")
 def _frozen_oracle() -> object:
+    from transformers.utils import chat_template_utils
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_template_utils, "datetime", _Frozen)
         yield

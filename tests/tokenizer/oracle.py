@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # templates use local time
 REFUSED = "(refused)"
@@ -57,6 +58,8 @@ def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
 
 def load(directory: Path) -> Pair:
     """Load a checkpoint with both tokenizers."""
+    from transformers import AutoTokenizer
+
     return Pair(Tokenizer(directory, lambda: NOW), AutoTokenizer.from_pretrained(directory))
 
 
