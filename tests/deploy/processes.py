@@ -97,13 +97,16 @@ class LocalService:
             os.environ["PATH"],
             str(Path(redis.submodule_search_locations[0]) / "bin"),
         )
+        # The caches of this machine, so that a worker need not compile its operators again.
+        caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         kept = {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}
         declared = {
             key: self._addresses.localize(self.name, [value])[0]
             for key, value in self._service.get("environment", {}).items()
             if value is not None  # a variable without a value comes from the user's environment
         }
-        return {**kept, "PATH": os.pathsep.join(programs), "HOME": str(self._home), **declared}
+        own = {"PATH": os.pathsep.join(programs), "HOME": str(self._home)}
+        return {**kept, "XDG_CACHE_HOME": caches, **own, **declared}
 
     async def start(self) -> None:
         with self.log.open("ab") as log:
