@@ -119,7 +119,7 @@ def test_sequences_keep_their_tokens_and_memory_stays_bounded(
     assert worker.load().kv_blocks_free == LIMITS.memory_tokens // 16
 
 
-@pytest.mark.parametrize("rate_rps", [0.4, 2.0])
+@pytest.mark.parametrize("rate_rps", [pytest.param(0.4, marks=pytest.mark.long), 2.0])
 def test_latencies_agree_with_the_simulated_worker(rate_rps: float) -> None:
     """Mean latencies of two workers are within 5% of those of the production scheduler.
 

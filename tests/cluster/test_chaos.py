@@ -43,7 +43,7 @@ class Load(NamedTuple):
     rate_rps: float
 
 
-SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 2.0)
+SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 1.0)
 SHIPPED = Load(("--threads", "1", "--kv-bytes", "16MiB"), 0.5)
 """Streams last for seconds and queues stay short at this rate, with all processes on two shared
 cores (AMD Zen 5, 2026-11-22)."""

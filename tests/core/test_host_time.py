@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from functools import cache
 from random import Random
 
 import pytest
@@ -16,9 +17,17 @@ from draftgate.backends.core.steps import StepResult
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, request
+from tests.examples import grid
 
 TOKENS = 1600
 COST = StepCost(tuple(range(1, 33)), tuple(1e-3 + 5e-5 * n for n in range(1, 33)))
+
+LOOKED_UP, COMPUTED = (5e-4, 0.0), (1e-3, 1e-4)
+"""Host times of a proposer per call and per draft position, in seconds."""
+
+CASES = grid(
+    (1, 4), (LOOKED_UP, COMPUTED), quick=lambda *case: case in {(1, LOOKED_UP), (4, COMPUTED)}
+)
 
 
 class VirtualClock:
@@ -46,6 +55,7 @@ class SlowProposer(FakeProposer):
         return super().propose(requests)
 
 
+@cache
 def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth_s=0.0) -> float:
     """Return the throughput of a worker whose steps take their predicted time plus host time.
 
@@ -75,28 +85,22 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
     return sum(count for ended_s, count in tokens if ended_s > half_s) / half_s
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
-@pytest.mark.parametrize(
-    ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
-)
-def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(
-    sequences, call_s, depth_s
-) -> None:
+@pytest.mark.parametrize(("sequences", "costs_s"), CASES)
+def test_drafts_that_cost_more_host_time_than_they_gain_are_avoided(sequences, costs_s) -> None:
     """Throughput is at most 2% below `off` with expensive calls and one correct draft in eight.
 
     A call takes at least half a step. The device time alone would favour drafts in every step.
     """
+    call_s, depth_s = costs_s
     plain = tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.88, depth_s) > 0.98 * plain
     assert tokens_per_s("fixed:1", sequences, call_s, 0.88, depth_s) < 0.9 * plain
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
-@pytest.mark.parametrize(
-    ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
-)
-def test_drafts_that_gain_more_than_their_host_time_are_made(sequences, call_s, depth_s) -> None:
+@pytest.mark.parametrize(("sequences", "costs_s"), CASES)
+def test_drafts_that_gain_more_than_their_host_time_are_made(sequences, costs_s) -> None:
     """The scheduler makes expensive calls almost always when nine of ten tokens are correct."""
+    call_s, depth_s = costs_s
     best = tokens_per_s("fixed:4", sequences, call_s, 0.1, depth_s)
     assert best > 1.3 * tokens_per_s("off", sequences, 0.0, 0.0)
     assert tokens_per_s("auto", sequences, call_s, 0.1, depth_s) > 0.97 * best

@@ -20,6 +20,7 @@ from tests.engine.tiny_model import (
     tiny_weights,
     tokens_of,
 )
+from tests.examples import grid
 
 REQUESTS = 10
 NEW_TOKENS = 32
@@ -88,8 +89,14 @@ class Disturbed:
             add_delta(self.outcome, request_id, delta)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.9])
-@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize(
+    ("batching", "temperature"),
+    grid(
+        BATCHINGS,
+        (0.0, 0.9),
+        quick=lambda batching, temperature: batching != "large" and temperature > 0,
+    ),
+)
 def test_pace_does_not_change_tokens(
     batching: str, temperature: float, record_testsuite_property
 ) -> None:

@@ -118,7 +118,7 @@ def test_one_worker_is_an_mm1_queue() -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), 5])
 def test_workers_share_one_queue(workers: int, routing: str) -> None:
     """Workers with constant service form an M/D/c queue, request by request.
 
