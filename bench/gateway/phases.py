@@ -63,7 +63,7 @@ ROLES: Final = {
     "apart": (Role.PREFILL, Role.DECODE),
     "auto": (Role.PREFILL, Role.DECODE),
 }
-RATES_RPS: Final = (1.0, 2.0, 3.0, 4.0)
+RATES_RPS: Final = (0.75, 1.5, 2.25, 3.0)
 BURSTS: Final = (1, 2, 3)
 EVERY_S: Final = 8.0
 """Interval of the bursts. An idle worker computes a long prompt in two seconds (AMD EPYC with AVX2,
