@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,7 +48,6 @@ from tests.engine.tiny_model import (
     tiny_weights,
     torch_decoder,
 )
-from training import train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +58,9 @@ pytestmark = [
 ]
 
 GPU = "cuda:0"
+
+TEXT = Path(__file__).parents[2] / "training" / "train.py"
+"""A long text."""
 
 CONFIGS = {
     "plain": {},
@@ -178,7 +180,7 @@ class Shipped:
 
     def run(self, chosen: SpeculationPolicy, **bounds: int) -> Outcome:
         """Run 24 greedy and sampled requests whose prompts begin like a file of this repository."""
-        text = inspect.getsource(train)
+        text = TEXT.read_text()
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         requests = [
             request(
