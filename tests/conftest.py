@@ -18,7 +18,6 @@ IN_CI = bool(os.environ.get("CI"))
 
 LONGEST = (
     "tests/kernels/test_interpreted.py",
-    "tests/processes/test_processes.py",
     "tests/policies/test_overload.py",
     "tests/packaging/test_distribution.py",
     "tests/launch/test_child.py",
