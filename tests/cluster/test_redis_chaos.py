@@ -44,7 +44,7 @@ class Load(NamedTuple):
 
 
 HOLD_S = float(os.environ.get("CLUSTER_TROUBLE_S", "20"))
-SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 4.0, 1.5)
+SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 2.0, 1.5)
 SHIPPED = Load(("--threads", "1", "--kv-bytes", "4MiB"), 1.0, HOLD_S)
 
 MOST_USAGE = 2.0

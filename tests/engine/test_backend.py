@@ -189,8 +189,10 @@ async def test_extreme_sampling_values_are_honoured(backend: EngineBackend) -> N
     assert await tokens(temperature=1e308, seed=1) != greedy
 
 
+@pytest.mark.long
 async def test_engine_passes_the_backend_conformance_suite() -> None:
-    """The engine passes the conformance suite for backends."""
+    """The engine passes the conformance suite for backends. Quick runs test an engine in a process
+    of its own (`test_own_process.py`)."""
     await check_backend(EngineBackend(SMALL))
 
 

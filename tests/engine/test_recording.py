@@ -51,7 +51,7 @@ def outline(shape):
 
 FOUR = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 4, "a test")
 
-LENGTHS = (40, 57, 25, 64)
+LENGTHS = (20, 29, 13, 32)
 
 
 def config(path: Path, **settings: Any) -> WorkerConfig:

@@ -243,7 +243,11 @@ def test_all_choices_take_their_blocks_along() -> None:
 
 @needs_engine
 @pytest.mark.usefixtures("_always_pulls")
-@pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize(
+    "own_process",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["thread", "process"],
+)
 async def test_engines_resume_on_transferred_blocks(own_process: bool) -> None:
     """An engine that gets a stream of another engine computes one block, and the text stays the
     same."""
