@@ -1,9 +1,9 @@
 """Deployments, which are numbers of machines by type and role, and the search for the best one.
 
 The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above,
-and a simulation measures it. Deployments are measured in the order of their bounds. The search ends
-when no bound exceeds the lower end of an interval. It is rough at first, and the deployments that
-may still be the best are then measured precisely.
+and a simulation measures it. A deployment is not measured if its bound is below the lower end of
+another interval. The intervals are rough at first, and the deployments that may still be the best
+are then measured precisely.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Search:
     Attributes:
         measured: the measured candidates, in the order of their measurement.
         unmeasured: the candidates whose bound is too low, or that the limit of measurements leaves
-            out, in the order of their bounds.
+            out.
         complete: whether every candidate that might be better has been measured.
     """
 
@@ -229,29 +229,42 @@ class Search:
         )
 
 
+def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates in the order in which a search measures them.
+
+    Simple layouts are first, because their simulations are the fastest, and then high bounds.
+    """
+    return sorted(
+        candidates,
+        key=lambda one: (one.deployment.layout.complexity, -one.bound_rps / one.weight),
+    )
+
+
 def find_best(candidates: Iterable[Candidate], measure: Measure, most: int) -> Search:
-    """Measure candidates in the order of their bounds until none can be equal to the best.
+    """Measure candidates in order, except for those that are certainly worse than the best one.
 
     Args:
         most: the largest number of measurements.
     """
-    ranked = sorted(candidates, key=lambda one: -one.bound_rps / one.weight)
-    measured, least = list[Measured](), 0.0
-    for index, candidate in enumerate(ranked):
-        hopeless = candidate.bound_rps / candidate.weight <= least
-        if hopeless or len(measured) == most:
-            return Search(tuple(measured), tuple(ranked[index:]), complete=hopeless)
-        measured.append(measure(candidate, least * candidate.weight))
-        least = _certain_value(measured)
-    return Search(tuple(measured), (), complete=True)
+    measured, unmeasured, complete = list[Measured](), list[Candidate](), True
+    for candidate in candidates:
+        beat_rps = _certain_value(measured) * candidate.weight
+        if candidate.bound_rps <= beat_rps:
+            unmeasured.append(candidate)
+        elif len(measured) == most:
+            unmeasured.append(candidate)
+            complete = False
+        else:
+            measured.append(measure(candidate, beat_rps))
+    return Search(tuple(measured), tuple(unmeasured), complete)
 
 
 def refined(rough: Search, measure: Measure) -> Search:
-    """Measure the candidates of a rough search again that may be the best.
+    """Measure the candidates of a rough search again that may be the best, highest values first.
 
     The upper ends of the rough intervals are their bounds.
     """
-    known = [one for one in rough.measured if one.rate_rps]
+    known = sorted((one for one in rough.measured if one.rate_rps), key=lambda one: -one.value)
     limited = [
         replace(one.candidate, bound_rps=min(one.candidate.bound_rps, one.high_rps))
         for one in known

@@ -29,6 +29,7 @@ from draftgate.policies.planning.deployments import (
     find_best,
     find_least,
     maximal,
+    ranked,
     refined,
 )
 from draftgate.policies.planning.throughput import Machine, Targets
@@ -174,6 +175,13 @@ def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn) -> None
     assert max(one.value for one in found.measured) == pytest.approx(best)
     assert all(one.bound_rps / one.weight <= best for one in found.unmeasured)
     assert len(found.measured) + len(found.unmeasured) == len(candidates)
+
+
+def test_simple_layouts_are_measured_first() -> None:
+    """Candidates are in the order of their layouts, and then of their bounds by weight."""
+    mixed, apart = _candidate(9.0, Layout.MIXED), _candidate(8.0, Layout.APART, weight=4.0)
+    low, high = _candidate(6.0, weight=6.0), _candidate(4.0, weight=2.0)
+    assert ranked([mixed, low, apart, high]) == [high, low, apart, mixed]
 
 
 def test_limit_of_measurements_is_reported() -> None:

@@ -30,6 +30,7 @@ from draftgate.policies.planning.deployments import (
     bound_rps,
     find_best,
     find_least,
+    ranked,
     refined,
 )
 from draftgate.policies.planning.throughput import Targets
@@ -121,7 +122,7 @@ class Planner:
         Args:
             most: most candidates to simulate.
         """
-        possible = (one for one in candidates if one.bound_rps > 0.0)
+        possible = ranked(one for one in candidates if one.bound_rps > 0.0)
         if self.goal.precision >= ROUGH_PRECISION:
             return find_best(possible, self.measure, most)
         rough = replace(self.goal, precision=ROUGH_PRECISION, most_requests=ROUGH_REQUESTS)
