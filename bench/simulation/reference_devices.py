@@ -40,12 +40,20 @@ PROMPTS: Final = (128, 256, 512, 1024, 2048)
 LARGE_BATCH: Final = 95
 """Sequences from which DistServe's own fit of decodes has another slope, which is not used here."""
 
+OUTPUT: Final = 128
+"""Output tokens of each measurement of splitwise-sim."""
+
+COUNTED: Final = 128
+"""Tokens of its shortest prompt."""
+
 LEAST_BATCH: Final = 4
 """Batch from which decodes of splitwise-sim are slower than noise."""
 
 BANDWIDTH_SHARE: Final = 0.8
 """Share of the peak memory bandwidth at which decodes read the KV cache. The value is assumed."""
 
+BY_COUNT: Final = "-by-count"
+"""Suffix of the profiles with the decode times of splitwise-sim's own simulator (`count_fit`)."""
 
 OPT, LLAMA = "facebook/opt-13b", "llama2-70b"
 
@@ -61,6 +69,11 @@ HOST_S: Final = 0.002
 
 A100_PRICE, H100_PRICE = 2.21, 4.76
 """USD per hour of a GPU, as in the figures of splitwise-sim (notebooks/utils.py)."""
+
+
+def profile_file(profile: str) -> str:
+    """Return the file of a profile."""
+    return str(DEVICES / f"{profile}.json")
 
 
 class Machine(NamedTuple):
@@ -166,6 +179,23 @@ def splitwise_fit(samples: Sequence[Sample], kv_token_s: float) -> Fit:
     return Fit(StepCost(BUCKETS, _table(knots), kv_token_s, sequence_s, pair_s), samples)
 
 
+def count_fit(samples: Sequence[Sample]) -> Fit:
+    """Return step costs with the decode times that splitwise-sim itself uses.
+
+    Its simulator reads the time of a batch of n decodes where its table has the decodes after one
+    prompt of n tokens. The table begins at 128 tokens, so it extrapolates. The time then hardly
+    depends on the batch. Batches of `COUNTED` sequences and more get the time of a prompt here.
+    """
+    prompts = {one.tokens: one.seconds for one in samples if one.tokens}
+    alone = sorted((one.context - OUTPUT // 2, one.seconds) for one in samples if one.batch == 1)
+    (first, first_s), (second, second_s) = alone[:2]
+    slope_s = (second_s - first_s) / (second - first)
+    knots = [(batch, first_s + slope_s * (batch - first)) for batch in (1, COUNTED - 1)]
+    pair_s = _pair_s(prompts, 0.0)
+    knots += [(n, prompts[n] - pair_s * n * n / 2) for n in PROMPTS]
+    return Fit(StepCost(BUCKETS, _table(knots), 0.0, 0.0, pair_s), samples)
+
+
 def _pair_s(prompts: Mapping[int, float], kv_token_s: float) -> float:
     """Return the seconds per pair that explain prompts of several chunks, by least squares."""
     values, factors = [], []
@@ -222,26 +252,33 @@ def _distserve(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _splitwise(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for hardware, machine in MACHINES.items():
+        samples = _medians(folder / "perf_model.csv", hardware)
         kv_token_s = LLAMA_KV_BYTES / (8 * BANDWIDTH_SHARE * machine.bytes_per_s)
-        fit = splitwise_fit(_medians(folder / "perf_model.csv", hardware), kv_token_s)
-        source = (
-            "fitted to the medians of splitwise-sim's perf_model.csv (Mutinifni/splitwise-sim"
-            f" 8f99e7d), {LLAMA}, {hardware}, tensor_parallel 8, with errors of {fit.errors}."
+        derived = (
             f" kv_token_s is derived: {LLAMA_KV_BYTES:,} bytes per token (grouped queries) at 80%"
-            f" of 8 x {machine.bytes_per_s / 1e12:g} TB/s. kv_bytes is 90% of the memory less 138"
-            " GB of weights. Price and power are those of splitwise-sim's notebooks, where a unit"
-            " of power counts as 100 W."
+            f" of 8 x {machine.bytes_per_s / 1e12:g} TB/s."
         )
-        yield (
-            machine.name,
-            {
-                **_file(fit.cost, f"8 x {hardware}", "Llama-2-70B", source),
-                "kv_token_bytes": LLAMA_KV_BYTES,
-                "kv_bytes": LLAMA_KV_MEMORY,
-                "price_per_hour_usd": machine.price_per_hour_usd,
-                "power_w": machine.power_w,
-            },
-        )
+        counted = " Decode times are those of its simulator, which hardly depend on the batch."
+        for name, fit, words in (
+            (machine.name, splitwise_fit(samples, kv_token_s), derived),
+            (f"{machine.name}{BY_COUNT}", count_fit(samples), counted),
+        ):
+            source = (
+                "fitted to the medians of splitwise-sim's perf_model.csv (Mutinifni/splitwise-sim"
+                f" 8f99e7d), {LLAMA}, {hardware}, tensor_parallel 8, with errors of {fit.errors}."
+                f"{words} kv_bytes is 90% of the memory less 138 GB of weights. Price and power are"
+                " those of splitwise-sim's notebooks, where a unit of power counts as 100 W."
+            )
+            yield (
+                name,
+                {
+                    **_file(fit.cost, f"8 x {hardware}", "Llama-2-70B", source),
+                    "kv_token_bytes": LLAMA_KV_BYTES,
+                    "kv_bytes": LLAMA_KV_MEMORY,
+                    "price_per_hour_usd": machine.price_per_hour_usd,
+                    "power_w": machine.power_w,
+                },
+            )
 
 
 def _file(cost: StepCost, device: str, model: str, source: str) -> dict[str, Any]:

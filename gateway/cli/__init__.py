@@ -129,6 +129,7 @@ BENCHES: Final = {
     "scale": "bench.simulation.scale",
     "overload": "bench.simulation.overload",
     "placement": "bench.simulation.placement",
+    "pools": "bench.simulation.pools",
     "tracing": "bench.gateway.tracing",
     "edge": "bench.edge.command",
     "batching": "bench.gateway.batching",
