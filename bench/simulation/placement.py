@@ -25,12 +25,14 @@ from statistics import fmean
 from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.simulation.reference_devices import profile_file
 from bench.simulation.ttft_formulas import compare, prefill_workers
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
+from draftgate.gateway.cli.plan.answer import search_as_json
 from draftgate.gateway.cli.plan.goodput import PLACEMENT
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
-from draftgate.gateway.cli.plan.planner import Planner, search_as_json
+from draftgate.gateway.cli.plan.planner import Planner
 from draftgate.gateway.cli.plan.sources import TraceSource, lengths_of
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.report.html import html_table
@@ -46,7 +48,6 @@ from draftgate.policies.planning.deployments import (
 from draftgate.policies.planning.throughput import Targets
 from draftgate.policies.types import Role
 
-DEVICES: Final = Path(__file__).with_name("devices")
 PROFILES: Final = tuple(f"opt-13b-a100-tp{tensor}" for tensor in (1, 2, 4))
 
 GPUS: Final = 4
@@ -167,11 +168,6 @@ def _row(measured: Measured, prices: dict[str, float]) -> dict[str, Any]:
         "low_per_gpu": measured.low_rps / gpus,
         "high_per_gpu": measured.high_rps / gpus if measured.high_rps < math.inf else None,
     }
-
-
-def profile_file(profile: str) -> str:
-    """Return the file of a profile."""
-    return str(DEVICES / f"{profile}.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ requests as a fluid, so that batches are always full, and a machine never waits.
   its own time in a step. The next prompt waits for less, since prompts of one step share the fixed
   part of its time.
 * **Decode.** The largest batch whose step is within the TPOT limit, and whose KV fits the memory.
+  With drafts, a step has more tokens, and the limit is that of all tokens which it gives.
 * **Both.** The shares of time for prompts and for decodes add up to 1.
 """
 
@@ -17,9 +18,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.planning.queueing import highest_rate_rps
-from draftgate.policies.planning.throughput import Machine, Targets
+from draftgate.policies.planning.throughput import NO_DRAFTS, DraftPoint, Machine, Targets
 from draftgate.policies.values import immutable
 
 LEAST_S: Final = 1e-9
@@ -94,8 +94,14 @@ class Bounds:
         return 1.0 / (1.0 / self.prefill_share_rps + 1.0 / self.decode_rps)
 
 
-def bounds(machine: Machine, lengths: Lengths, targets: Targets) -> Bounds:
-    """Return the bounds of a machine for a workload."""
+def bounds(
+    machine: Machine, lengths: Lengths, targets: Targets, drafts: Iterable[DraftPoint] = ()
+) -> Bounds:
+    """Return the bounds of a machine for a workload.
+
+    Args:
+        drafts: ways to draft. The bounds are those of the best one, or without drafts.
+    """
     cost, step_tokens = machine.cost, machine.step_tokens
     fixed_s = cost.seconds(1)
     token_s = (cost.seconds(step_tokens) - fixed_s) / (step_tokens - 1) + cost.kv_token_s
@@ -108,29 +114,41 @@ def bounds(machine: Machine, lengths: Lengths, targets: Targets) -> Bounds:
     if longest_s <= targets.ttft_s:
         prefill_rps = highest_rate_rps(targets.ttft_s, prompt_s, service_s)
 
-    batch = largest_batch(machine, lengths.context_tokens, targets.tpot_s)
+    each = [_outputs(machine, lengths, targets, point) for point in (NO_DRAFTS, *drafts)]
+    decode_rps = max(outputs_rps for outputs_rps, _ in each)
+    free = max(share for _, share in each)
+    return Bounds(prefill_rps, decode_rps, min(prefill_rps, free / service_s))
+
+
+def _outputs(
+    machine: Machine, lengths: Lengths, targets: Targets, drafts: DraftPoint
+) -> tuple[float, float]:
+    """Return the outputs per second with a way to draft, and the share of time for prompts."""
+    context, tokens = lengths.context_tokens, 1.0 + drafts.accepted
+    limit_s = targets.tpot_s * max(tokens, drafts.least_tokens)
+    batch = largest_batch(machine, context, limit_s, drafts)
     if not batch:
-        return Bounds(prefill_rps, 0.0, 0.0)
+        return 0.0, 0.0
     tokens_per_s = max(
-        sequences / _decode_s(cost, sequences, lengths.context_tokens)
+        sequences * tokens / _decode_s(machine, sequences, context, drafts)
         for sequences in range(1, batch + 1)
     )
     # The TPOT limit is the longest step, which has its fixed time. Without this limit, prompts may
     # make steps so long that their fixed time hardly counts.
     free = 1.0
-    if batch < _most_sequences(machine, lengths.context_tokens):
-        free -= fixed_s / targets.tpot_s
-    return Bounds(
-        prefill_rps, tokens_per_s / lengths.output_tokens, min(prefill_rps, free / service_s)
-    )
+    if batch < _most_sequences(machine, context, drafts):
+        free -= machine.cost.seconds(1) / limit_s
+    return tokens_per_s / lengths.output_tokens, free
 
 
-def largest_batch(machine: Machine, context_tokens: float, tpot_s: float) -> int:
+def largest_batch(
+    machine: Machine, context_tokens: float, limit_s: float, drafts: DraftPoint = NO_DRAFTS
+) -> int:
     """Return the most sequences whose KV fits and whose decode step is within a limit."""
-    low, high = 0, _most_sequences(machine, context_tokens)
+    low, high = 0, _most_sequences(machine, context_tokens, drafts)
     while low < high:
         middle = (low + high + 1) // 2
-        if _decode_s(machine.cost, middle, context_tokens) <= tpot_s:
+        if _decode_s(machine, middle, context_tokens, drafts) <= limit_s:
             low = middle
         else:
             high = middle - 1
@@ -154,14 +172,14 @@ def pool_bound(
     low, high = 0.0, most_prompts
     for _ in range(HALVINGS):
         middle = (low + high) / 2.0
-        if outputs_rps + _outputs(shared, middle - prompts_rps) >= middle:
+        if outputs_rps + _decoded(shared, middle - prompts_rps) >= middle:
             low = middle
         else:
             high = middle
     return low
 
 
-def _outputs(machines: Sequence[Bounds], prompts_rps: float) -> float:
+def _decoded(machines: Sequence[Bounds], prompts_rps: float) -> float:
     """Return the outputs per second of machines beside a rate of prompts."""
     outputs_rps = 0.0
     for one in machines:
@@ -176,9 +194,14 @@ def _prefill_advantage(one: Bounds) -> float:
     return one.prefill_share_rps / one.decode_rps if one.decode_rps else math.inf
 
 
-def _most_sequences(machine: Machine, context_tokens: float) -> int:
-    return min(int(machine.kv_tokens / context_tokens), machine.max_sequences)
+def _most_sequences(machine: Machine, context_tokens: float, drafts: DraftPoint) -> int:
+    fitting = min(machine.kv_tokens / context_tokens, machine.step_tokens / (1.0 + drafts.slots))
+    return min(int(fitting), machine.max_sequences)
 
 
-def _decode_s(cost: StepCost, batch: int, context_tokens: float) -> float:
-    return cost.seconds(batch, round(batch * context_tokens), batch)
+def _decode_s(machine: Machine, batch: int, context_tokens: float, drafts: DraftPoint) -> float:
+    slots = batch * drafts.slots
+    kv_tokens = round(batch * context_tokens)
+    step_s = machine.cost.seconds(math.ceil(batch + slots), kv_tokens, batch, math.ceil(slots))
+    # The host is left out, because its work may overlap with that of the device.
+    return step_s + drafts.slots * machine.depths.seconds(batch)

@@ -45,9 +45,15 @@ class Group:
 
 @immutable
 class Deployment:
-    """The groups of a deployment, each with at least one machine."""
+    """Groups of machines.
+
+    Attributes:
+        groups: each has at least one machine.
+        drafts: whether machines that compute outputs speculate.
+    """
 
     groups: tuple[Group, ...]
+    drafts: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -68,17 +74,16 @@ class Deployment:
 
     def repeated(self, times: int) -> Deployment:
         """Return several of these deployments as one."""
-        return Deployment(
-            tuple(Group(one.profile, one.role, one.count * times) for one in self.groups)
-        )
+        groups = tuple(Group(one.profile, one.role, one.count * times) for one in self.groups)
+        return replace(self, groups=groups)
 
     def __str__(self) -> str:
-        """Return, for example, `2 x a100 prefill + 1 x h100 decode`."""
+        """Return, for example, `2 x a100 prefill + 1 x h100 decode with drafts`."""
         words = (
             f"{one.count} x {one.profile}" + ("" if one.role is Role.ANY else f" {one.role}")
             for one in self.groups
         )
-        return " + ".join(words)
+        return " + ".join(words) + (" with drafts" if self.drafts else "")
 
 
 @immutable

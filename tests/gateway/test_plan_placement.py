@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.cli.plan import goodput, planner
-from draftgate.gateway.cli.plan.goodput import PLACEMENT, Simulation
+from draftgate.gateway.cli.plan.goodput import PLACEMENT, Simulation, speculation_of
 from draftgate.gateway.cli.plan.sources import TraceSource
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
@@ -92,6 +93,7 @@ def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
     monkeypatch.setattr(planner, "CHECKED", 200)
     fast, slow = (_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
     flags = ["--profiles", f"{fast},{slow}", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250"]
+    flags += ["--speculation", "off"]
     result = _plan(tmp_path, *flags, "--max-machines", "1", "--rate", "12")
     assert result.exit_code == 0, result.output
     assert "recommended (together)" in result.output
@@ -119,6 +121,52 @@ def test_machines_of_two_profiles_divide_the_phases(tmp_path: Path) -> None:
     assert [sum(chunk.tokens or 0 for chunk in one.chunks) for one in records] == [5] * 12
 
 
+def test_only_machines_that_compute_outputs_draft(tmp_path: Path) -> None:
+    """Drafts shorten outputs, and the machine for prompts has the policy `off`."""
+    file = _profile(tmp_path, "one", 0.05, None)
+    source = TraceSource((TraceRow(0.0, 50, 40),), Slo())
+    groups = (Group("one", Role.PREFILL, 1), Group("one", Role.DECODE, 1))
+    steps = {}
+    for drafts in (False, True):
+        deployment = Deployment(groups, drafts)
+        requests = source.requests(1.0, 0, 12)
+        records = Simulation(source, {"one": file}, PLACEMENT).records(deployment, requests, 0)
+        assert [sum(chunk.tokens or 0 for chunk in one.chunks) for one in records] == [40] * 12
+        steps[drafts] = sum(len(one.chunks) for one in records)
+        assert speculation_of(deployment, Role.PREFILL) == "off"
+    assert steps[True] < 0.9 * steps[False]
+
+
+@pytest.mark.parametrize("question", [pytest.param("placement", marks=pytest.mark.long), "pools"])
+def test_plan_with_speculation_is_written_in_all_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    """Each deployment is compared without and with drafts, and the plan starts as recommended."""
+    monkeypatch.setattr(planner, "MOST_REQUESTS", 300)
+    monkeypatch.setattr(planner, "CHECKED", 100)
+    monkeypatch.setattr(goodput, "CHECKED", 100)
+    one = _profile(tmp_path, "one", 0.05, 2.0)
+    flags = ["--profiles", one, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "3"]
+    flags += ["--max-machines", "1"]
+    written = {name: str(tmp_path / f"plan.{name}") for name in ("html", "yaml", "k8s")}
+    flags += ["--html", written["html"], "--compose", written["yaml"]]
+    result = _plan(tmp_path, *flags, "--kubernetes", written["k8s"], question=question)
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    known = [
+        row["deployment"] for rows in ("measured", "unmeasured") for row in plan["search"][rows]
+    ]
+    assert sorted(known) == ["1 x one", "1 x one with drafts"]
+    assert plan["phases"] == "together"
+    (machine,) = plan["machines"]
+    compose = yaml.safe_load(Path(written["yaml"]).read_text())
+    (manifest,) = yaml.safe_load_all((tmp_path / "plan.k8s/workers.yaml").read_text())
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    for command in (compose["services"]["worker-one"]["command"], container["args"]):
+        assert command[command.index("--speculation") + 1] == machine["speculation"]
+    assert "1 x one with drafts" in Path(written["html"]).read_text()
+
+
 def test_targets_that_no_machine_meets_make_the_plan_infeasible(tmp_path: Path) -> None:
     """If every step is longer than the TPOT target, no deployment is simulated."""
     slow = _profile(tmp_path, "slow", 0.2, 1.0)
@@ -136,6 +184,7 @@ def test_targets_that_no_machine_meets_make_the_plan_infeasible(tmp_path: Path) 
         ([], "--slo-ttft-ms or --slo-tpot-ms"),
         (["--slo-ttft-ms", "100", "--workload", "chat"], "either --workload or --trace"),
         (["--slo-ttft-ms", "100", "--share", "1"], "between 0 and 1"),
+        (["--slo-ttft-ms", "100", "--speculation", "on"], "off or auto"),
     ],
 )
 def test_wrong_options_are_explained_in_one_line(
@@ -157,6 +206,7 @@ def test_pools_with_the_least_cost_serve_the_rate(
     monkeypatch.setattr(planner, "CHECKED", 200)
     one = _profile(tmp_path, "one", 0.05, 2.0)
     flags = ["--profiles", one, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "6"]
+    flags += ["--speculation", "off"]
     result = _plan(tmp_path, *flags, "--max-machines", "3", question="pools")
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "plan.json").read_text())

@@ -32,7 +32,7 @@ from draftgate.policies.planning.deployments import (
     ranked,
     refined,
 )
-from draftgate.policies.planning.throughput import Machine, Targets
+from draftgate.policies.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.policies.types import Role
 
 COST = StepCost((1, 100, 2048), (0.02, 0.024, 0.2), 1e-6, 1e-4, 1e-8)
@@ -89,6 +89,29 @@ def test_bounds_rise_with_looser_targets(targets: Targets, more: float) -> None:
     strict, loose = (bounds(MACHINE, LENGTHS, one) for one in (targets, looser))
     assert loose.prefill_rps >= strict.prefill_rps
     assert loose.decode_rps >= strict.decode_rps
+
+
+def test_drafts_raise_the_bounds_where_tpot_limits_the_batch() -> None:
+    """Two tokens per step allow steps of twice the limit, with more sequences and prompts."""
+    tight, drafts = Targets(tpot_s=0.03), DraftPoint(2.0, 1.0, 1.0, 2)
+    without, found = (bounds(MACHINE, LENGTHS, tight, ways) for ways in ((), (drafts,)))
+    batch = largest_batch(MACHINE, LENGTHS.context_tokens, 0.06, drafts)
+    step_s = COST.seconds(3 * batch, round(batch * LENGTHS.context_tokens), batch, 2 * batch)
+    assert step_s <= 0.06
+    assert found.decode_rps == pytest.approx(batch * 2.0 / step_s / 200.0, rel=0.02)
+    assert found.decode_rps > without.decode_rps
+    assert found.prefill_share_rps > without.prefill_share_rps
+    assert found.prefill_rps == without.prefill_rps
+
+
+@given(slots=st.floats(0.0, 8.0), share=st.floats(0.0, 1.0))
+def test_ways_to_draft_never_lower_a_bound(slots: float, share: float) -> None:
+    """A machine may always choose not to draft."""
+    targets = Targets(0.5, 0.04)
+    without = bounds(MACHINE, LENGTHS, targets)
+    found = bounds(MACHINE, LENGTHS, targets, [DraftPoint(slots, share * slots, 1.0, 8)])
+    assert found.decode_rps >= without.decode_rps
+    assert found.both_rps >= without.both_rps
 
 
 @given(machine=MACHINES, count=st.integers(1, 4))

@@ -15,7 +15,7 @@ from msgspec import structs
 from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.plan.machines import CONFIG, OFF
+from draftgate.gateway.cli.plan.machines import AUTO, CONFIG, OFF
 from draftgate.gateway.cli.plan.sources import Requests, Source
 from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.loadgen.measuring.slo import meets_slo
@@ -29,9 +29,7 @@ from draftgate.loadgen.search.types import (
 )
 from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.planning.deployments import Candidate, Deployment, Layout, Measured
-
-WITHOUT_DRAFTS: Final = structs.replace(CONFIG, speculation=OFF)
-"""The configuration of simulated workers. With drafts, the bounds of the search would not hold."""
+from draftgate.policies.types import Role
 
 PLACEMENT: Final = {Layout.TOGETHER: "together", Layout.APART: "apart", Layout.MIXED: "auto"}
 POOLS: Final = {**dict.fromkeys(Layout, "splitwise"), Layout.TOGETHER: "together"}
@@ -44,6 +42,11 @@ START: Final = 0.5
 """First rate of a search, as a share of the bound. Chosen, not tuned, 2026-11-24."""
 
 
+def speculation_of(deployment: Deployment, role: Role) -> str:
+    """Return the speculation policy of machines. Those that only compute prompts do not draft."""
+    return AUTO if deployment.drafts and role is not Role.PREFILL else OFF
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """How deployments are simulated. Devices follow their profiles, which workers learn.
@@ -53,14 +56,14 @@ class Simulation:
         files: the name or file of each profile, by its name in deployments.
         phases: the phases policy of each layout.
         link: link between the machines.
-        config: the configuration of all workers, whose profile is replaced.
+        config: the configuration of all workers, whose profile and policy are replaced.
     """
 
     source: Source
     files: Mapping[str, str]
     phases: Mapping[Layout, str]
     link: KvLink = LOCAL_LINK
-    config: WorkerConfig = WITHOUT_DRAFTS
+    config: WorkerConfig = CONFIG
 
     def records(
         self,
@@ -73,13 +76,14 @@ class Simulation:
         machines = [group for group in deployment.groups for _ in range(group.count)]
         divides = deployment.layout is not Layout.TOGETHER
         cluster = SimulatedCluster(
-            self.config,
+            structs.replace(self.config, speculation=AUTO if deployment.drafts else OFF),
             len(machines),
             SimEnvironment(seed, roofline=False, delivers_tokens=divides, shares_kv=divides),
             replace(ADMIT_ALL, phases=self.phases[deployment.layout]),
             tuple(self.files[one.profile] for one in machines),
             tuple(one.role for one in machines),
             self.link,
+            tuple(speculation_of(deployment, one.role) for one in machines),
         )
         return simulate(cluster, requests.planned, on_record, requests.to_job)
 

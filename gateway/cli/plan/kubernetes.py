@@ -1,21 +1,32 @@
 """The machines of a plan as Kubernetes manifests.
 
 They replace the workers of the repository's `deploy/kubernetes/base` by one StatefulSet for each
-profile. The labels are those of the base, so its Service, network policy and disruption budget hold
-for these workers too. The autoscaler is removed, because the plan fixes the number of workers.
+profile and role. The labels are those of the base, so its Service, network policy and disruption
+budget hold for these workers too. The autoscaler is removed, because the plan fixes the number of
+workers. The gateways get the planned policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from draftgate.gateway.cli.plan.deployment import NODE, PORT, as_yaml, worker_limits, worker_name
+from draftgate.gateway.cli.plan.deployment import (
+    NODE,
+    PORT,
+    Deployable,
+    as_yaml,
+    profile_label,
+    worker_flags,
+    worker_name,
+)
 
 BASE: Final = "https://github.com/draftgate/draftgate//deploy/kubernetes/base"
 PROFILE_LABEL: Final = "draftgate.dev/profile"
 """Label of the nodes that have the GPUs of a profile, and of the pods that need them."""
+
+ROLE_LABEL: Final = "draftgate.dev/role"
+"""Label of the pods of a role."""
 
 _REPLACED: Final = (("apps", "v1", "StatefulSet"), ("autoscaling", "v2", "HorizontalPodAutoscaler"))
 """Group, version and kind of the objects `worker` of the base."""
@@ -26,22 +37,22 @@ _LABELS: Final = {
 }
 
 
-def write_kubernetes(machines: Sequence[dict[str, Any]], folder: Path) -> None:
+def write_kubernetes(planned: Deployable, folder: Path) -> None:
     """Write `kustomization.yaml` and `workers.yaml` to a folder, for `kubectl apply -k`.
 
     Raises:
         OSError: the folder cannot be written.
         ValueError: a profile is a group of several GPUs.
     """
-    workers = "---\n".join(as_yaml(stateful_set(machine)) for machine in machines)
+    workers = "---\n".join(as_yaml(stateful_set(machine)) for machine in planned.machines)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "workers.yaml").write_text(workers, encoding="utf-8")
-    (folder / "kustomization.yaml").write_text(as_yaml(kustomization()), encoding="utf-8")
+    (folder / "kustomization.yaml").write_text(as_yaml(kustomization(planned)), encoding="utf-8")
 
 
-def kustomization() -> dict[str, Any]:
-    """Return the base without its workers, and the planned workers."""
-    patches = [
+def kustomization(planned: Deployable) -> dict[str, Any]:
+    """Return the base without its workers, and the planned workers and policies."""
+    removed = [
         {
             "target": {"group": group, "version": version, "kind": kind, "name": "worker"},
             "patch": as_yaml(
@@ -55,23 +66,30 @@ def kustomization() -> dict[str, Any]:
         }
         for group, version, kind in _REPLACED
     ]
+    policies = [{"name": name, "value": value} for name, value in planned.policies.items()]
+    gateway = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "gateway"},
+        "spec": {"template": {"spec": {"containers": [{"name": "gateway", "env": policies}]}}},
+    }
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": "draftgate",
         "resources": [BASE, "workers.yaml"],
-        "patches": patches,
+        "patches": [*removed, {"patch": as_yaml(gateway)}],
     }
 
 
 def stateful_set(machine: dict[str, Any]) -> dict[str, Any]:
-    """Return the StatefulSet of a profile's workers.
+    """Return the StatefulSet of the workers of a profile and role.
 
     Raises:
         ValueError: the profile is a group of several GPUs.
     """
-    name = worker_name(machine["profile"])
-    labels = {**_LABELS, PROFILE_LABEL: name.removeprefix("worker-")}
+    label = profile_label(machine)
+    labels = {**_LABELS, PROFILE_LABEL: label, ROLE_LABEL: machine["role"]}
     claim = {
         "metadata": {"name": "cache"},
         "spec": {
@@ -82,7 +100,7 @@ def stateful_set(machine: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": {"name": name, "labels": labels},
+        "metadata": {"name": worker_name(machine), "labels": labels},
         "spec": {
             "serviceName": "workers",
             "replicas": machine["count"],
@@ -94,7 +112,7 @@ def stateful_set(machine: dict[str, Any]) -> dict[str, Any]:
                     "automountServiceAccountToken": False,
                     "enableServiceLinks": False,
                     "terminationGracePeriodSeconds": 75,
-                    "nodeSelector": {PROFILE_LABEL: labels[PROFILE_LABEL]},
+                    "nodeSelector": {PROFILE_LABEL: label},
                     "tolerations": [
                         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
                     ],
@@ -125,7 +143,7 @@ def _container(machine: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": "worker",
         "image": "draftgate:engine-cuda",
-        "args": [*NODE, "--drain-timeout-s", "60", *worker_limits(machine)],
+        "args": [*NODE, "--drain-timeout-s", "60", *worker_flags(machine)],
         "env": [
             _secret("DRAFTGATE_JOIN", "join"),
             _secret("PEER_SECRET", "peer-secret"),

@@ -9,12 +9,17 @@ from functools import cached_property
 from typing import Any
 
 from draftgate.gateway.cli.plan.load import PlanLoad
-from draftgate.gateway.cli.plan.machines import AUTO, OFF, Rentable, simulate_machines
+from draftgate.gateway.cli.plan.machines import (
+    AUTO,
+    OFF,
+    Rentable,
+    check_speculation,
+    simulate_machines,
+)
 from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, Attempt, best, search
+from draftgate.gateway.cli.plan.simulated import summary_of
 from draftgate.gateway.cli.plan.solver import silent_solver
-from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
-from draftgate.loadgen.measuring.summary import summarize
-from draftgate.loadgen.types import LoadRun, Record, Slo
+from draftgate.loadgen.types import Record, Slo
 from draftgate.policies.planning.histogram import Bucket
 from draftgate.policies.planning.load_mix import LoadPlanner, Offer
 from draftgate.policies.planning.mix import Mix
@@ -56,8 +61,7 @@ class LoadQuestion:
         """
         if not self.rate_rps > 0.0:
             raise ValueError(f"--rate must be positive, not {self.rate_rps}")
-        if self.speculation not in {OFF, AUTO}:
-            raise ValueError(f"--speculation: expected off or auto, not {self.speculation!r}")
+        check_speculation(self.speculation)
         if unknown := self.limits.keys() - self.types.keys():
             raise ValueError(f"--limit {min(unknown)}: --profiles has no such profile")
 
@@ -140,7 +144,7 @@ class LoadQuestion:
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
             "machines": self._machines(chosen.mix),
-            "simulated": _summary(chosen.records),
+            "simulated": summary_of(chosen.records),
             "bursts": factor,
             "over_provisioning": chosen.factor,
             "attempts": [one.as_dict() for one in attempts],
@@ -180,7 +184,7 @@ class LoadQuestion:
     def _drafts(self, one: Rentable) -> Any:
         if self.speculation == OFF:
             return lambda _bucket: ()
-        return lambda bucket: one.drafts(bucket, self.targets)
+        return lambda bucket: one.drafts(bucket.class_name, bucket.output_range[0], self.share)
 
     def _machines(self, mix: Mix) -> list[dict[str, Any]]:
         return [
@@ -200,12 +204,6 @@ def is_better(plan: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if met != other_met:
         return bool(met)
     return bool(plan["cost_per_hour"] < other["cost_per_hour"] - 1e-9)
-
-
-def _summary(records: Sequence[Record]) -> dict[str, Any]:
-    last_s = max(record.end_s for record in records)
-    last_due_s = max(record.scheduled_s for record in records)
-    return summarize(LoadRun({}, list(records), last_s, last_due_s, NEVER_LATE))
 
 
 def _lengths(bucket: Bucket) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from draftgate.gateway.cli.plan.machines import Rentable
@@ -17,15 +17,18 @@ class MachineTypes:
     machines: Mapping[str, Rentable]
 
     @classmethod
-    def load(cls, given: str) -> MachineTypes:
+    def load(cls, given: str, proposer: str = "ngram") -> MachineTypes:
         """Read profiles, separated by commas.
+
+        Args:
+            proposer: what machines draft with.
 
         Raises:
             ValueError: no profile is given, one cannot be read or has no price, or two have one
                 name.
         """
         texts = [text.strip() for text in given.split(",") if text.strip()]
-        found = [Rentable.of(text, "ngram") for text in texts]
+        found = [Rentable.of(text, proposer) for text in texts]
         named = {one.profile.name: one for one in found}
         if not named:
             raise ValueError("--profiles: expected names or files, separated by commas")
@@ -62,8 +65,21 @@ class MachineTypes:
             found[name] = one.profile.power_w
         return found
 
-    def bounds(self, lengths: Lengths, targets: Targets) -> dict[str, Bounds]:
-        """Return the bounds of one machine of each type."""
+    def bounds(
+        self, lengths: Lengths, targets: Targets, classes: Collection[str] = ()
+    ) -> dict[str, Bounds]:
+        """Return the bounds of one machine of each type.
+
+        Args:
+            classes: classes of requests. The bounds are those with the best drafts of any class.
+        """
+        outputs = round(lengths.output_tokens)
         return {
-            name: bounds(one.machine(), lengths, targets) for name, one in self.machines.items()
+            name: bounds(
+                one.machine(),
+                lengths,
+                targets,
+                [point for kind in classes for point in one.drafts(kind, outputs, targets.share)],
+            )
+            for name, one in self.machines.items()
         }

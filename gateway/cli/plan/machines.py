@@ -16,13 +16,22 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.plan.load import PlanLoad
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
 from draftgate.loadgen.types import Record
-from draftgate.policies.planning.histogram import Bucket
-from draftgate.policies.planning.throughput import DraftPoint, Machine, Targets
+from draftgate.policies.planning.throughput import DraftPoint, Machine
 
 CONFIG: Final = WorkerConfig(max_num_seqs=256, max_step_tokens=2048, max_model_len=32_768)
 """The configuration of every planned worker, with the defaults of `draftgate simulate`."""
 
 OFF, AUTO = "off", "auto"
+
+
+def check_speculation(speculation: str) -> None:
+    """Check the value of `--speculation`.
+
+    Raises:
+        ValueError: it is neither `off` nor `auto`.
+    """
+    if speculation not in {OFF, AUTO}:
+        raise ValueError(f"--speculation: expected off or auto, not {speculation!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +77,16 @@ class Rentable:
             host.sequence_s,
         )
 
-    def drafts(self, bucket: Bucket, targets: Targets) -> Sequence[DraftPoint]:
-        """Return the ways to draft for a bucket's requests."""
+    def drafts(self, class_name: str, output_tokens: int, share: float) -> Sequence[DraftPoint]:
+        """Return the ways to draft for requests of a class.
+
+        Args:
+            output_tokens: least length of their outputs.
+            share: share of the requests that must meet their targets.
+        """
         recording = load_recording(self.profile.recording)
-        drafts = recorded_drafts(recording, self.proposer, bucket.class_name)
-        return drafts.points(max(bucket.output_range[0], 2), targets.share)
+        drafts = recorded_drafts(recording, self.proposer, class_name)
+        return drafts.points(max(output_tokens, 2), share)
 
 
 def simulate_machines(

@@ -17,6 +17,7 @@ from draftgate.gateway.cli.plan.options import (
     KubernetesFolder,
     Limits,
     Profiles,
+    Proposer,
     Rate,
     Share,
     SloTpotMs,
@@ -26,6 +27,7 @@ from draftgate.gateway.cli.plan.options import (
     WorkloadName,
     limits,
     write_deployments,
+    write_page,
     write_plan,
 )
 from draftgate.gateway.cli.plan.solver import require_solver, silent_solver
@@ -49,7 +51,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     share: Share = 0.95,
     profiles: Profiles = "l4-8b,a10g-8b,a100-8b,h100-8b,h200-8b",
     speculation: Speculation = "auto",
-    proposer: Annotated[str, typer.Option(help="Proposer: ngram or draft_model.")] = "ngram",
+    proposer: Proposer = "ngram",
     arrival: Annotated[
         str | None,
         typer.Option(help="Arrivals: recorded (default of a trace), poisson, gamma:CV, ..."),
@@ -109,8 +111,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             )
             plan, records = question.answer()
             print_plan(plan)
-            if html_out is not None:
-                html_out.write_text(page(plan, question.planner, records), encoding="utf-8")
+            write_page(lambda: page(plan, question.planner, records), html_out)
         write_plan(plan, json_out)
         write_deployments(plan, compose, kubernetes)
     except (OSError, ValueError) as error:

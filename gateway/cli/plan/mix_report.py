@@ -8,10 +8,9 @@ from typing import Any
 import typer
 
 from draftgate.gateway.cli.plan.mix_search import Attempt
-from draftgate.loadgen.measuring.metrics import METRICS
-from draftgate.loadgen.report.charts import ChartSeries, distribution_chart
+from draftgate.gateway.cli.plan.simulated import latency_charts
 from draftgate.loadgen.report.formatting import percent
-from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
+from draftgate.loadgen.report.html import html_page, html_settings, html_table
 from draftgate.loadgen.types import Record
 from draftgate.policies.planning.load_mix import LoadPlanner
 
@@ -113,9 +112,7 @@ def _body(
             [_attempt_row(one) for one in plan["attempts"]],
             words=(1,),
         )
-        series = [ChartSeries("plan", records)]
-        charts = [distribution_chart(METRICS[key], series) for key in ("ttft_s", "tpot_s")]
-        yield f'<div class="charts">{"".join(html_chart(one) for one in charts if one.data)}</div>'
+        yield latency_charts(records)
     yield "<h2>Throughputs</h2>" + html_table(
         ["requests", "share", *prices],
         [

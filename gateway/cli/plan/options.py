@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,7 @@ Profiles = Annotated[
 Speculation = Annotated[
     str, typer.Option("--speculation", help="Whether machines speculate: auto or off.")
 ]
+Proposer = Annotated[str, typer.Option("--proposer", help="Proposer: ngram or draft_model.")]
 Precision = Annotated[
     float,
     typer.Option("--precision", min=0.01, max=0.5, help="Relative half width of the intervals."),
@@ -97,6 +98,16 @@ def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
         file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
 
 
+def write_page(page: Callable[[], str], file: Path | None) -> None:
+    """Write the page that a function returns to a file, if there is one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if file is not None:
+        file.write_text(page(), encoding="utf-8")
+
+
 def write_deployments(
     plan: Mapping[str, Any], compose: Path | None, kubernetes: Path | None
 ) -> None:
@@ -104,18 +115,19 @@ def write_deployments(
 
     Raises:
         OSError: a file cannot be written.
-        ValueError: the plan has no machines, or a machine is a group of several GPUs.
+        ValueError: the plan has no machines, a machine is a group of several GPUs, or different
+            GPUs divide the phases.
     """
-    from draftgate.gateway.cli.plan.deployment import compose_text
+    from draftgate.gateway.cli.plan.deployment import Deployable, compose_text
     from draftgate.gateway.cli.plan.kubernetes import write_kubernetes
 
-    machines = plan.get("machines", [])
-    if not machines and (compose is not None or kubernetes is not None):
-        raise ValueError("there are no machines to deploy: give a load with a feasible plan")
+    if compose is None and kubernetes is None:
+        return
+    planned = Deployable.of(plan)
     if compose is not None:
-        compose.write_text(compose_text(machines), encoding="utf-8")
+        compose.write_text(compose_text(planned), encoding="utf-8")
     if kubernetes is not None:
-        write_kubernetes(machines, kubernetes)
+        write_kubernetes(planned, kubernetes)
 
 
 def limits(texts: Sequence[str]) -> dict[str, int]:

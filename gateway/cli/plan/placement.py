@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.cli.plan.options import (
+    ComposeFile,
+    HtmlFile,
     JsonFile,
+    KubernetesFolder,
     LinkGbps,
     MaxSimulations,
     Precision,
     Profiles,
+    Proposer,
     Rate,
     Seed,
     Share,
     SloTpotMs,
     SloTtftMs,
+    Speculation,
     TraceFile,
     WorkloadName,
+    write_deployments,
+    write_page,
     write_plan,
 )
 
@@ -41,19 +49,25 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
             min=0.0, help="Price of an hour of the most expensive deployment to compare, in USD."
         ),
     ] = None,
+    speculation: Speculation = "auto",
+    proposer: Proposer = "ngram",
     link_gbps: LinkGbps = None,
     precision: Precision = 0.05,
     max_simulations: MaxSimulations = 12,
     seed: Seed = 0,
     json_out: JsonFile = None,
+    html_out: HtmlFile = None,
+    compose: ComposeFile = None,
+    kubernetes: KubernetesFolder = None,
 ) -> None:
     """Find the deployment with the highest goodput for its price.
 
     Goodput is the highest rate at which the share of requests meets both targets. Simulations
     measure it. With --rate, the plan has as many copies of the deployment as serve the rate.
     """
+    from draftgate.gateway.cli.plan.answer import Answer
     from draftgate.gateway.cli.plan.goodput import PLACEMENT
-    from draftgate.gateway.cli.plan.planner import plan_of, planner_of, print_search
+    from draftgate.gateway.cli.plan.planner import planner_of
     from draftgate.policies.planning.deployments import Budget, deployments
 
     try:
@@ -64,26 +78,26 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
             slo_ttft_ms,
             slo_tpot_ms,
             share,
+            speculation=speculation,
+            proposer=proposer,
             link_gbps=link_gbps,
             phases=PLACEMENT,
             precision=precision,
             seed=seed,
         )
-        machines, prices = planner.machines, planner.machines.prices
+        prices = planner.machines.prices
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
-        found = planner.search(
-            (
-                planner.candidate(one, one.total(prices))
-                for one in deployments(tuple(prices), budgets, max_machines)
-            ),
-            max_simulations,
-        )
-        best, deployment, summary = found.best, None, None
-        if best is not None:
-            deployment = best.candidate.deployment
+        every = deployments(tuple(prices), budgets, max_machines)
+        found = planner.search(planner.candidates(every, prices), max_simulations)
+        answer = Answer("placement", planner, found, None, rate, per="USD")
+        if found.best is not None:
+            answer = replace(answer, deployment=found.best.candidate.deployment)
             if rate is not None:
-                deployment, summary = planner.enough(best, rate)
-        write_plan(plan_of("placement", machines, found, deployment, summary), json_out)
+                deployment, records = planner.enough(found.best, rate)
+                answer = replace(answer, deployment=deployment, records=records)
+        answer.show()
+        write_plan(answer.as_plan(), json_out)
+        write_page(answer.page, html_out)
+        write_deployments(answer.as_plan(), compose, kubernetes)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
-    print_search(found, deployment)

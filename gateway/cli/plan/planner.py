@@ -1,25 +1,25 @@
-"""The search for a deployment, with bounds, simulations and the form of the plan."""
+"""The search for a deployment, with bounds and simulations."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from msgspec import structs
 
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.gateway.cli.plan.goodput import CHECKED, Simulation
 from draftgate.gateway.cli.plan.machine_types import MachineTypes
-from draftgate.gateway.cli.plan.machines import OFF
-from draftgate.gateway.cli.plan.sources import Source, lengths_of, source_of
-from draftgate.gateway.cli.simulate.experiment import NEVER_LATE
-from draftgate.loadgen.measuring.summary import summarize
+from draftgate.gateway.cli.plan.machines import AUTO, CONFIG, check_speculation
+from draftgate.gateway.cli.plan.sources import Source, classes_of, lengths_of, source_of
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.loadgen.sending.health import without_full_gc
-from draftgate.loadgen.types import LoadRun, Slo
+from draftgate.loadgen.types import Record, Slo
 from draftgate.policies.planning.bounds import Bounds, Lengths
 from draftgate.policies.planning.deployments import (
     Candidate,
@@ -72,14 +72,18 @@ class Planner:
     """Finds deployments of machines for a workload.
 
     Attributes:
-        bounds: bounds of one machine of each type.
+        targets: latency targets of the requests.
+        bounds: bounds of one machine of each type without drafts.
         goal: share, precision and warm-up of each search for a rate.
+        draft_bounds: the bounds with drafts, or none if no deployment may speculate.
     """
 
     machines: MachineTypes
     simulation: Simulation
+    targets: Targets
     bounds: Mapping[str, Bounds]
     goal: SearchGoal
+    draft_bounds: Mapping[str, Bounds] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,7 +97,7 @@ class Planner:
         precision: float,
         seed: int,
     ) -> Planner:
-        """Return a planner for the mean lengths of a source.
+        """Return a planner for the mean lengths of a source, without drafts.
 
         Args:
             link: link between the machines.
@@ -110,11 +114,38 @@ class Planner:
             seed=seed,
         )
         simulation = Simulation(source, machines.files, phases, link)
-        return cls(machines, simulation, machines.bounds(lengths, targets), goal)
+        return cls(machines, simulation, targets, machines.bounds(lengths, targets), goal)
+
+    def with_drafts(self, proposer: str) -> Planner:
+        """Return a planner that compares each deployment without and with drafts."""
+        source = self.simulation.source
+        lengths = Lengths.of(lengths_of(source), self.targets.share)
+        config = structs.replace(CONFIG, proposer=proposer)
+        return replace(
+            self,
+            simulation=replace(self.simulation, config=config),
+            draft_bounds=self.machines.bounds(lengths, self.targets, classes_of(source)),
+        )
 
     def candidate(self, deployment: Deployment, weight: float) -> Candidate:
         """Return a deployment with its bound."""
-        return Candidate(deployment, bound_rps(deployment, self.bounds), weight)
+        bounds = self.draft_bounds if deployment.drafts else self.bounds
+        return Candidate(deployment, bound_rps(deployment, bounds), weight)
+
+    def candidates(
+        self, found: Iterable[Deployment], each: Mapping[str, float] | None = None
+    ) -> Iterator[Candidate]:
+        """Yield deployments without drafts, and with drafts if deployments may speculate.
+
+        Args:
+            each: the weight of one machine, by profile. Without it, all deployments have equal
+                weights.
+        """
+        for deployment in found:
+            weight = 1.0 if each is None else deployment.total(each)
+            yield self.candidate(deployment, weight)
+            if self.draft_bounds:
+                yield self.candidate(replace(deployment, drafts=True), weight)
 
     def search(self, candidates: Iterable[Candidate], most: int) -> Search:
         """Simulate the candidates that may be the best, first roughly and then precisely.
@@ -153,33 +184,26 @@ class Planner:
         with without_full_gc():
             return self.simulation.holds(candidate.deployment, self.goal, rate_rps)
 
-    def check(self, deployment: Deployment, rate_rps: float) -> dict[str, Any]:
-        """Simulate a deployment at a rate, and return the `summary/1`."""
+    def records(self, deployment: Deployment, rate_rps: float) -> list[Record]:
+        """Simulate a deployment at a rate, and return its requests."""
         requests = self.simulation.source.requests(rate_rps, self.goal.seed, CHECKED)
         with without_full_gc():
-            records = self.simulation.records(deployment, requests, self.goal.seed)
-        run = LoadRun(
-            {"model": str(deployment), "url": "simulated", "seed": self.goal.seed},
-            records,
-            max(record.end_s for record in records),
-            CHECKED / rate_rps,
-            NEVER_LATE,
-        )
-        return summarize(run)
+            return self.simulation.records(deployment, requests, self.goal.seed)
 
-    def enough(self, unit: Measured, rate_rps: float) -> tuple[Deployment, dict[str, Any]]:
-        """Return as many copies of a unit as serve a rate, and their simulation.
+    def enough(self, unit: Measured, rate_rps: float) -> tuple[Deployment | None, Sequence[Record]]:
+        """Return as many copies of a unit as serve a rate, and their simulated requests.
 
-        If the simulation misses the share, the deployment gets up to `MORE` more units.
+        If the simulation misses the share, the deployment gets up to `MORE` more units. It is None
+        if they are not enough.
         """
         assert unit.rate_rps
         units = math.ceil(rate_rps / unit.rate_rps)
         for times in range(units, units + MORE + 1):
             deployment = unit.candidate.deployment.repeated(times)
-            summary = self.check(deployment, rate_rps)
-            if summary["attainment"] >= self.goal.share:
-                break
-        return deployment, summary
+            records = self.records(deployment, rate_rps)
+            if sum(map(meets_slo, records)) >= self.goal.share * len(records):
+                return deployment, records
+        return None, records
 
 
 def planner_of(  # noqa: PLR0913 - each is an option
@@ -190,6 +214,8 @@ def planner_of(  # noqa: PLR0913 - each is an option
     tpot_ms: float | None,
     share: float,
     *,
+    speculation: str,
+    proposer: str,
     link_gbps: float | None,
     phases: Mapping[Layout, str],
     precision: float,
@@ -199,12 +225,13 @@ def planner_of(  # noqa: PLR0913 - each is an option
 
     Raises:
         OSError: the trace cannot be read.
-        ValueError: a profile, a target or the source of the requests is missing or wrong.
+        ValueError: an option is missing or wrong.
     """
-    machines = MachineTypes.load(profiles)
+    check_speculation(speculation)
+    machines = MachineTypes.load(profiles, proposer)
     targets = targets_of(ttft_ms, tpot_ms, share)
     source = source_of(workload, trace, Slo.of_ms(ttft_ms, tpot_ms))
-    return Planner.of(
+    planner = Planner.of(
         machines,
         source,
         targets,
@@ -213,87 +240,8 @@ def planner_of(  # noqa: PLR0913 - each is an option
         precision=precision,
         seed=seed,
     )
-
-
-def plan_of(
-    question: str,
-    machines: MachineTypes,
-    search: Search,
-    deployment: Deployment | None,
-    simulated: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Return a plan in the form `plan/1` with its search, of no machines for None."""
-    groups = () if deployment is None else deployment.groups
-    counts = Counter(dict.fromkeys(machines.names, 0))
-    for group in groups:
-        counts[group.profile] += group.count
-    return {
-        "format": "plan/1",
-        "question": question,
-        "feasible": deployment is not None,
-        "cost_per_hour": None if deployment is None else deployment.total(machines.prices),
-        "counts": dict(counts),
-        "machines": [
-            {
-                "profile": machines.files[group.profile],
-                "role": group.role.value,
-                "count": group.count,
-                "speculation": OFF,
-            }
-            for group in groups
-        ],
-        "infeasible_buckets": [],
-        "simulated": simulated,
-        "search": search_as_json(search),
-    }
-
-
-def search_as_json(search: Search) -> dict[str, Any]:
-    """Return the measured deployments, and the bounds of the others."""
-    return {
-        "complete": search.complete,
-        "measured": [
-            {
-                "deployment": str(one.candidate.deployment),
-                "layout": one.candidate.deployment.layout.value,
-                "bound_rps": one.candidate.bound_rps,
-                "goodput_rps": one.rate_rps,
-                "interval": [one.low_rps, one.high_rps if one.high_rps < math.inf else None],
-                "weight": one.candidate.weight,
-            }
-            for one in search.measured
-        ],
-        "unmeasured": [
-            {"deployment": str(one.deployment), "bound_rps": one.bound_rps, "weight": one.weight}
-            for one in search.unmeasured
-        ],
-    }
+    return planner.with_drafts(proposer) if speculation == AUTO else planner
 
 
 def _finite(value: float) -> float:
     return value if value < math.inf else 0.0
-
-
-def print_search(search: Search, deployment: Deployment | None) -> None:
-    """Print the measured deployments and the plan."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if deployment is None:
-        console.print("no deployment meets the targets")
-        return
-    table = Table("deployment", "bound, requests/s", "goodput, requests/s", "interval")
-    for one in sorted(search.measured, key=lambda one: -one.value):
-        high = "" if one.high_rps == math.inf else f" to {one.high_rps:.2f}"
-        table.add_row(
-            str(one.candidate.deployment),
-            f"{one.candidate.bound_rps:.2f}",
-            "-" if one.rate_rps is None else f"{one.rate_rps:.2f}",
-            f"{one.low_rps:.2f}{high}",
-        )
-    console.print(table)
-    console.print(f"recommended ({deployment.layout}): {deployment}")
-    if not search.complete:
-        left = len(search.unmeasured)
-        console.print(f"{left} deployments with lower bounds were not simulated")

@@ -9,18 +9,25 @@ import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.cli.plan.options import (
+    ComposeFile,
+    HtmlFile,
     JsonFile,
+    KubernetesFolder,
     LinkGbps,
     MaxSimulations,
     Precision,
     Profiles,
+    Proposer,
     Rate,
     Seed,
     Share,
     SloTpotMs,
     SloTtftMs,
+    Speculation,
     TraceFile,
     WorkloadName,
+    write_deployments,
+    write_page,
     write_plan,
 )
 
@@ -55,18 +62,24 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
         float | None, typer.Option(min=0.0, help="Power of all machines, in kW.")
     ] = None,
     max_machines: Annotated[int, typer.Option(min=1, help="Number of all machines.")] = 16,
+    speculation: Speculation = "auto",
+    proposer: Proposer = "ngram",
     link_gbps: LinkGbps = None,
     precision: Precision = 0.05,
     max_simulations: MaxSimulations = 12,
     seed: Seed = 0,
     json_out: JsonFile = None,
+    html_out: HtmlFile = None,
+    compose: ComposeFile = None,
+    kubernetes: KubernetesFolder = None,
 ) -> None:
     """Find the numbers of machines in pools for prompts, for outputs and for both.
 
     A simulation decides whether the share of requests meets both targets.
     """
+    from draftgate.gateway.cli.plan.answer import Answer
     from draftgate.gateway.cli.plan.goodput import POOLS
-    from draftgate.gateway.cli.plan.planner import plan_of, planner_of, print_search
+    from draftgate.gateway.cli.plan.planner import planner_of
     from draftgate.policies.planning.deployments import Budget, deployments, maximal
 
     try:
@@ -77,6 +90,8 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
             slo_ttft_ms,
             slo_tpot_ms,
             share,
+            speculation=speculation,
+            proposer=proposer,
             link_gbps=link_gbps,
             phases=POOLS,
             precision=precision,
@@ -91,22 +106,20 @@ def pools(  # noqa: PLR0913, PLR0917 - each is a flag
         every = deployments(machines.names, budgets, max_machines)
         if objective is Objective.THROUGHPUT:
             largest = maximal(every, budgets, max_machines)
-            found = planner.search(
-                (planner.candidate(one, 1.0) for one in largest), max_simulations
-            )
+            found = planner.search(planner.candidates(largest), max_simulations)
         else:
             if rate is None:
                 raise ValueError(f"--objective {objective} needs --rate")
             each = machines.prices if objective is Objective.COST else machines.powers
-            candidates = (planner.candidate(one, one.total(each)) for one in every)
-            found = planner.search_least(candidates, rate, max_simulations)
-        best = found.best
-        deployment = None if best is None else best.candidate.deployment
-        served_rps = None if best is None else rate or best.rate_rps
-        summary = None
-        if deployment is not None and served_rps is not None:
-            summary = planner.check(deployment, served_rps)
-        write_plan(plan_of("pools", machines, found, deployment, summary), json_out)
+            found = planner.search_least(planner.candidates(every, each), rate, max_simulations)
+        answer = Answer("pools", planner, found, None, rate)
+        if found.best is not None and found.best.rate_rps:
+            deployment, served_rps = found.best.candidate.deployment, rate or found.best.rate_rps
+            records = planner.records(deployment, served_rps)
+            answer = Answer("pools", planner, found, deployment, served_rps, records)
+        answer.show()
+        write_plan(answer.as_plan(), json_out)
+        write_page(answer.page, html_out)
+        write_deployments(answer.as_plan(), compose, kubernetes)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
-    print_search(found, deployment)

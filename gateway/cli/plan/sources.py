@@ -77,3 +77,8 @@ def lengths_of(source: Source) -> list[tuple[int, int]]:
     """Return the tokens of prompt and output of a sample of requests."""
     planned, to_job = source.requests(1.0, 0, SAMPLE)
     return [(len(to_job(one).prompts[0]), one.request.max_tokens) for one in planned]
+
+
+def classes_of(source: Source) -> frozenset[str]:
+    """Return the classes of a sample of requests, which select their recorded drafts."""
+    return frozenset(one.request.class_name for one in source.requests(1.0, 0, SAMPLE).planned)

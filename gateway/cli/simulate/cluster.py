@@ -53,6 +53,8 @@ class SimulatedCluster:
         profiles: device profiles that the workers use in turn; empty means `config.profile`.
         roles: roles of the workers in order; workers without one have the role `any`.
         link: link over which workers pull KV blocks from each other.
+        policies: speculation policies of the workers in order; the others have that of `config`,
+            which is also the policy of the dispatcher.
     """
 
     config: WorkerConfig
@@ -62,20 +64,23 @@ class SimulatedCluster:
     profiles: tuple[str, ...] = ()
     roles: tuple[Role, ...] = ()
     link: KvLink = LOCAL_LINK
+    policies: tuple[str, ...] = ()
 
     @property
     def configs(self) -> list[WorkerConfig]:
         """The configuration of each worker."""
         profiles = self.profiles or (self.config.profile,)
         roles = chain(self.roles, repeat(Role.ANY))
+        policies = chain(self.policies, repeat(self.config.speculation))
         return [
             structs.replace(
                 self.config,
                 device_index=index,
                 profile=profiles[index % len(profiles)],
                 role=role.value,
+                speculation=policy,
             )
-            for index, role in zip(range(self.workers), roles, strict=False)
+            for index, role, policy in zip(range(self.workers), roles, policies, strict=False)
         ]
 
 
@@ -104,7 +109,11 @@ def simulate(
     async def run() -> list[Record]:
         factory = partial(SimBackend, build=environment.build_worker, link=cluster.link)
         async with running_dispatcher(
-            factory, cluster.configs, cluster.rules, environment.seed
+            factory,
+            cluster.configs,
+            cluster.rules,
+            environment.seed,
+            cluster.config.speculation,
         ) as dispatcher:
             pop = None if environment.delivers_tokens else environment.log.pop
             async with beside(dispatcher):
@@ -119,12 +128,14 @@ async def running_dispatcher(
     configs: Sequence[WorkerConfig],
     rules: WaitingRules = ADMIT_ALL,
     seed: int = 0,
+    policy: str | None = None,
 ) -> AsyncIterator[Dispatcher]:
     """Start the workers of a node as a gateway does, and stop them at the end.
 
     Args:
-        configs: one configuration per worker, all with the same policy.
+        configs: one configuration per worker.
         seed: seed of the random choices between workers.
+        policy: speculation policy of the dispatcher, or None for that of the first worker.
     """
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
@@ -135,7 +146,7 @@ async def running_dispatcher(
         store,
         lifecycle,
         decisions,
-        simulation_policy(configs[0].speculation),
+        simulation_policy(policy or configs[0].speculation),
         rules,
         quotas={},
         draw=Random(f"routing/{seed}").random,
