@@ -49,8 +49,14 @@ class Bucket:
     share: float
 
     def __str__(self) -> str:
-        prompt, output = (_shown(one) for one in (self.prompt_range, self.output_range))
+        prompt, output = (describe_range(one) for one in (self.prompt_range, self.output_range))
         return f"prompts of {prompt} and outputs of {output} tokens"
+
+
+def describe_range(lengths: Iterable[int | None]) -> str:
+    """Return a range of lengths as text, without an end if the last length is None."""
+    first, last = lengths
+    return f"{first:,} or more" if last is None else f"{first:,} to {last:,}"
 
 
 def histogram(requests: Sequence[PlannedLength]) -> tuple[list[Bucket], list[int]]:
@@ -119,8 +125,3 @@ def _mean_size(requests: Iterable[PlannedLength]) -> Size:
 
 def _range(edges: Sequence[int], place: int) -> tuple[int, int | None]:
     return edges[place], edges[place + 1] - 1 if place + 1 < len(edges) else None
-
-
-def _shown(lengths: tuple[int, int | None]) -> str:
-    first, last = lengths
-    return f"{first:,} or more" if last is None else f"{first:,} to {last:,}"

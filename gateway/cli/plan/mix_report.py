@@ -12,6 +12,7 @@ from draftgate.gateway.cli.plan.simulated import latency_charts
 from draftgate.loadgen.report.formatting import percent
 from draftgate.loadgen.report.html import html_page, html_settings, html_table
 from draftgate.loadgen.types import Record
+from draftgate.policies.planning.histogram import describe_range
 from draftgate.policies.planning.load_mix import LoadPlanner
 
 
@@ -20,7 +21,8 @@ def print_plan(plan: Mapping[str, Any]) -> None:
     if not plan["feasible"]:
         typer.echo("no mix within the limits serves")
         for bucket in plan["infeasible_buckets"]:
-            prompt, output = (_shown(bucket[key]) for key in ("prompt_tokens", "output_tokens"))
+            ranges = bucket["prompt_tokens"], bucket["output_tokens"]
+            prompt, output = map(describe_range, ranges)
             typer.echo(f"  prompts of {prompt} tokens with outputs of {output}")
         return
     print_counts(plan["counts"], plan["prices_per_hour"], plan.get("single_types", {}))
@@ -79,11 +81,6 @@ def _alone(one: Mapping[str, Any]) -> str:
     if one["cost_per_hour"] is None:
         return "cannot"
     return f"{one['count']} for {one['cost_per_hour']:.2f}"
-
-
-def _shown(lengths: list[int | None]) -> str:
-    first, last = lengths
-    return f"{first:,} or more" if last is None else f"{first:,} to {last:,}"
 
 
 def page(plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]) -> str:
