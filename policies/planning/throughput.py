@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.planning.queueing import mean_ttft_s
 from draftgate.policies.values import immutable
 
 BISECTIONS: Final = 30
@@ -194,4 +195,4 @@ class _SteadyState:
         """
         prompt = self._size.prompt_tokens
         prompt_s = max(prompt / chunk, 1.0) * decodes_s + prompt * token_s
-        return decodes_s + prompt_s * (1.0 + busy / (2.0 * (1.0 - busy)))
+        return decodes_s + mean_ttft_s(busy / prompt_s, prompt_s)
