@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from draftgate.gateway.cli.plan.load import plan_load
 from draftgate.gateway.cli.plan.load_question import LoadQuestion
 from draftgate.gateway.cli.plan.machines import AUTO, CONFIG, OFF, Rentable
 from draftgate.gateway.cli.plan.mix_search import ATTEMPTS
+from draftgate.gateway.cli.plan.sources import source_with_arrivals
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Slo
@@ -96,18 +96,26 @@ def _plans(
 ) -> dict[str, Any]:
     """Return the plan of a mix, and that of a single type."""
     class_name, _, file = trace.partition("=")
-    load = plan_load(
-        Path(file),
+    source = source_with_arrivals(
         None,
-        max(args.requests, round(rate_rps * args.seconds)),
-        CONFIG.max_model_len or 0,
+        Path(file),
         slo,
         arrival=args.arrival,
         class_name=class_name,
+        most_tokens=CONFIG.max_model_len or 0,
     )
+    requests = source.requests(rate_rps, 0, max(args.requests, round(rate_rps * args.seconds)))
     types = {name: Rentable.of(name, args.proposer) for name in args.profiles.split(",")}
     question = LoadQuestion(
-        load, rate_rps, slo, args.share, types, {}, speculation, args.proposer, args.attempts
+        requests.kept(),
+        rate_rps,
+        slo,
+        args.share,
+        types,
+        {},
+        speculation,
+        args.proposer,
+        args.attempts,
     )
     plan, _ = question.answer()
     assert slo.tpot_s is not None

@@ -44,7 +44,7 @@ class Offer:
 
 @immutable
 class LoadPlanner:
-    """The throughputs of machine types for a workload at a rate of one request per second.
+    """The throughputs of machine types for a workload.
 
     Attributes:
         cells: throughput of each type, by bucket.
@@ -89,8 +89,8 @@ class LoadPlanner:
         }
         return cheapest_mix(Workload(rates, SLICES), types)
 
-    def bursts(self, requests: Sequence[PlannedLength], rate_rps: float, targets: Targets) -> float:
-        """Return the factor for the bursts of the requests at a rate.
+    def bursts(self, requests: Sequence[PlannedLength], targets: Targets) -> float:
+        """Return the factor for the bursts of the requests.
 
         The work of a request is the price of its time on the cheapest machine for it. The windows
         are as long as a mean request may take within its targets.
@@ -101,7 +101,7 @@ class LoadPlanner:
         window_s = math.fsum(limit_s for limit_s in limits_s if math.isfinite(limit_s))
         if not window_s:
             return 1.0
-        arrivals_s = [one.at_s / rate_rps for one in requests]
+        arrivals_s = [one.at_s for one in requests]
         works = [works[owner] for owner in self.owners]
         return burst_factor(arrivals_s, works, window_s, targets.share)
 

@@ -165,7 +165,8 @@ def test_plan_for_a_workload(tmp_path: Path) -> None:
     [
         (["--workload", "chat"], "--rate"),
         (["--tputs", "none.json"], "No such file"),
-        (["--rate", "1"], "either --trace or --workload"),
+        (["--workload", "chat", "--rate", "0"], "must be positive"),
+        (["--rate", "1"], "either --workload or --trace"),
         (["--workload", "chat", "--rate", "1", "--profiles", "cpu-demo"], "price_per_hour_usd"),
         (["--workload", "chat", "--rate", "1", "--limit", "h100=1"], "no such profile"),
         (["--workload", "chat", "--rate", "1", "--speculation", "on"], "off or auto"),

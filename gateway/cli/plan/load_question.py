@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from draftgate.gateway.cli.plan.load import PlanLoad
 from draftgate.gateway.cli.plan.machines import (
     AUTO,
     OFF,
@@ -19,8 +18,9 @@ from draftgate.gateway.cli.plan.machines import (
 from draftgate.gateway.cli.plan.mix_search import ATTEMPTS, Attempt, best, search
 from draftgate.gateway.cli.plan.simulated import summary_of
 from draftgate.gateway.cli.plan.solver import silent_solver
+from draftgate.gateway.cli.plan.sources import Requests
 from draftgate.loadgen.types import Record, Slo
-from draftgate.policies.planning.histogram import Bucket
+from draftgate.policies.planning.histogram import Bucket, PlannedLength
 from draftgate.policies.planning.load_mix import LoadPlanner, Offer
 from draftgate.policies.planning.mix import Mix
 from draftgate.policies.planning.throughput import Targets
@@ -31,8 +31,9 @@ class LoadQuestion:
     """Which machines serve a load.
 
     Attributes:
+        requests: the load, in a form that several simulations can use (`Requests.kept`).
         rate_rps: mean rate of the load.
-        slo: targets of the requests, which `load` has too.
+        slo: targets of the requests, which `requests` have too.
         share: share of the requests that must meet both targets.
         types: types of machines by name.
         limits: number of machines that can be rented, by name.
@@ -42,7 +43,7 @@ class LoadQuestion:
         report: receives each simulated mix.
     """
 
-    load: PlanLoad
+    requests: Requests
     rate_rps: float
     slo: Slo
     share: float
@@ -59,8 +60,6 @@ class LoadQuestion:
         Raises:
             ValueError: a value is out of range, or a limit is for an unknown type.
         """
-        if not self.rate_rps > 0.0:
-            raise ValueError(f"--rate must be positive, not {self.rate_rps}")
         check_speculation(self.speculation)
         if unknown := self.limits.keys() - self.types.keys():
             raise ValueError(f"--limit {min(unknown)}: --profiles has no such profile")
@@ -73,17 +72,22 @@ class LoadQuestion:
         return Targets(**given, share=self.share)
 
     @cached_property
+    def lengths(self) -> Sequence[PlannedLength]:
+        """The lengths of the requests."""
+        return self.requests.lengths()
+
+    @cached_property
     def planner(self) -> LoadPlanner:
         """The predicted throughputs."""
         offers = {
             name: Offer(one.machine(), one.price, self.limits.get(name), self._drafts(one))
             for name, one in self.types.items()
         }
-        return LoadPlanner.of(self.load.lengths, offers, self.targets)
+        return LoadPlanner.of(self.lengths, offers, self.targets)
 
     def bursts(self) -> float:
         """Return the factor for the bursts of the load."""
-        return self.planner.bursts(self.load.lengths, self.rate_rps, self.targets)
+        return self.planner.bursts(self.lengths, self.targets)
 
     def mix_at(self, factor: float, only: str | None = None) -> Mix:
         """Return the cheapest mix for a multiple of the rate."""
@@ -92,9 +96,7 @@ class LoadQuestion:
 
     def simulate(self, mix: Mix) -> Sequence[Record]:
         """Return the records of the load on a mix."""
-        return simulate_machines(
-            mix.counts, self.load, self.rate_rps, self.speculation, self.proposer
-        )
+        return simulate_machines(mix.counts, self.requests, self.speculation, self.proposer)
 
     def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
         """Return the plan as `plan/1`, and the simulated requests of its machines.

@@ -13,7 +13,7 @@ from draftgate.backends.sim.draft_points import recorded_drafts
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.plan.load import PlanLoad
+from draftgate.gateway.cli.plan.sources import Requests
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
 from draftgate.loadgen.types import Record
 from draftgate.policies.planning.throughput import DraftPoint, Machine
@@ -91,13 +91,12 @@ class Rentable:
 
 def simulate_machines(
     counts: Mapping[str, int],
-    load: PlanLoad,
-    rate_rps: float,
+    requests: Requests,
     speculation: str,
     proposer: str,
     seed: int = 0,
 ) -> list[Record]:
-    """Return the records of a load on machines with the production scheduler and `least_cost`.
+    """Return the records of requests on machines with the production scheduler and `least_cost`.
 
     Args:
         counts: number of machines by profile.
@@ -106,4 +105,4 @@ def simulate_machines(
     names = tuple(name for name, count in counts.items() for _ in range(count))
     config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
     cluster = SimulatedCluster(config, len(names), SimEnvironment(seed), profiles=names)
-    return simulate(cluster, load.planned(rate_rps), to_job=load.job)
+    return simulate(cluster, requests.planned, to_job=requests.to_job)

@@ -80,26 +80,27 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
         if tputs is not None:
             plan = _given(tputs, limits(limit or []))
         else:
-            from draftgate.gateway.cli.plan.load import plan_load
             from draftgate.gateway.cli.plan.load_question import LoadQuestion
             from draftgate.gateway.cli.plan.machines import CONFIG, Rentable
             from draftgate.gateway.cli.plan.mix_report import page, print_attempt, print_plan
+            from draftgate.gateway.cli.plan.sources import source_with_arrivals
             from draftgate.loadgen.types import Slo
 
             if rate is None:
                 raise ValueError("give --rate, or --tputs")
+            if not rate > 0.0:
+                raise ValueError(f"--rate must be positive, not {rate}")
             slo = Slo.of_ms(slo_ttft_ms, slo_tpot_ms)
-            load = plan_load(
-                trace,
+            source = source_with_arrivals(
                 workload,
-                requests,
-                CONFIG.max_model_len or 0,
+                trace,
                 slo,
                 arrival=arrival,
                 class_name=class_name,
+                most_tokens=CONFIG.max_model_len or 0,
             )
             question = LoadQuestion(
-                load,
+                source.requests(rate, 0, requests).kept(),
                 rate,
                 slo,
                 share,
