@@ -144,5 +144,7 @@ def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
         "feasible": found.feasible,
         "cost_per_hour": found.cost_per_hour if found.feasible else None,
         "counts": dict(found.counts),
+        "machines": [],
         "infeasible_buckets": buckets,
+        "simulated": None,
     }
