@@ -94,9 +94,17 @@ class LoadQuestion:
         with silent_solver():
             return self.planner.mix(factor * self.rate_rps, only)
 
+    def mix_of(self, name: str, count: int) -> Mix:
+        """Return a number of machines of one type."""
+        counts = {**dict.fromkeys(self.types, 0), name: count}
+        return Mix(counts, count * self.types[name].price)
+
     def simulate(self, mix: Mix) -> Sequence[Record]:
-        """Return the records of the load on a mix."""
-        return simulate_machines(mix.counts, self.requests, self.speculation, self.proposer)
+        """Return the records of the load on a mix, until the share is certainly missed."""
+        most_missed = int((1.0 - self.share) * len(self.lengths) + 1e-9)
+        return simulate_machines(
+            mix.counts, self.requests, self.speculation, self.proposer, most_missed
+        )
 
     def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
         """Return the plan as `plan/1`, and the simulated requests of its machines.
@@ -104,14 +112,15 @@ class LoadQuestion:
         There are no simulated requests if the plan is infeasible. With `auto`, the plan is the one
         without speculation if that is cheaper, because the searches simulate different mixes.
         """
-        found = self._solve()
+        found = self.solve()
         if self.speculation == AUTO:
-            without = replace(self, speculation=OFF).answer()
+            without = replace(self, speculation=OFF).solve()
             if is_better(without[0], found[0]):
                 return without
         return found
 
-    def _solve(self) -> tuple[dict[str, Any], Sequence[Record]]:
+    def solve(self) -> tuple[dict[str, Any], Sequence[Record]]:
+        """Return the plan and the simulated requests with `speculation`, even if it costs more."""
         factor = self.bursts()
         first = self.mix_at(factor)
         plan: dict[str, Any] = {
@@ -173,10 +182,9 @@ class LoadQuestion:
             while (chosen := best([*attempts, *tried], self.share)).attainment >= self.share:
                 most = math.ceil(chosen.mix.cost_per_hour / one.price - 1e-9) - 1
                 count = min(most, self.limits.get(name, most))
-                counts = {**dict.fromkeys(self.types, 0), name: count}
-                if count < 1 or any(one.mix.counts == counts for one in attempts):
+                mix = self.mix_of(name, count)
+                if count < 1 or any(one.mix.counts == mix.counts for one in attempts):
                     break
-                mix = Mix(counts, count * one.price)
                 tried.append(Attempt(None, mix, self.simulate(mix)))
                 self.report(tried[-1])
                 if tried[-1].attainment < self.share:

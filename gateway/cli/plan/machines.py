@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from msgspec import structs
@@ -15,6 +16,7 @@ from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.plan.sources import Requests
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record
 from draftgate.policies.planning.throughput import DraftPoint, Machine
 
@@ -94,6 +96,7 @@ def simulate_machines(
     requests: Requests,
     speculation: str,
     proposer: str,
+    most_missed: int,
     seed: int = 0,
 ) -> list[Record]:
     """Return the records of requests on machines with the production scheduler and `least_cost`.
@@ -101,8 +104,17 @@ def simulate_machines(
     Args:
         counts: number of machines by profile.
         speculation: policy of the workers.
+        most_missed: number of requests that may miss their targets. The simulation ends early when
+            more have missed them, and later requests then have no record.
     """
     names = tuple(name for name, count in counts.items() for _ in range(count))
     config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
     cluster = SimulatedCluster(config, len(names), SimEnvironment(seed), profiles=names)
-    return simulate(cluster, requests.planned, to_job=requests.to_job)
+    missed = 0
+
+    def count(record: Record) -> None:
+        nonlocal missed
+        missed += not meets_slo(record)
+
+    sent = takewhile(lambda _planned: missed <= most_missed, requests.planned)
+    return simulate(cluster, sent, count, requests.to_job)
