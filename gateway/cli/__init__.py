@@ -126,6 +126,7 @@ BENCHES: Final = {
     "unlike-workers": "bench.simulation.unlike_workers",
     "move-gaps": "bench.simulation.move_gaps",
     "mixes": "bench.simulation.mixes",
+    "mix-solver": "bench.simulation.mix_solver",
     "scale": "bench.simulation.scale",
     "overload": "bench.simulation.overload",
     "placement": "bench.simulation.placement",
