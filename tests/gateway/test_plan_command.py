@@ -158,6 +158,7 @@ def test_infeasible_bucket_is_named(tmp_path: Path) -> None:
         ({"workload_distribution": [[0, 0], [0, 0]]}, [], "positive sum"),
         ({"workload_distribution": [[1, 1]]}, [], "differ in shape"),
         ({"slice_factor": 0}, [], "at least one slice"),
+        ({"slice_factor": 1.5}, [], "whole number"),
         ({"gpu_info": 3}, [], "gpu_info"),
         ({}, ["--limit", "H100=1"], "no such GPU"),
         ({}, ["--limit", "A10G"], "NAME=NUMBER"),

@@ -37,7 +37,7 @@ class Throughputs(msgspec.Struct, frozen=True):
     gpu_info: dict[str, Gpu]
     workload_distribution: Matrix
     total_request_rate: float
-    slice_factor: int = 1
+    slice_factor: float = 1
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
@@ -49,14 +49,16 @@ class Throughputs(msgspec.Struct, frozen=True):
         """Return the rates of all buckets.
 
         Raises:
-            ValueError: the shares do not have a positive sum.
+            ValueError: the shares do not have a positive sum, or `slice_factor` is a fraction.
         """
+        if self.slice_factor % 1:
+            raise ValueError(f"slice_factor must be a whole number, not {self.slice_factor}")
         shares = _flat(self.workload_distribution)
         total = math.fsum(shares)
         if not total > 0.0:
             raise ValueError("workload_distribution must have a positive sum")
         rates = tuple(self.total_request_rate * share / total for share in shares)
-        return Workload(rates, self.slice_factor)
+        return Workload(rates, int(self.slice_factor))
 
     def types(self, limits: Mapping[str, int]) -> dict[str, MachineType]:
         """Return the types of machines.
