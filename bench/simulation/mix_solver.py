@@ -5,7 +5,7 @@
 Each problem has 60 buckets, 8 slices per bucket and four types of GPUs with Mélange's prices. The
 kinds of problems differ in the throughputs: those of GPUs whose relative speed varies by bucket
 (`realistic`), independent random numbers (`independent`), numbers that make all GPUs cost the same
-per request (`proportional`), and four equal GPUs (`equal`). Some buckets are not served by all GPUs.
+per request (`proportional`), and four equal GPUs (`equal`). Not all GPUs serve all buckets.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def _known(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _points(args: argparse.Namespace, results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the points that the results do not have."""
-    tpots_ms, rates = ([float(one) for one in text.split(",")] for text in (args.tpot_ms, args.rates))
+    tpots_ms = [float(text) for text in args.tpot_ms.split(",")]
+    rates = [float(text) for text in args.rates.split(",")]
     known = {tuple(point[key] for key in KEY) for point in results["points"]}
     for trace, tpot_ms, rate_rps in product(args.trace, tpots_ms, rates):
         class_name, _, file = trace.partition("=")
@@ -167,7 +168,9 @@ def _alone(question: LoadQuestion, name: str, factor: float) -> dict[str, Any] |
         return simulated[count] >= question.share
 
     count = least_number(meets, planned.counts[name])
-    return None if count is None else {
+    if count is None:
+        return None
+    return {
         "count": count,
         "cost_per_hour": question.mix_of(name, count).cost_per_hour,
         "attainment": simulated[count],
@@ -192,10 +195,8 @@ def least_number(meets: Callable[[int], bool], first: int) -> int | None:
             low = number
         if high - low <= max(1, low // 20):
             return int(high)
-        if high < math.inf:
-            number = (low + int(high)) // 2
-        else:
-            number = min(low + max(1, low // 3), largest)
+        wider = min(low + max(1, low // 3), largest)
+        number = wider if math.isinf(high) else (low + int(high)) // 2
     return None
 
 

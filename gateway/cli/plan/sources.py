@@ -94,7 +94,8 @@ class RecordedSource:
 
     def requests(self, rate_rps: float, seed: int, count: int) -> Requests:
         """See `Source`."""
-        fitting = sum(row.prompt_tokens + row.output_tokens <= self.most_tokens for row in self.rows)
+        most = self.most_tokens
+        fitting = sum(row.prompt_tokens + row.output_tokens <= most for row in self.rows)
         if min(count, fitting) < 2:
             raise ValueError("the trace has fewer than two requests that fit the context")
         recorded = Recorded.of(self.rows, min(count, fitting), self.most_tokens, self.class_name)
