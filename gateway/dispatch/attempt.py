@@ -257,9 +257,14 @@ class Attempt:
             tokens = lease_tokens(self._request, entry.expected_tokens)
             found = await parts.leases.reserve(request_id, tokens, self._routed, entry.quota)
             parts.admission.record_quota(entry, found.shortage)
+            is_new = not (self._request.resumed or request_id in claims)
             if parts.leases.must_wait(found):
+                if is_new:
+                    parts.queue.lease_refused()
                 raise NoCapacity
-            if request_id in claims:
+            if is_new:
+                parts.queue.lease_granted()
+            elif request_id in claims:
                 await claims.end(request_id, leased=found.lease is not None)
             describe_reservation(span, found)
         if found.lease is not None and found.lease.worker_id != self._worker.worker_id:
@@ -337,9 +342,8 @@ class Attempt:
             decode.worker.release(rest_id)
         if self._prefix is not None:
             self._parts.replicator.end(self._prefix)
-        claimed = request_id in claims
-        if not (claimed and isinstance(error, NoCapacity)):  # a claim outlives the refusal
-            if claimed:
+        if not isinstance(error, NoCapacity):  # a refused request has no lease, and keeps its claim
+            if request_id in claims:
                 await claims.end(request_id, leased=True)
             await self._parts.leases.release(request_id)
         self._parts.queue.dispatch_waiting(self._worker if decode is None else None)

@@ -113,9 +113,8 @@ class Failover:
                         raise BackendFailed(_CUT_OFF)
                     return
                 except NoCapacity:
-                    if lost is None:
-                        self._queue.back_off()
-                    waiting = waiting.retried(since_s)
+                    tokens = lease_tokens(request, run.entry.expected_tokens)
+                    waiting = self._queue.retried(waiting, since_s, tokens)
                     continue
                 except BackendFailed as error:
                     if output.is_complete:
