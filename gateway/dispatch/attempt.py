@@ -255,16 +255,14 @@ class Attempt:
         record_route(self._run.span, self._routed)
         with self._run.span.child("reserve") as span:
             tokens = lease_tokens(self._request, entry.expected_tokens)
-            found = await parts.leases.reserve(request_id, tokens, self._routed, entry.quota)
+            # A refusal says nothing about claimed workers and about quotas.
+            is_new = entry.quota is None and request_id not in claims
+            reserve = parts.leases.reserve_new if is_new else parts.leases.reserve
+            found = await reserve(request_id, tokens, self._routed, entry.quota)
             parts.admission.record_quota(entry, found.shortage)
-            is_new = not (self._request.resumed or request_id in claims)
             if parts.leases.must_wait(found):
-                if is_new:
-                    parts.queue.lease_refused()
                 raise NoCapacity
-            if is_new:
-                parts.queue.lease_granted()
-            elif request_id in claims:
+            if request_id in claims:
                 await claims.end(request_id, leased=found.lease is not None)
             describe_reservation(span, found)
         if found.lease is not None and found.lease.worker_id != self._worker.worker_id:

@@ -1,10 +1,9 @@
-"""Claims, with which requests keep the next free capacity of a worker for themselves.
+"""Claims, with which resumed requests keep the next free capacity of a worker for themselves.
 
-A request with a long context may need more free capacity than other requests. If these took all
-capacity as soon as it is free, enough for the long context would never accumulate. A resumed
-request, or a new request that the store refuses for some time, therefore claims one worker in the
-store. No gateway sends other requests to that worker until the claimant has its lease. Other
-workers remain usable.
+A resumed request with a long context may need more free capacity than a new request. If new
+requests took all capacity as soon as it is free, enough for the resumed request would never
+accumulate. The resumed request therefore claims one worker in the store. No gateway sends new
+requests to that worker until the resumed request has its lease. Other workers remain usable.
 """
 
 from __future__ import annotations
@@ -68,10 +67,6 @@ class Claims:
     def open(self) -> int:
         """Number of requests that have a claim."""
         return sum(waiter.claim is not None for waiter in self._waiters.values())
-
-    def __len__(self) -> int:
-        """Return the number of requests that may claim a worker."""
-        return len(self._waiters)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiters

@@ -113,8 +113,9 @@ class Failover:
                         raise BackendFailed(_CUT_OFF)
                     return
                 except NoCapacity:
-                    tokens = lease_tokens(request, run.entry.expected_tokens)
-                    waiting = self._queue.retried(waiting, since_s, tokens)
+                    if lost is None:
+                        self._queue.back_off()
+                    waiting = waiting.retried(since_s)
                     continue
                 except BackendFailed as error:
                     if output.is_complete:

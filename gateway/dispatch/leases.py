@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -19,6 +20,15 @@ MOST_OFFERS: Final = 8
 """Maximum workers that a reservation may choose from, which are the routing policy's best.
 
 More workers would hardly help, because all eight would have to fill up between two reports."""
+
+REFUSED_S: Final = 0.025
+"""Time for which a refusal also answers requests that are at least as large.
+
+It is half of `queue.BACKOFF_S`, after which the refused requests ask again."""
+
+CONTENDED_S: Final = 1.0
+"""Time after a refusal in which new requests ask one after the other, so that one answer can spare
+the next requests a call. (Chosen, not tuned, 2026-11-24.)"""
 
 
 class NoCapacity(Exception):
@@ -38,6 +48,8 @@ class Leases:
         self._store = store
         self._shared = shared
         self._held: dict[str, Lease] = {}
+        self._refused_s, self._refused_tokens = -math.inf, 0
+        self._asking = asyncio.Lock()
 
     async def reserve(
         self,
@@ -62,6 +74,35 @@ class Leases:
             self._held[request_id] = found.lease
         return found
 
+    async def reserve_new(
+        self,
+        request_id: str,
+        tokens: int,
+        routed: Routed,
+        quota: QuotaReservation | None = None,
+    ) -> Reservation:
+        """Reserve tokens for a request without a claim, as `reserve` does.
+
+        If leases fill the pool, all waiting requests of a gateway ask at the same time. The store
+        then answers only requests that are smaller than those that it has just refused.
+        """
+        now_s = asyncio.get_running_loop().time
+        if now_s() - self._refused_s > CONTENDED_S:
+            return self._note(await self.reserve(request_id, tokens, routed, quota), tokens)
+        async with self._asking:
+            if now_s() - self._refused_s < REFUSED_S and tokens >= self._refused_tokens:
+                return Reservation(None, Refusal.FULL)
+            return self._note(await self.reserve(request_id, tokens, routed, quota), tokens)
+
+    def _note(self, found: Reservation, tokens: int) -> Reservation:
+        """Remember a refusal, the smallest of those within `REFUSED_S`."""
+        if self.must_wait(found):
+            now_s = asyncio.get_running_loop().time()
+            recent = now_s - self._refused_s < REFUSED_S
+            self._refused_tokens = min(self._refused_tokens, tokens) if recent else tokens
+            self._refused_s = now_s
+        return found
+
     def must_wait(self, found: Reservation) -> bool:
         """Return whether every offered worker is full, so that the request has to wait."""
         return self._shared and found.refusal is Refusal.FULL
@@ -72,6 +113,7 @@ class Leases:
         The method is idempotent.
         """
         self._held.pop(request_id, None)
+        self._refused_tokens = 1 << 62  # other requests may fit now
         await self._store.release((request_id,))
 
     async def renew(self) -> None:

@@ -50,8 +50,8 @@ class Waiting:
         avoid: ids of workers that run the request only if no other worker is available.
         since_s: start of the wait, for the timeout. None means the next call of `turn`.
         reconsider: decides again about the request while it waits.
-        claim_tokens: tokens for which the request may claim a worker, or 0 for a new request.
-        refused_s: time of the first refusal of its lease by the store, or None.
+        claim_tokens: tokens for which a resumed request may claim a worker, or 0 for a new request.
+        refused: whether workers had capacity but the store refused the lease.
         has_blocks: whether the request moves with its KV blocks, so that it only decodes.
     """
 
@@ -62,7 +62,7 @@ class Waiting:
     since_s: float | None = None
     reconsider: Reconsider = _keep
     claim_tokens: int = 0
-    refused_s: float | None = None
+    refused: bool = False
     has_blocks: bool = False
 
     def for_rest(
@@ -71,16 +71,15 @@ class Waiting:
         """Return the rest of the request, which precedes all requests that never had a worker."""
         return Waiting(request_id, self.ticket, need, avoid, claim_tokens=claim_tokens)
 
-    def retried(self, since_s: float, refused_s: float) -> Waiting:
+    def retried(self, since_s: float) -> Waiting:
         """Return the request for another wait with the same place, because it was not sent.
 
         Args:
             since_s: time when the unsuccessful wait started.
-            refused_s: time of the first refusal.
         """
         begun_s = since_s if self.since_s is None else self.since_s
         ticket = replace(self.ticket, returning=True)
-        return replace(self, ticket=ticket, since_s=begun_s, refused_s=refused_s)
+        return replace(self, ticket=ticket, since_s=begun_s, refused=True)
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ class _Place:
     """A waiting request and the future of its worker.
 
     Attributes:
-        backs_off: whether a request that may claim waits for `BACKOFF_S` after a refusal.
+        backs_off: whether a resumed request waits for `BACKOFF_S` after a refusal.
     """
 
     waiting: Waiting
@@ -102,12 +101,6 @@ BACKOFF_S: Final = 0.05
 
 A worker with 64 sequences of 200 tokens at 20 ms per token ends a sequence every 60 ms. (Chosen,
 not tuned, 2026-11-22.)"""
-
-CLAIM_AFTER_S: Final = 0.5
-"""Time of refusals after which a new request claims a worker.
-
-Until then, the request keeps later requests waiting, even those that would fit. In a pool of 24
-workers and 4 gateways, a gateway gets a lease every 0.2 s. (Chosen, not tuned, 2026-11-24.)"""
 
 
 class CentralQueue:
@@ -132,7 +125,7 @@ class CentralQueue:
         Args:
             ordering: chooses the next request, for this queue only.
             router: chooses between the workers with capacity.
-            claims: the claims of this node's requests.
+            claims: the claims of resumed requests.
             now_s: the clock of the tickets.
             timeout_s: the longest wait, in seconds.
             binds_early: whether workers without capacity get requests too, which queue there. This
@@ -145,9 +138,8 @@ class CentralQueue:
         self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by the key of the ticket
-        self._claiming: dict[int, _Place] = {}  # those that may claim, in order of arrival
-        self._is_contended = False  # a lease was refused since requests began to wait
-        self._backoff: asyncio.TimerHandle | None = None
+        self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
+        self._backs_off = False
         self._search = WorkerSearch(fleet, router, binds_early=binds_early)
         self.prompt_tokens = 0
 
@@ -157,16 +149,16 @@ class CentralQueue:
 
     def has_room(self, need: CapacityNeed) -> bool:
         """Return whether a new request would get a worker at once."""
-        if self._places or self._backoff is not None:
+        if self._places or self._backs_off:
             return False
         return self._search.has_room(need, self.claims.taken(""))
 
     async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait for this request's turn and a worker with capacity, and reserve the capacity.
 
-        The caller releases the capacity on the worker and then calls `dispatch_waiting`. A request
-        with `claim_tokens` that waits claims a worker. After a refusal of the store, a request
-        keeps its claim and calls again with the result of `retried`.
+        The caller releases the capacity on the worker and then calls `dispatch_waiting`. A resumed
+        request that waits claims a worker. After a refusal of the store, it keeps its claim and
+        calls again.
 
         Args:
             view: a function that returns the routing policy's view of the request.
@@ -176,7 +168,7 @@ class CentralQueue:
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
-        backs_off = waiting.refused_s is not None and waiting.claim_tokens > 0
+        backs_off = waiting.refused and waiting.claim_tokens > 0
         routed = None if self._places or backs_off else self._routed(waiting, view)
         if routed is not None:
             return routed
@@ -235,7 +227,7 @@ class CentralQueue:
         if not self._fleet.serves:
             self._fail_all()
             return
-        if not self._dispatch_claiming():
+        if not self._dispatch_resumed():
             return
         now_s = (
             self.now_s()
@@ -247,14 +239,14 @@ class CentralQueue:
             self.ordering.take(now_s)
             self._forget(place)
 
-    def _dispatch_claiming(self) -> bool:
-        """Dispatch requests that may claim and now fit.
+    def _dispatch_resumed(self) -> bool:
+        """Dispatch resumed requests that now fit.
 
         Returns:
-            Whether each of them that still waits has claimed a worker, so that new requests may use
-            the other workers.
+            Whether each resumed request that still waits has claimed a worker, so that new requests
+            may use the other workers.
         """
-        for place in tuple(self._claiming.values()):
+        for place in tuple(self._resumed.values()):
             if self._placed(place):
                 self._forget(place)
             elif self.claims.worker_of(place.waiting.request_id) is None:
@@ -271,57 +263,23 @@ class CentralQueue:
         place.turn.set_result(routed)
         return True
 
-    def lease_refused(self) -> None:
-        """Let new requests ask the store one at a time, because it has refused one of them.
+    def back_off(self) -> None:
+        """Dispatch nothing for `BACKOFF_S`, after the store has refused a lease.
 
-        Workers seem to have capacity that other gateways have leased, so the store would refuse the
-        other waiting requests too. While requests wait, the next one asks after a granted lease, or
-        `BACKOFF_S` after the last one asked.
+        The workers seem free, but other gateways have leased their capacity.
         """
-        self._is_contended = True
-        self._back_off()
-
-    def lease_granted(self) -> None:
-        """Dispatch the next request, because a new request has got its lease."""
-        if self._backoff is not None:
-            self._backoff.cancel()
-            self._end_backoff()
-
-    def retried(self, waiting: Waiting, since_s: float, tokens: int) -> Waiting:
-        """Return a request for another wait, after the store has refused its lease.
-
-        Smaller requests of other gateways may take all memory that becomes free. One new request at
-        a time therefore claims a worker after `CLAIM_AFTER_S`, as resumed requests do.
-
-        Args:
-            since_s: time when the unsuccessful wait started.
-            tokens: tokens of the refused lease.
-        """
-        now_s = self.now_s()
-        refused_s = now_s if waiting.refused_s is None else waiting.refused_s
-        again = waiting.retried(since_s, refused_s)
-        if waiting.claim_tokens or self.claims or now_s - refused_s < CLAIM_AFTER_S:
-            return again
-        # A larger request runs alone on a worker, so it claims the largest worker.
-        most = max([one.backend.load().kv_total_tokens for one in self._fleet.open], default=0)
-        return replace(again, claim_tokens=min(tokens, most))
-
-    def _back_off(self) -> None:
-        """Dispatch no new request for `BACKOFF_S`, or until a new request gets its lease."""
-        if self._backoff is None:
-            loop = asyncio.get_running_loop()
-            self._backoff = loop.call_later(BACKOFF_S, self._end_backoff)
+        if not self._backs_off:
+            self._backs_off = True
+            asyncio.get_running_loop().call_later(BACKOFF_S, self._end_backoff)
 
     def _end_backoff(self) -> None:
-        self._backoff = None
-        self._is_contended = self._is_contended and bool(self._places)
+        self._backs_off = False
         self._dispatch()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
-        # A request that may claim backs off alone, and would otherwise wait while others back off.
-        is_new = not waiting.claim_tokens
-        if is_new and self._backoff is not None:
+        # A resumed request backs off alone, and would otherwise wait while others back off.
+        if self._backs_off and not waiting.claim_tokens:
             return None
         taken = self.claims.taken(waiting.request_id)
         found = self._search.find(Wanted(waiting.need, waiting.avoid, taken, view))
@@ -330,8 +288,6 @@ class CentralQueue:
         routed = self._chosen(waiting, view, found)
         if routed is not None:
             routed.reserve(waiting.request_id, waiting.need)
-            if is_new and self._is_contended:
-                self._back_off()
         return routed
 
     def _chosen(self, waiting: Waiting, view: View, found: Found) -> Routed | None:
@@ -379,7 +335,7 @@ class CentralQueue:
         if not place.waiting.claim_tokens:
             self.ordering.push(place.waiting.ticket)
             return
-        self._claiming[place.waiting.ticket.key] = place
+        self._resumed[place.waiting.ticket.key] = place
         if place.backs_off:
             asyncio.get_running_loop().call_later(BACKOFF_S, self._end_refusal, place)
 
@@ -389,7 +345,7 @@ class CentralQueue:
 
     def _forget(self, place: _Place) -> None:
         del self._places[place.waiting.ticket.key]
-        self._claiming.pop(place.waiting.ticket.key, None)
+        self._resumed.pop(place.waiting.ticket.key, None)
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.dispatch.queue import BACKOFF_S, CLAIM_AFTER_S
+from draftgate.gateway.dispatch.queue import BACKOFF_S
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Reservation
 from draftgate.policies.quotas import QuotaReservation
-from tests.gateway.test_claims import CONFIG, Crowd, job, long_job, saturated
+from tests.gateway.test_claims import CONFIG, job
 from tests.gateway.troubles import RecordingWatch, run_job, run_scenario, simulated
 from tests.gateway.two_gateways import Gateway, Pool, pool_of
 
@@ -94,8 +94,8 @@ async def full_pool(*leased: int) -> AsyncIterator[FullPool]:
 
 @pytest.mark.parametrize("waiting", [2, 40])
 def test_refusals_do_not_grow_with_the_queue(waiting: int) -> None:
-    """A gateway with many waiting requests asks as often as with two: every `BACKOFF_S` for new
-    requests, and as often for the one with a claim."""
+    """A gateway with many waiting requests of one size asks as often as with two: once every
+    `BACKOFF_S`."""
 
     async def scenario() -> Counter[str]:
         async with full_pool(MEMORY_TOKENS, MEMORY_TOKENS) as full:
@@ -106,10 +106,10 @@ def test_refusals_do_not_grow_with_the_queue(waiting: int) -> None:
             full.store.calls.clear()
             await asyncio.sleep(10.0)
             assert not any(full.placed)
-            return full.store.calls.copy()
+            return Counter(full.store.calls)
 
     calls = run_scenario(scenario())
-    assert 10.0 / BACKOFF_S * 0.9 <= calls["refused"] <= 2 * 10.0 / BACKOFF_S
+    assert 10.0 / BACKOFF_S * 0.9 <= calls["refused"] <= 1.1 * 10.0 / BACKOFF_S
     assert calls["release"] == calls["granted"] == 0
 
 
@@ -131,9 +131,8 @@ def test_all_waiting_requests_are_sent_when_memory_is_free(waited_s: float) -> N
     run_scenario(scenario())
 
 
-def test_a_long_prompt_holds_up_shorter_requests_only_until_it_claims() -> None:
-    """Shorter requests that fit are sent soon after a refused long prompt has claimed a worker, and
-    the long prompt is sent as soon as that worker is free."""
+def test_a_refused_long_prompt_does_not_hold_up_shorter_requests() -> None:
+    """Shorter requests that fit are sent although the store refuses the long prompt before them."""
 
     async def scenario() -> None:
         async with full_pool(MEMORY_TOKENS - 600, MEMORY_TOKENS - 600) as full:
@@ -141,41 +140,10 @@ def test_a_long_prompt_holds_up_shorter_requests_only_until_it_claims() -> None:
             await asyncio.sleep(0.01)
             full.send(1)
             full.send(2)
-            await asyncio.sleep(CLAIM_AFTER_S / 2)
-            assert not any(full.placed)
-            await asyncio.sleep(CLAIM_AFTER_S)
-            assert full.placed == [False, True, True]
-            views = (await full.store.snapshot()).workers
-            (claimed,) = (view.report.worker_id for view in views if view.claimed_tokens)
-            assert full.watches[1].workers == full.watches[2].workers != [claimed]
-            await full.store.release((f"full-{claimed[-1]}",))
             await asyncio.sleep(2 * BACKOFF_S)
-            assert full.watches[0].workers == [claimed]
+            assert full.placed == [False, True, True]
 
     run_scenario(scenario())
-
-
-def test_small_requests_of_two_gateways_do_not_starve_a_long_prompt() -> None:
-    """A new long prompt gets its worker within seconds, although 40 clients keep two gateways busy
-    with small requests."""
-
-    async def scenario() -> tuple[float, int]:
-        store, crowd, watch = MemoryStore(loop_time_s), Crowd(), RecordingWatch()
-        async with pool_of(simulated({}), 3, (store, store), CONFIG) as pool:
-            async with saturated(pool, crowd):
-                await asyncio.sleep(1.5)
-                begin_s, before = loop_time_s(), crowd.served
-                run = run_job(pool.gateways[0].dispatcher, long_job(), watch)
-                stream = asyncio.create_task(run)
-                while not watch.workers:  # noqa: ASYNC110 - a placement sets no event
-                    await asyncio.sleep(0.01)
-                waited_s = loop_time_s() - begin_s
-                await stream
-            return waited_s, crowd.served - before
-
-    waited_s, served = run_scenario(scenario())
-    assert waited_s < 5.0
-    assert served > 20
 
 
 ARRIVALS = st.lists(
@@ -191,7 +159,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(ARRIVALS, st.lists(st.integers(1, MEMORY_TOKENS), min_size=1, max_size=2))
 def test_every_request_of_a_full_pool_is_served(
     arrivals: list[tuple[float, int, int, int, bool]], leased: list[int]
