@@ -186,7 +186,7 @@ class _Program:
             shape=(types, pairs + types),
         )
         # Without this constraint, a load below the tolerance would need no machine. With a row for
-        # each type, the slowest of 48 problems takes 1.7 s, and with a row for each pair 6.7 s
+        # each type, the slowest of 48 problems takes 1.8 s, and with a row for each pair 6.7 s
         # (`bench mix-solver`, AMD EPYC with AVX2, 2026-11-24).
         every = float(self._slices * len(rows))
         rented = coo_array(
