@@ -205,7 +205,7 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/v1/embeddings", "/tokenize", "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
-        "/live", "/workers", "/", "/web/{name}",
+        "/live", "/workers", "/workers/{worker_id}/role", "/", "/web/{name}",
         "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items", "/openapi.json", "/peer/v1/workers/{number}",
             "/peer/v1/workers/{number}/blocks",
