@@ -74,9 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _without_folders(arguments: Sequence[str] | None) -> list[str]:
     """Return the arguments with the names of traces in place of their paths."""
     given = sys.argv[1:] if arguments is None else arguments
-    return [
-        f"{word.partition('=')[0]}={Path(word).name}" if "=" in word else word for word in given
-    ]
+    parts = (word.partition("=") for word in given)
+    return [f"{name}={Path(path).name}" if equals else name for name, equals, path in parts]
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
