@@ -13,14 +13,16 @@ import os
 import platform
 import sysconfig
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
+
+from draftgate.loadgen.planning.pairs import TOPICS, Pair, file_pairs, installed_pairs
+from draftgate.loadgen.planning.syntax import named_nodes, parse_module
 
 SKIPPED_FOLDERS: Final = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
@@ -103,16 +105,21 @@ class Library:
 
 
 class TextCorpus:
-    """A library of code and a library of prose. `source` describes the origin of the texts."""
+    """Libraries of code and prose, and questions about them.
+
+    Attributes:
+        source: the origin of the texts.
+    """
 
     def __init__(
         self,
         source: str,
         code: Callable[[], Sequence[Document]],
         prose: Callable[[], Sequence[Document]],
+        pairs: Callable[[], Sequence[Pair]],
     ) -> None:
         self.source = source
-        self._code, self._prose = code, prose
+        self._code, self._prose, self._pairs = code, prose, pairs
 
     @cached_property
     def code(self) -> Library:
@@ -123,6 +130,18 @@ class TextCorpus:
     def prose(self) -> Library:
         """Docstrings, or the user's file."""
         return Library(self._prose())
+
+    @cached_property
+    def pairs(self) -> Sequence[Pair]:
+        """Questions with their passages, from held-out modules or from the user's file.
+
+        Raises:
+            ValueError: the texts hold no pair.
+        """
+        found = self._pairs()
+        if not found:
+            raise ValueError(f"{self.source} holds no sections to ask about")
+        return found
 
 
 def open_corpus(text_file: Path | None = None) -> TextCorpus:
@@ -151,6 +170,11 @@ def _installed() -> TextCorpus:
         prose=lambda: [
             Document(name, size, partial(read_docstrings, name)) for name, size in _sources(root)
         ],
+        pairs=lambda: installed_pairs(
+            (name, partial(read, name))
+            for name in (*(name for name, _ in _sources(root)), TOPICS)
+            if (root / name).is_file()
+        ),
     )
 
 
@@ -159,7 +183,12 @@ def _from_file(path: Path) -> TextCorpus:
     if not text.strip():
         raise ValueError(f"{path} holds no text")
     documents = [Document(path.name, len(text), lambda: text)]
-    return TextCorpus(f"file {path.name}", code=lambda: documents, prose=lambda: documents)
+    return TextCorpus(
+        f"file {path.name}",
+        code=lambda: documents,
+        prose=lambda: documents,
+        pairs=lambda: file_pairs(text),
+    )
 
 
 def _sources(root: Path) -> Iterator[tuple[str, int]]:
@@ -172,37 +201,16 @@ def _sources(root: Path) -> Iterator[tuple[str, int]]:
                 yield path.relative_to(root).as_posix(), path.stat().st_size
 
 
-_Named: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-_STATEMENT_LISTS: Final = ("body", "handlers", "orelse", "finalbody", "cases")
-"""The fields of syntax nodes that contain statements, or clauses with statements."""
-
-
 def docstrings(source: str) -> str:
     """Return a module's docstrings in order, each with the name of its class or function.
 
     The result is empty if the source does not parse.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    tree = parse_module(source)
+    if tree is None:
         return ""
     texts = [ast.get_docstring(tree)]
-    for node in sorted(_named_nodes(tree), key=lambda node: node.lineno):
+    for node in named_nodes(tree):
         text = ast.get_docstring(node)
         texts.append(text and f"{node.name}: {text}")
     return "".join(f"{text}\n\n" for text in texts if text)
-
-
-def _named_nodes(tree: ast.Module) -> Iterator[_Named]:
-    """Yield the classes and functions of a module, outer ones before inner ones.
-
-    The search skips expressions, which contain most nodes but no definition.
-    """
-    waiting: deque[ast.AST] = deque((tree,))
-    while waiting:
-        node = waiting.popleft()
-        if isinstance(node, _Named):
-            yield node
-        for name in _STATEMENT_LISTS:
-            waiting.extend(getattr(node, name, ()))
