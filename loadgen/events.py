@@ -46,6 +46,7 @@ _REQUEST_FIELDS: Final = (
     "slo",
     "n",
     "hop",
+    "flow_id",
 )
 _RECORD_FIELDS: Final = (
     *("scheduled_s", "sent_s", "end_s", "verdict", "detail", "finish_reasons", "usage", "metrics"),
@@ -97,6 +98,7 @@ class RecordLine(Struct, omit_defaults=True):
     connect_s: float = 0.0
     stream_id: str = ""
     hop: str = ""
+    flow_id: str = ""
     facts: dict[str, bool] = {}
     hops: list[RecordLine] = []
     empty_s: tuple[float, ...] = ()

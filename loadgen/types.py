@@ -57,6 +57,9 @@ class RequestSpec:
         session: requests of one session share a prefix or are turns of one conversation.
         extra: further fields of the body, sent unchanged (temperature, speculation, ...).
         hop: the name of this request in its flow, empty for a flow of one request.
+        flow_deadline_s: the deadline that a request of a flow announces, from the flow's first
+            request to its last response. None announces neither flow nor deadline.
+        flow_id: the announced name of the flow, which is unique and set when the flow is sent.
         facts: outcomes by name that a flow knows when it builds the request. Reports count these
             facts, and the client never sends them.
     """
@@ -73,6 +76,8 @@ class RequestSpec:
     extra: tuple[tuple[str, Any], ...] = ()
     inputs: tuple[str, ...] = ()
     hop: str = ""
+    flow_deadline_s: float | None = None
+    flow_id: str = ""
     facts: tuple[tuple[str, bool], ...] = ()
 
     @property

@@ -119,6 +119,8 @@ def replay_of(record: Record) -> PlannedRequest:
         request,
         seed=seed if isinstance(seed, int) else request.seed,
         extra=(*request.extra, ("speculation", {"mode": "off"})),
+        flow_deadline_s=None,  # The flow has ended, so its deadline has probably passed.
+        flow_id="",
     )
     return PlannedRequest(record.planned.index, None, again)
 

@@ -21,6 +21,7 @@ from draftgate.loadgen.search.types import SHARES
 from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS
+from draftgate.loadgen.workloads.rag_flow import Agent, Deadlines, RagOptions
 
 R = TypeVar("R")
 
@@ -118,6 +119,26 @@ class RequestFlags:
         Path | None, typer.Option(help="Write prompts from this text instead of Python's library.")
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, workload and requests.")] = 0
+    rag_agent: Annotated[
+        Agent,
+        typer.Option(
+            metavar="|".join(Agent),
+            help="Plan all searches of `rag` at once, or one after another.",
+        ),
+    ] = Agent.PLANNED
+    rag_deadlines: Annotated[
+        Deadlines,
+        typer.Option(
+            metavar="|".join(Deadlines),
+            help="Announce deadlines of `rag` by flow, by request (split), or not.",
+        ),
+    ] = Deadlines.FLOW
+    embedding_model: Annotated[
+        str, typer.Option(help="Model that embeds the passages of `rag`. Default: --model.")
+    ] = ""
+    query_embedding_model: Annotated[
+        str, typer.Option(help="Model that embeds the queries. Default: --embedding-model.")
+    ] = ""
 
     def load(self, **sent: Any) -> Load:
         """Return the load of these requests, with further fields of `Load`.
@@ -129,6 +150,12 @@ class RequestFlags:
         chat = values.pop("chat")
         limits = ("slo_ttft_ms", "slo_tpot_ms", "deadline_ms", "slo_gap_ms")
         slo = Slo.of_ms(*(values.pop(name) for name in limits))
+        values["rag"] = RagOptions(
+            values.pop("rag_agent"),
+            values.pop("rag_deadlines"),
+            values.pop("embedding_model"),
+            values.pop("query_embedding_model"),
+        )
         values["endpoint"] = None if chat is None else "chat" if chat else "completions"
         return Load(**values, slo=slo, **sent)
 

@@ -16,7 +16,7 @@ from draftgate.loadgen.measuring.metrics import (
     ttft_s,
 )
 from draftgate.loadgen.measuring.slo import meets_slo
-from draftgate.loadgen.types import Record
+from draftgate.loadgen.types import Record, Slo
 
 HOP_FORMULAS: Final = {
     "TTFT": "first text (for embeddings: response) - end of the previous hop (for the"
@@ -32,7 +32,8 @@ class HopSummary:
     """The hops of one name. Distributions are over intact hops.
 
     Attributes:
-        announced_met: how many hops were intact and as fast as their headers announced.
+        announced_met: how many hops were intact and as fast as their headers announced, or None
+            if none announced a target.
         share: the hop's share of the flow's deadline, or of its latency without a deadline.
         errors: how many hops failed, by cause.
         facts: for each name, how often the fact was true and how often it was known.
@@ -41,7 +42,7 @@ class HopSummary:
     name: str
     requests: int
     intact: int
-    announced_met: int
+    announced_met: int | None
     ttft_s: Distribution | None
     latency_s: Distribution | None
     share: Distribution | None
@@ -84,7 +85,7 @@ def _summarize(name: str, pairs: Sequence[tuple[Record, Record]]) -> HopSummary:
         name,
         len(hops),
         len(whole),
-        sum(map(meets_slo, hops)),
+        sum(map(meets_slo, hops)) if any(h.planned.request.slo != Slo() for h in hops) else None,
         distribution(value for value in first_texts_s if value is not None),
         distribution(map(latency_s, whole)),
         distribution(_shares(pairs)),

@@ -21,7 +21,9 @@ from draftgate.loadgen.workloads.base import (
     WorkloadSettings,
     to_endpoint,
 )
-from draftgate.loadgen.workloads.rag import Rag, Retriever
+from draftgate.loadgen.workloads.rag import Rag
+from draftgate.loadgen.workloads.rag_flow import RagOptions
+from draftgate.loadgen.workloads.rag_search import Retriever
 from draftgate.loadgen.workloads.replay import Replay
 
 PROMPT: Final = "def fibonacci(n):"
@@ -49,6 +51,7 @@ class Load:
         time_scale: how many times faster than recorded to replay a trace.
         speculation: `MODE` or `MODE:K`, the requested mode and longest draft.
         endpoint: the endpoint, or None for the workload's own.
+        rag: the options of the workload `rag`.
     """
 
     workload: str | None = None
@@ -67,6 +70,7 @@ class Load:
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
     text_file: Path | None = None
+    rag: RagOptions = field(default_factory=RagOptions)
 
     def __post_init__(self) -> None:
         """Check the flags.
@@ -88,6 +92,8 @@ class Load:
             raise ValueError("--arrival requires --rate, and excludes --trace")
         if self.time_scale is not None and (self.trace is None or self.rate_rps is not None):
             raise ValueError("--time-scale requires --trace, and excludes --rate")
+        if self.rag != RagOptions() and self.workload != Rag.name:
+            raise ValueError(f"flags of retrieval require --workload {Rag.name}")
         if self.rate_rps is not None and self.trace is None:
             parse_arrival(self.arrival or ARRIVAL)
         self.extra()
@@ -263,7 +269,8 @@ def _planner(
     elif load.workload is not None:
         workload = make_workload(load.workload, settings)
         if retriever is not None and isinstance(workload, Rag):
-            return _with_flags(load, partial(workload.planned, retriever=retriever))
+            planned = partial(workload.planned, retriever=retriever, options=load.rag)
+            return _with_flags(load, planned)
         build = workload.request
     else:
         prompt, max_tokens = load.prompt or PROMPT, load.max_tokens or PROMPT_MAX_TOKENS

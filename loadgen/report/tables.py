@@ -105,7 +105,8 @@ def hop_tables(records: Sequence[Record]) -> Iterator[ReportTable]:
     outcomes, times = [], []
     for hop in hops:
         facts = (f"{fact}: {true} of {known}" for fact, (true, known) in hop.facts.items())
-        counts = (hop.requests, hop.intact, hop.announced_met)
+        announced = NOTHING if hop.announced_met is None else hop.announced_met
+        counts = (hop.requests, hop.intact, announced)
         outcomes.append([hop.name, *map(str, counts), ", ".join(facts).replace("_", " ")])
         for name, found, text in (
             ("TTFT", hop.ttft_s, milliseconds),

@@ -151,7 +151,7 @@ class HttpExchange:
                 client.session.post(
                     client.url + spec.path,
                     data=body,
-                    headers={**_slo_headers(spec), "traceparent": _traceparent()},
+                    headers={**_limit_headers(spec), "traceparent": _traceparent()},
                     trace_request_ctx=self,
                 ) as response,
             ):
@@ -254,10 +254,15 @@ class HttpExchange:
             self.audit.fault(Verdict.STALLED, f"no more text for {quiet_s:.1f} s")
 
 
-def _slo_headers(spec: RequestSpec) -> dict[str, str]:
-    """Return the SLO in the headers by which draftgate and inference-perf name it."""
-    limits = {"x-slo-ttft-ms": spec.slo.ttft_s, "x-slo-tpot-ms": spec.slo.tpot_s}
-    return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+def _limit_headers(spec: RequestSpec) -> dict[str, str]:
+    """Return the SLO in the headers by which draftgate and inference-perf name it, and the flow."""
+    limits = {
+        "x-slo-ttft-ms": spec.slo.ttft_s,
+        "x-slo-tpot-ms": spec.slo.tpot_s,
+        "x-flow-deadline-ms": spec.flow_deadline_s,
+    }
+    headers = {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+    return headers | ({"x-flow-id": spec.flow_id} if spec.flow_id else {})
 
 
 def _traceparent() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -58,9 +59,12 @@ async def run_plan(
     async def answer(planned: PlannedRequest, scheduled_s: float) -> None:
         """Send the requests of a flow, each after the previous request has ended."""
         hops, due_s = list[Record](), scheduled_s
+        flow_id = secrets.token_hex(8)  # A server may still remember the flows of earlier runs.
         on_start(planned)
         try:
             while spec := planned.flow.next(planned.request, hops, clock() - scheduled_s):
+                if spec.flow_deadline_s is not None:
+                    spec = replace(spec, flow_id=flow_id)
                 hop = replace(planned, request=spec, flow=SINGLE)
                 exchange = HttpExchange(client, hop, clock, due_s, ids)
                 try:

@@ -6,17 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from math import log
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.planning.pairs import Pair
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.sending.client import OpenAIClient
 from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
-from draftgate.loadgen.workloads.rag import Rag, Retriever, indexed_passages
+from draftgate.loadgen.workloads.rag import Rag, indexed_pairs
+from draftgate.loadgen.workloads.rag_search import Found, Retriever
 
 BATCH: Final = 32
 """Passages per request for embeddings, about 8,000 tokens, which a server computes in seconds."""
@@ -24,7 +26,7 @@ BATCH: Final = 32
 _VECTOR_DTYPE: Final = np.dtype("<f4")
 _WORD: Final = re.compile(r"\w+")
 
-_built: dict[tuple[str, str, tuple[str, ...]], PassageIndex] = {}
+_built: dict[tuple[object, ...], PassageIndex] = {}
 
 
 class PassageIndex:
@@ -33,41 +35,54 @@ class PassageIndex:
     Args:
         vectors: little-endian float32, one per passage.
 
+    Searches return the best passage first, and of equal passages the more popular one. They compare
+    every passage, or every passage of one source.
+
     Raises:
         ValueError: the passages are empty, or the vectors differ in number or length.
     """
 
-    def __init__(self, passages: Sequence[str], vectors: Sequence[bytes]) -> None:
-        if not passages or len(passages) != len(vectors):
-            raise ValueError(f"{len(passages)} passages, but {len(vectors)} vectors")
-        self.passages = tuple(passages)
+    def __init__(self, pairs: Sequence[Pair], vectors: Sequence[bytes]) -> None:
+        if not pairs or len(pairs) != len(vectors):
+            raise ValueError(f"{len(pairs)} passages, but {len(vectors)} vectors")
+        self.pairs = tuple(pairs)
         self._units = _unit_vectors(vectors)
-        self._words = [frozenset(_words(passage)) for passage in passages]
+        self._words = [frozenset(_words(pair.passage)) for pair in pairs]
         seen = Counter(word for words in self._words for word in words)
-        self._rarity = {word: log(len(passages) / count) for word, count in seen.items()}
+        self._rarity = {word: log(len(pairs) / count) for word, count in seen.items()}
 
-    def nearest(self, vectors: Sequence[bytes], count: int) -> list[int]:
-        """Return the positions of the passages with the largest cosine to any of the vectors.
+    def nearest(self, vector: bytes, count: int, source: str = "") -> list[Found]:
+        """Return the passages with the largest cosine to a vector, of one source or of all.
 
-        The best passage is first. The more popular passage is first if two passages are equal. The
-        search compares every passage.
+        The score is the cosine.
 
         Raises:
-            ValueError: the vectors differ in length from those of the passages.
+            ValueError: the vector differs in length from those of the passages.
         """
-        cosines = (self._units @ _unit_vectors(vectors).T).max(axis=1)
-        return [int(place) for place in np.argsort(-cosines, kind="stable")[:count]]
+        cosines = self._units @ _unit_vectors([vector])[0]
+        return self._best(cosines.tolist(), count, source)
 
-    def by_words(self, text: str, count: int) -> list[int]:
-        """Return the positions of the passages that share the rarest words with a text.
+    def by_words(self, text: str, count: int, source: str = "") -> list[Found]:
+        """Return the passages that share the rarest words with a text, of one source or of all.
 
-        A shared word counts log(passages / passages with the word) (Spaerck Jones, 1972).
+        A word counts log(passages / passages with the word) (Spaerck Jones, 1972). The score is the
+        sum over the shared words, divided by that over all words of the text that any passage has.
         """
-        query_words = [word for word in set(_words(text)) if word in self._rarity]
-        shared = [
-            sum(self._rarity[w] for w in sorted(query_words) if w in own) for own in self._words
+        query_words = sorted(word for word in set(_words(text)) if word in self._rarity)
+        total = sum(self._rarity[word] for word in query_words) or 1.0
+        scores = [
+            sum(self._rarity[word] for word in query_words if word in own) / total
+            for own in self._words
         ]
-        return sorted(range(len(shared)), key=lambda place: -shared[place])[:count]
+        return self._best(scores, count, source)
+
+    def _best(self, scores: Sequence[float], count: int, source: str) -> list[Found]:
+        found = (
+            Found(place, score)
+            for place, (pair, score) in enumerate(zip(self.pairs, scores, strict=True))
+            if source in ("", pair.source)
+        )
+        return sorted(found, key=lambda one: -one.score)[:count]
 
 
 async def build_retriever(
@@ -80,26 +95,32 @@ async def build_retriever(
     """
     if load.workload != Rag.name or (corpus := load.open_corpus()) is None:
         return None
-    return await build_index(client, indexed_passages(WorkloadSettings(0, counter, corpus)))
+    pairs = indexed_pairs(WorkloadSettings(0, counter, corpus))
+    return await build_index(client, pairs, load.rag.document_fields())
 
 
-async def build_index(client: OpenAIClient, passages: Sequence[str]) -> PassageIndex:
+async def build_index(
+    client: OpenAIClient, pairs: Sequence[Pair], extra: tuple[tuple[str, Any], ...] = ()
+) -> PassageIndex:
     """Return the index of passages by a server's embeddings, built once per process.
+
+    Args:
+        extra: further fields of the requests, such as another model.
 
     Raises:
         ValueError: the server returns no embeddings, or none for some passage.
     """
-    key = (client.url, client.model, tuple(passages))
+    key = (client.url, client.model, extra, tuple(pairs))
     if key not in _built:
         vectors = list[bytes]()
-        for first in range(0, len(passages), BATCH):
-            inputs = tuple(passages[first : first + BATCH])
-            spec = RequestSpec(None, (), max_tokens=0, seed=0, inputs=inputs)
+        for first in range(0, len(pairs), BATCH):
+            inputs = tuple(pair.passage for pair in pairs[first : first + BATCH])
+            spec = RequestSpec(None, (), max_tokens=0, seed=0, inputs=inputs, extra=extra)
             record = await client.send_request(PlannedRequest(0, None, spec))
             if record.verdict != Verdict.OK:
                 raise ValueError(f"embeddings of passages: {record.verdict}: {record.detail}")
             vectors += record.vectors
-        _built[key] = PassageIndex(passages, vectors)
+        _built[key] = PassageIndex(pairs, vectors)
     return _built[key]
 
 

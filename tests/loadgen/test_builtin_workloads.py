@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import pairwise
 from statistics import median
@@ -16,7 +17,7 @@ from draftgate.loadgen.workloads.base import to_endpoint
 from draftgate.loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
 from draftgate.loadgen.workloads.long_document import LongDocument
 from draftgate.loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
-from draftgate.loadgen.workloads.rag import INSTRUCTION, PASSAGES
+from draftgate.loadgen.workloads.rag_prompts import INSTRUCTION, PASSAGES
 from draftgate.loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
 from tests.loadgen.workload_requests import COUNTER, LEAST_P, SLO, make_requests, settings_of
 
@@ -111,14 +112,15 @@ def test_retrieved_passages_are_distinct_and_popular_passages_recur() -> None:
     Popular passages recur in several prompts.
     """
     seen: Counter[str] = Counter()
+    right = {pair.question: pair.passage for pair in open_corpus().pairs}
     for question in make_requests("rag", 200):
         content = question.messages[0].content
         assert content.startswith(INSTRUCTION)
         body, _, subject = content.removeprefix(INSTRUCTION).rpartition("\n\nQuestion: ")
-        starts = [body.index(f"[{n}] ") for n in range(1, PASSAGES + 1)]
-        passages = [body[i + 4 : j] for i, j in zip(starts, [*starts[1:], None], strict=True)]
-        assert len({*passages}) == PASSAGES
-        assert subject.split('"', 1)[1].rsplit('"', 1)[0] in " ".join(body.split())
+        _, *passages = re.split(r"(?:^|\n\n)\[[1-5]\] ", body)
+        assert len({*passages}) == len(passages) == PASSAGES
+        passage = right[subject.split('"', 1)[1].rsplit('"', 1)[0]]
+        assert any(passage.startswith(shown.rstrip()) for shown in passages)
         seen.update(passage.strip() for passage in passages)
     assert seen.total() == 200 * PASSAGES
     assert seen.most_common(1)[0][1] > 10
