@@ -1,4 +1,4 @@
-"""Tests of `draftgate bench rag`: equal questions for both policies, with paired differences."""
+"""Tests of `draftgate bench rag`: equal questions in all arms, with paired differences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from bench.gateway.rag import body, measure, paired, together
+from bench.gateway.rag import ARMS, Arm, body, measure, paired, together
 from bench.harness.servers import Server
 from draftgate.loadgen.types import Slo
 from tests.loadgen.known_records import a_run, failed, record
@@ -24,8 +24,8 @@ def run_with_ttfts(*firsts_s):
     )
 
 
-def test_policies_are_compared_by_question() -> None:
-    """The difference `auto` - `off` covers the questions that both policies completed."""
+def test_arms_are_compared_by_question() -> None:
+    """The difference `auto` - `off` covers the questions that both arms completed."""
     off = [run_with_ttfts(1.0, 2.0, None), run_with_ttfts(3.0)]
     auto = [run_with_ttfts(0.5, 1.0, 9.0), run_with_ttfts(2.5)]
     report = paired(off, auto, "ttft_s")
@@ -44,27 +44,46 @@ def test_attainment_covers_all_rounds() -> None:
     assert (report["requests"], report["intact"], report["attainment"]) == (4, 3, 0.5)
 
 
+def test_arms_name_policy_agent_and_deadlines() -> None:
+    """The default arms differ from the first in one respect, and unknown names are refused."""
+    first, *others = map(Arm.parse, ARMS.split(","))
+    assert str(first) == "auto:planned:flow"
+    differing = [sum(a != b for a, b in zip(first, arm, strict=True)) for arm in others]
+    assert differing == [1] * 4
+    with pytest.raises(ValueError, match="poetry"):
+        Arm.parse("auto:poetry:flow")
+
+
 @pytest.mark.long
-def test_both_policies_get_the_same_questions() -> None:
-    """Both servers receive the same questions in each round, in alternating order."""
-    args = Namespace(rounds=2, requests=2, rate=50.0, deadline_ms=60_000.0, seed=3)
+def test_all_arms_get_the_same_questions() -> None:
+    """All arms receive the same questions in each round, in alternating order, uncached."""
+    names = ["off:planned:flow", "auto:planned:flow", "auto:interleaved:none"]
+    models = {"embedding_model": "documents", "query_embedding_model": ""}
+    args = Namespace(rounds=2, requests=2, rate=50.0, deadline_ms=60_000.0, seed=3, **models)
+    args.arms = [Arm.parse(name) for name in names]
     off, auto = Mock(), Mock()
     with serving_in_a_thread(off) as one, serving_in_a_thread(auto) as other:
         ports = [int(url.rpartition(":")[2]) for url in (one, other)]
         servers = {name: Server(0, port) for name, port in zip(("off", "auto"), ports, strict=True)}
         report = measure(servers, args)
-    assert [(r["policy"], r["round"]) for r in report["rounds"]] == [
-        ("off", 0),
-        ("auto", 0),
-        ("auto", 1),
-        ("off", 1),
-    ]
+    order = [names.index(r["arm"]) for r in report["rounds"]]
+    assert order == [0, 1, 2, 2, 1, 0]
 
-    def questions_of(mock: Mock) -> set:
-        return {str(b["messages"]) for b in mock.bodies if "messages" in b}
+    def answers_of(mock: Mock) -> list[str]:
+        texts = (b["messages"][0]["content"] for b in mock.bodies if "messages" in b)
+        return [text for text in texts if "Answer the question" in text]
 
-    assert questions_of(off) == questions_of(auto)
-    assert report["policies"]["auto"]["requests"] == 4
-    assert list(report["policies"]["auto"]["hops"]) == ["plan", "retrieve", "answer"]
+    questions = [{text.rpartition("Question: ")[2] for text in answers_of(m)} for m in (off, auto)]
+    assert questions[0] == questions[1]
+    starts = [text.partition("\n")[0] for text in answers_of(off) + answers_of(auto)]
+    assert {starts.count(start) for start in starts} == {2}
+    assert len(set(starts)) == 6
+    assert report["arms"]["auto:planned:flow"]["requests"] == 4
+    hops = {name: list(arm["hops"]) for name, arm in report["arms"].items()}
+    assert hops[names[1]] == ["plan", "retrieve", "answer"]
+    assert hops[names[2]] == ["next", "retrieve", "answer"]
+    assert report["base"] == names[0]
+    assert report["differences"][names[2]]["latency_s"]["questions"] == 4
     page = "".join(body({"command": "c", "commit": "x", "date": "d", **report}))
     assert "question, 100.0% in time" in page
+    assert "passage found at 5" in page
