@@ -9,6 +9,7 @@ from math import ceil, sqrt
 from typing import Final, NamedTuple
 
 from draftgate.loadgen.planning.corpus import Document, TextCorpus, docstrings
+from draftgate.loadgen.planning.pairs import source_pairs
 from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings, to_endpoint
 from draftgate.loadgen.workloads.rag import Rag
@@ -75,7 +76,7 @@ def all_cells(
 
 
 def held_out_prompts(text: str, count: int, seed: int) -> list[str]:
-    """Return prompts of held-out code, of its docstrings, or of questions over its docstrings.
+    """Return prompts of held-out code, of its docstrings, or of questions about both.
 
     Args:
         text: a kind of `TEXTS`.
@@ -104,7 +105,9 @@ def _corpus() -> TextCorpus:
     def library(texts: Sequence[str]) -> list[Document]:
         return [Document(f"{i:04}", len(t), lambda t=t: t) for i, t in enumerate(texts)]  # type: ignore[misc]
 
-    return TextCorpus("held-out files", lambda: library(code), lambda: library(prose))
+    return TextCorpus(
+        "held-out files", lambda: library(code), lambda: library(prose), lambda: source_pairs(code)
+    )
 
 
 def greedy_pools(prompts: Sequence[str], loop_starts: Sequence[int]) -> dict[str, list[Prompt]]:

@@ -87,10 +87,13 @@ def installed_pairs(sources: Iterable[tuple[str, Callable[[], str]]]) -> list[Pa
         read_characters += len(text)
         if read_characters > MOST_SOURCE_CHARACTERS:
             break
-        tree = parse_module(text)
-        if tree is not None:
-            found += _topic_pairs(tree) if name == TOPICS else _module_pairs(tree, text)
+        found += _topic_pairs(text) if name == TOPICS else _module_pairs(text)
     return _distinct(filter(_is_clear, found))
+
+
+def source_pairs(texts: Iterable[str]) -> list[Pair]:
+    """Return the pairs of Python sources, of any module."""
+    return _distinct(pair for text in texts for pair in _module_pairs(text) if _is_clear(pair))
 
 
 def file_pairs(text: str) -> list[Pair]:
@@ -127,8 +130,11 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     return [(first, rest) for first, _, rest in (block.partition("\n") for block in blocks)]
 
 
-def _module_pairs(tree: ast.Module, text: str) -> Iterator[Pair]:
-    lines = text.splitlines()
+def _module_pairs(text: str) -> Iterator[Pair]:
+    """Yield the functions and the docstrings of a module, or nothing if it does not parse."""
+    tree, lines = parse_module(text), text.splitlines()
+    if tree is None:
+        return
     yield from _docstring_pair(tree)
     for node in named_nodes(tree):
         if isinstance(node, ast.ClassDef):
@@ -153,9 +159,9 @@ def _without_docstring(node: NamedNode, lines: Sequence[str]) -> str:
     return dedent("\n".join(code))
 
 
-def _topic_pairs(tree: ast.Module) -> Iterator[Pair]:
-    """Return the sections of the documents in a module's dictionary of constants."""
-    for node in ast.walk(tree):
+def _topic_pairs(text: str) -> Iterator[Pair]:
+    """Yield the sections of the documents in a module's dictionary of constants."""
+    for node in ast.walk(parse_module(text) or ast.Module([], [])):
         if isinstance(node, ast.Dict):
             for value in node.values:
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):

@@ -29,6 +29,7 @@ from draftgate.loadgen.sending.processes import run_in_processes
 from draftgate.loadgen.sending.sender import SenderJob
 from draftgate.loadgen.sending.target import ServerInfo, Target, inspect_server
 from draftgate.loadgen.types import LoadRun, Record
+from draftgate.loadgen.workloads.rag import Rag
 
 
 async def run_load(
@@ -110,7 +111,8 @@ async def _send(
 def load_settings(load: Load) -> dict[str, Any]:
     """Return the settings of a load for the settings of its run."""
     builtins: dict[str, Any] = to_builtins(load, enc_hook=str)
-    return {name: value for name, value in builtins.items() if value != {}}
+    unused = {"rag"} if load.workload != Rag.name else set()
+    return {name: value for name, value in builtins.items() if value != {} and name not in unused}
 
 
 def describe_settings(

@@ -16,6 +16,7 @@ from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
 from draftgate.loadgen.sending.passage_index import BATCH, build_index
+from draftgate.loadgen.sending.run import load_settings
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
 from draftgate.loadgen.workloads.deadline import RequestWork, split_deadline
@@ -382,6 +383,14 @@ def test_flags_of_retrieval_require_the_workload() -> None:
     """Other workloads retrieve nothing, so the flags would have no effect."""
     with pytest.raises(ValueError, match="flags of retrieval require --workload rag"):
         Load(workload="chat", rag=INTERLEAVED)
+
+
+@pytest.mark.parametrize(("workload", "recorded"), [("rag", True), ("chat", False)])
+def test_settings_of_a_run_have_its_options(workload: str, recorded: bool) -> None:
+    """The settings of `rag` contain its options even by default, and those of others do not."""
+    settings = load_settings(Load(workload=workload))
+    assert ("rag" in settings) == recorded
+    assert settings.get("rag", {}).get("deadlines", "flow") == "flow"
 
 
 def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
