@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
+REFUSALS: Final = frozenset({429, 503})
+"""HTTP statuses by which a server refuses requests under load. A refusal is not a broken stream."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -220,6 +223,11 @@ class Record:
     def http_records(self) -> tuple[Record, ...]:
         """The record of each HTTP request."""
         return self.hops or (self,)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server refused the request under load."""
+        return self.status in REFUSALS
 
 
 @dataclass(frozen=True, slots=True)

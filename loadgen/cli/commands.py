@@ -54,7 +54,7 @@ from draftgate.loadgen.sweep import (
     shuffled_cells,
 )
 from draftgate.loadgen.sweep import as_dict as sweep_as_dict
-from draftgate.loadgen.types import LoadRun, Record
+from draftgate.loadgen.types import LoadRun
 
 NOT_INTACT: Final = 1
 REGRESSION: Final = 1
@@ -62,9 +62,6 @@ ONLY_A_BOUND: Final = 1
 USAGE: Final = 2
 INVALID: Final = 3
 REFUSED: Final = 4
-
-REFUSALS: Final = frozenset({429, 503})
-"""HTTP statuses by which a server refuses requests under load. A refusal is not a broken stream."""
 
 
 def run(
@@ -246,7 +243,7 @@ def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
     """Return the exit status of a run."""
     fine = {Verdict.OK.value, Verdict.INTERRUPTED.value}
     others = [record for record in ran.records if record.verdict not in fine]
-    if not all(map(_is_refused, others)) or (check is not None and not check.passed):
+    if not all(record.refused for record in others) or (check is not None and not check.passed):
         return NOT_INTACT
     if invalid_reasons(ran):
         return INVALID
@@ -271,10 +268,6 @@ def report_sweep(planned: Sweep, done: Done, html_out: Path | None) -> dict[str,
     Console().print(render_side_by_side(reports))
     _write_page(html_out, reports)
     return sweep_as_dict(planned, done)
-
-
-def _is_refused(record: Record) -> bool:
-    return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
 
 
 def _read(named: str) -> RunReport:

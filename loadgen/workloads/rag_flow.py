@@ -108,7 +108,8 @@ class RagFlow:
     """A flow that plans, retrieves and responds, even if a request on the way fails.
 
     Retrieval always searches for the question, and also for the steps of valid plans. It falls back
-    to shared words if the server returned no vectors.
+    to shared words if the server returned no vectors. The flow ends early if it announced its
+    deadline and the server refused its first request, because that refuses the whole flow.
 
     Attributes:
         about: the position of the passage that answers the question and retrieval should find.
@@ -126,7 +127,7 @@ class RagFlow:
         self, request: RequestSpec, answered: Sequence[Record], elapsed_s: float
     ) -> RequestSpec | None:
         last = answered[-1].planned.request.hop if answered else ""
-        if last == ANSWER:
+        if last == ANSWER or self._is_refused(answered):
             return None
         searches, valid = self._replay(answered)
         rounds = sum(record.planned.request.hop == RETRIEVE for record in answered)
@@ -140,6 +141,10 @@ class RagFlow:
             facts = (("plan_parsed", valid), ("by_vectors", _by_vectors(answered)))
             hop = self._answer(request, searches, facts)
         return self._announce(hop, request, elapsed_s, rounds)
+
+    def _is_refused(self, answered: Sequence[Record]) -> bool:
+        announced = self.options.deadlines is Deadlines.FLOW
+        return announced and bool(answered) and answered[0].refused
 
     def _replay(self, answered: Sequence[Record]) -> tuple[Searches, bool]:
         """Return the searches of the earlier requests, and whether all plans were valid."""

@@ -232,6 +232,18 @@ async def test_requests_announce_flow_and_deadline(text_file, agent: Agent) -> N
         assert (again.flow_id, again.flow_deadline_s) == ("", None)
 
 
+@pytest.mark.parametrize("deadlines", Deadlines)
+async def test_a_refused_flow_ends_at_its_first_request(text_file, deadlines: Deadlines) -> None:
+    """A refusal of an announced flow ends it, and other flows still try to answer."""
+    mock, rag = Mock(), RagOptions(deadlines=deadlines)
+    run, _ = await run_questions(text_file, mock, Script(fault="status"), count=2, rag=rag)
+    assert all(record.hops[0].refused for record in run.records)
+    ended = deadlines is Deadlines.FLOW
+    expected = ["plan"] if ended else ["plan", "retrieve", "answer"]
+    assert [hops_of(record) for record in run.records] == [expected] * 2
+    assert [record.verdict for record in run.records] == ["http_status"] * 2
+
+
 async def test_flows_have_new_ids_in_every_run(text_file) -> None:
     """A server that remembers a flow does not mistake the next run's questions for it."""
     first, second = Mock(), Mock()
