@@ -119,6 +119,8 @@ class RefusalKind(StrEnum):
     """The tokens would miss the TPOT target."""
     SHED = "shed"
     """The request is sheddable, and other requests wait."""
+    FLOW = "flow"
+    """The flow that the request begins would miss its deadline, even without waits."""
 
 
 @immutable

@@ -1,0 +1,1 @@
+"""Decisions about flows: several requests of one user action that share a deadline."""

@@ -1,0 +1,149 @@
+"""The division of a flow's remaining time over its hops, and what it means for a hop.
+
+The time of a hop is its wait and its service at the present speed of the workers:
+
+    time   = wait + prompt tokens x prompt_token_s + output tokens x tpot_s
+    budget = (remaining time - gaps) x time / (time + expected times of the later hops)
+
+The budget becomes the latency targets of the hop, so that admission, ordering, batching and
+speculation need no knowledge of flows. If all times are as predicted and just fit, the TTFT target
+is the predicted TTFT. Admission then refuses the first hop of a flow exactly if the whole flow
+would be late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
+from draftgate.policies.admission.types import PoolView, RefusalKind, Refused
+from draftgate.policies.flows.types import Division, HopForecast
+from draftgate.policies.types import ServiceLevel, WorkerSpeed
+from draftgate.policies.values import replace
+
+LEAST_HOP_S: Final = 1e-3
+"""Minimum predicted time of a hop in seconds, so that each hop has a budget."""
+
+LEAST_SHARE: Final = 0.1
+"""Minimum share of the remaining time for the hops. The time that a client takes between hops is a
+forecast from its earlier flows, and must not leave nothing for the hops. (Chosen, not tuned.)"""
+
+DECODE_SHARE: Final = 0.5
+"""Share of a hop's spare time for its further tokens. The rest is for its wait and its prompt. A
+tight TPOT target keeps other requests off the worker, and a tight TTFT target puts the hop ahead of
+them, so neither gets all. (Chosen, not tuned.)"""
+
+
+def service_s(hop: HopForecast, speed: WorkerSpeed) -> float:
+    """Return the predicted service time of a hop in seconds.
+
+    The measured times of earlier hops are the prediction while the speed is unknown.
+    """
+    if speed.tpot_s <= 0.0 or speed.prompt_token_s <= 0.0:
+        return max(hop.service_s, LEAST_HOP_S)
+    tokens_s = hop.prompt_tokens * speed.prompt_token_s + hop.output_tokens * speed.tpot_s
+    return max(tokens_s, LEAST_HOP_S)
+
+
+def divide(
+    remaining_s: float,
+    own: HopForecast,
+    later: Sequence[HopForecast],
+    speed: WorkerSpeed,
+    wait_s: float = 0.0,
+) -> Division:
+    """Divide the remaining time of a flow over a hop and the expected later hops.
+
+    Args:
+        remaining_s: seconds to the deadline of the flow, more than 0.
+        own: the hop that has arrived.
+        later: the hops that are expected after it.
+        speed: present speed of the workers.
+        wait_s: predicted wait of each hop at the present load.
+
+    Raises:
+        ValueError: no time remains.
+    """
+    if remaining_s <= 0.0:
+        raise ValueError(f"no time remains: {remaining_s} s")
+    wait_s = max(wait_s, 0.0)
+    served_s = service_s(own, speed)
+    own_s = wait_s + served_s
+    later_served_s = sum([hop.weight * service_s(hop, speed) for hop in later])
+    hops = 1.0 + sum([hop.weight for hop in later])
+    later_s = later_served_s + (hops - 1.0) * wait_s
+    gaps_s = sum([hop.weight * hop.gap_s for hop in later])
+    usable_s = max(remaining_s - gaps_s, LEAST_SHARE * remaining_s)
+    budget_s = usable_s * (own_s / (own_s + later_s))
+    least_s = served_s + later_served_s + gaps_s
+    return Division(budget_s, own_s, served_s, later_s, gaps_s, hops, least_s)
+
+
+def targets(
+    division: Division, own: HopForecast, speed: WorkerSpeed, wanted: ServiceLevel
+) -> ServiceLevel:
+    """Return the latency targets of a hop with a budget.
+
+    A target that the request itself has remains if it is tighter. A hop without output, such as an
+    embedding, has its budget as TTFT target.
+
+    Args:
+        own: the hop that has arrived.
+        speed: present speed of the workers.
+        wanted: targets and priority of the request.
+    """
+    outputs = max(own.output_tokens - 1.0, 0.0)
+    spare_s = max(division.budget_s - division.own_s, 0.0)
+    tpot_s = None
+    decode_s = 0.0
+    if outputs > 0.0 and speed.tpot_s > 0.0:
+        tpot_s = speed.tpot_s + DECODE_SHARE * spare_s / outputs
+        decode_s = outputs * tpot_s
+    # Even a late hop gets a target, which orders it by the end of its budget.
+    ttft_s = max(division.budget_s - decode_s, LEAST_HOP_S)
+    return replace(
+        wanted, ttft_s=_tighter(wanted.ttft_s, ttft_s), tpot_s=_tighter(wanted.tpot_s, tpot_s)
+    )
+
+
+def refuse_flow(
+    remaining_s: float,
+    division: Division,
+    own: HopForecast,
+    later: Sequence[HopForecast],
+    pool: PoolView,
+    sequence_s: float,
+) -> Refused | None:
+    """Refuse the first hop of a flow that would be late even if no hop had to wait.
+
+    A flow that would only be late because its hops wait is refused by admission, which books the
+    time at which it may return.
+
+    Args:
+        remaining_s: seconds to the deadline of the flow.
+        division: the division of this time.
+        own, later: the hop that has arrived, and the hops that are expected after it.
+        pool: the workers.
+        sequence_s: seconds in which the pool ends a sequence.
+    """
+    late_s = division.least_s - remaining_s
+    if late_s <= 0.0:
+        return None
+    speed = pool.speed
+    outputs = own.output_tokens + sum([hop.weight * hop.output_tokens for hop in later])
+    gain_s = speed.sequence_s * outputs  # what the flow gains if a worker runs one sequence less
+    running = pool.running / max(pool.workers, 1)
+    too_many = min(late_s / gain_s if gain_s > 0.0 else running, running)
+    retry_s = too_many * max(pool.workers, 1) * sequence_s
+    reason = (
+        f"the flow takes {division.least_s:.2f} s at the present speed, and its deadline is in "
+        f"{remaining_s:.2f} s; {pool.running} sequences run"
+    )
+    return Refused(max(retry_s, UNKNOWN_RETRY_S), RefusalKind.FLOW, reason)
+
+
+def _tighter(target_s: float | None, other_s: float | None) -> float | None:
+    """Return the tighter of two targets, where None is no target."""
+    found = [one for one in (target_s, other_s) if one is not None]
+    return min(found, default=None)
