@@ -22,6 +22,7 @@ from typing import Final
 
 from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
 from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state.guarded_flows import GuardedFlows
 from draftgate.gateway.state.guarded_quotas import GuardedQuotas
 from draftgate.gateway.state.local.store import SCHEME, LocalStore, socket_path
 from draftgate.gateway.state.memory import MemoryStore
@@ -58,6 +59,7 @@ class GuardedStore:
 
     Attributes:
         quotas: the quotas of tenants.
+        flows: the flows of tenants.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class GuardedStore:
             deadline_s=deadline_s,
         )
         self.quotas = GuardedQuotas(remote.quotas, self._calls, clock)
+        self.flows = GuardedFlows(remote.flows, self._calls, clock)
 
     @property
     def outage(self) -> str | None:

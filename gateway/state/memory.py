@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from draftgate.gateway.state.exchange import MemoryExchange, News, Update
+from draftgate.gateway.state.flow_store import MemoryFlows
 from draftgate.gateway.state.lease_table import LeaseTable
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.store import (
@@ -48,6 +49,7 @@ class MemoryStore:
     Attributes:
         gateways: number of gateways that share the capacity of workers with an address.
         quotas: the quotas of tenants.
+        flows: the flows of tenants.
     """
 
     outage = None
@@ -63,6 +65,7 @@ class MemoryStore:
         """
         self.gateways = 1
         self.quotas = MemoryQuotas(clock)
+        self.flows = MemoryFlows(clock)
         self._clock = clock
         self._stale_s = stale_s
         self._workers: dict[str, _Worker] = {}

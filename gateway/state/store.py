@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state.flow_store import FlowStore
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.values import immutable
@@ -189,6 +190,11 @@ class Store(Protocol):
     @property
     def quotas(self) -> QuotaStore:
         """The quotas of tenants."""
+        ...
+
+    @property
+    def flows(self) -> FlowStore:
+        """The flows of tenants."""
         ...
 
     async def publish(self, report: WorkerReport) -> bool:

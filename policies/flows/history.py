@@ -31,6 +31,11 @@ FORGETTING: Final = 0.95
 """Decay per hop of a state, which averages about the last twenty. (Chosen, not tuned: the hops of
 an application change with its releases, and twenty flows take seconds.)"""
 
+OVERLAP_S: Final = 0.02
+"""Seconds by which a hop must arrive before the end of an earlier hop to overlap it. A client may
+send its next request as soon as it has read the last byte of a stream, before the store knows the
+end. The limit is the deadline of a call of the store (`gateway.state.calls`)."""
+
 LEAST_CHANCE: Final = 0.02
 """Probability below which a further hop is ignored. It ends the prediction of long chains early."""
 
@@ -110,7 +115,7 @@ class FlowHistory:
         known = hops[:MOST_HOPS]
         for index, hop in enumerate(known):
             state = self._state((tenant, index + 1, hop.kind))
-            state.overlap.add(1.0 if index and hop.begun_s < until_s else 0.0)
+            state.overlap.add(1.0 if index and hop.begun_s + OVERLAP_S < until_s else 0.0)
             state.gap_s.add(max(hop.begun_s - until_s, 0.0) if index else 0.0)
             if hop.ended_s is not None:
                 state.prompt_tokens.add(hop.prompt_tokens)

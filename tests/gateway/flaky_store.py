@@ -7,6 +7,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state.flow_store import (
+    FlowHop,
+    FlowKey,
+    FlowStore,
+    HopArrival,
+    HopLengths,
+)
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import QuotaStore
@@ -18,6 +25,7 @@ from draftgate.gateway.state.store import (
     StoreError,
     WorkerReport,
 )
+from draftgate.policies.flows.types import HopRecord
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 
@@ -26,7 +34,7 @@ class FlakyStore:
 
     Attributes:
         inner: the memory store, which other flaky stores may share.
-        quotas: the quotas of the memory store, over the same connection.
+        quotas, flows: those of the memory store, over the same connection.
         delay_s: the delay of each call, in seconds. A call takes effect after the delay.
         failure: the message of the error that each call raises, or None.
         gateways: the number of gateways that a snapshot reports.
@@ -39,6 +47,7 @@ class FlakyStore:
         self._clock = asyncio.get_running_loop().time
         self.inner = MemoryStore(self._clock)
         self.quotas = FlakyQuotas(self)
+        self.flows = FlakyFlows(self)
         self.delay_s = 0.0
         self.failure: str | None = None
         self.gateways = 1
@@ -133,6 +142,33 @@ class FlakyQuotas:
 
     async def totals(self, tenant: str) -> Totals:
         return await self._inner.totals(tenant)
+
+
+class FlakyFlows:
+    """The flows of a flaky store."""
+
+    def __init__(self, store: FlakyStore) -> None:
+        self._store = store
+
+    @property
+    def _inner(self) -> FlowStore:
+        return self._store.inner.flows
+
+    async def begin_hop(self, key: FlowKey, arrival: HopArrival) -> FlowHop | None:
+        await self._store.trouble("begin_hop")
+        return await self._inner.begin_hop(key, arrival)
+
+    async def end_hop(self, key: FlowKey, hop: FlowHop, lengths: HopLengths) -> None:
+        await self._store.trouble("end_hop")
+        await self._inner.end_hop(key, hop, lengths)
+
+    async def cancel(self, key: FlowKey, hop: FlowHop) -> bool:
+        await self._store.trouble("cancel_flow")
+        return await self._inner.cancel(key, hop)
+
+    async def take(self, key: FlowKey, hop: FlowHop) -> tuple[HopRecord, ...] | None:
+        await self._store.trouble("take_flow")
+        return await self._inner.take(key, hop)
 
 
 def guarded(remote: FlakyStore) -> GuardedStore:

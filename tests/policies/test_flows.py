@@ -278,6 +278,14 @@ def test_parallel_hops_count_once() -> None:
     assert [one.weight for one in history.later("t", 1, PLAN)] == [1.0, 0.0, 0.0, 1.0]
 
 
+def test_next_request_after_the_last_byte_overlaps_nothing() -> None:
+    """A hop that arrives a moment before the recorded end of the last hop counts in full."""
+    history = FlowHistory()
+    history.add_flow("t", (hop(PLAN, 0.0, 1.0), hop(ANSWER, 0.99, 3.0)))
+    (answer,) = history.later("t", 1, PLAN)
+    assert (answer.weight, answer.gap_s) == (1.0, 0.0)
+
+
 def test_a_hop_that_rarely_follows_has_its_probability() -> None:
     """Kinds that follow are weighted by how often they followed, where old flows count less."""
     history = FlowHistory()

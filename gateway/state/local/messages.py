@@ -13,6 +13,7 @@ import msgspec
 from draftgate.backends.framing import framed
 from draftgate.gateway.processes.snapshots import ProcessSnapshot
 from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state.flow_store import FlowHop, FlowKey, HopArrival, HopLengths
 from draftgate.gateway.state.response_store import StoreUsage
 from draftgate.gateway.state.store import (
     Lease,
@@ -24,6 +25,7 @@ from draftgate.gateway.state.store import (
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
+from draftgate.policies.flows.types import HopRecord
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
 
 MOST_BYTES: Final = 1 << 30
@@ -90,6 +92,10 @@ METHODS: Final = {
     "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),
     "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),
     "quotas.totals": _method(tuple[str], Totals),
+    "flows.begin_hop": _method(tuple[FlowKey, HopArrival], FlowHop | None),
+    "flows.end_hop": _method(tuple[FlowKey, FlowHop, HopLengths], None),
+    "flows.cancel": _method(tuple[FlowKey, FlowHop], bool),
+    "flows.take": _method(tuple[FlowKey, FlowHop], tuple[HopRecord, ...] | None),
     "responses.put_counted": _method(tuple[str, str, bytes], tuple[bool, int]),
     "responses.get": _method(tuple[str, str], bytes | None),
     "responses.delete": _method(tuple[str, str], bool),
@@ -100,7 +106,8 @@ METHODS: Final = {
     "snapshots.streams": _method(tuple[str], list[ProcessStreams]),
     "snapshots.decisions": _method(tuple[str, int, str | None], list[tuple[float, bytes]]),
 }
-"""The methods that clients call, of `Store`, its quotas, `ResponseStore` and `SharedSnapshots`."""
+"""The methods that clients call, of `Store`, its quotas and its flows, `ResponseStore` and
+`SharedSnapshots`."""
 
 
 def encoded(*fields: Any) -> bytes:

@@ -14,6 +14,7 @@ import msgspec
 
 from draftgate.backends.framing import Frames
 from draftgate.gateway.processes.snapshots import SharedSnapshots
+from draftgate.gateway.state.flow_store import MemoryFlows
 from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Call, encoded
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
@@ -45,6 +46,11 @@ class SharedStores:
     def quotas(self) -> MemoryQuotas:
         """The quotas of tenants."""
         return self.leases.quotas
+
+    @property
+    def flows(self) -> MemoryFlows:
+        """The flows of tenants."""
+        return self.leases.flows
 
     @property
     def gateways(self) -> int:

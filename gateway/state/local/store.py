@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state.flow_store import FlowHop, FlowKey, HopArrival, HopLengths
 from draftgate.gateway.state.local.client import Client
 from draftgate.gateway.state.response_store import StoreUsage
 from draftgate.gateway.state.store import (
@@ -17,6 +18,7 @@ from draftgate.gateway.state.store import (
     Snapshot,
     WorkerReport,
 )
+from draftgate.policies.flows.types import HopRecord
 from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals, release_of
 
 SCHEME: Final = "local://"
@@ -36,6 +38,7 @@ class LocalStore:
 
     Attributes:
         quotas: the quotas of tenants.
+        flows: the flows of tenants.
     """
 
     outage = None
@@ -44,6 +47,7 @@ class LocalStore:
         """Use the store at a socket, without connecting yet."""
         self._client = Client(path)
         self.quotas = LocalQuotas(self._client)
+        self.flows = LocalFlows(self._client)
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
@@ -138,6 +142,32 @@ class LocalQuotas:
     async def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
         return cast(Totals, await self._client.call("quotas.totals", tenant))
+
+
+class LocalFlows:
+    """A `FlowStore` in the parent of this process, which knows no flow if the parent has ended."""
+
+    def __init__(self, client: Client) -> None:
+        """Use a client, which the owner of these flows closes."""
+        self._client = client
+
+    async def begin_hop(self, key: FlowKey, arrival: HopArrival) -> FlowHop | None:
+        """Add a hop to a flow, as `FlowStore.begin_hop` describes."""
+        found = await self._client.call_or(None, "flows.begin_hop", key, arrival)
+        return cast(FlowHop | None, found)
+
+    async def end_hop(self, key: FlowKey, hop: FlowHop, lengths: HopLengths) -> None:
+        """Record the end of a hop, as `FlowStore.end_hop` describes."""
+        await self._client.call_or(None, "flows.end_hop", key, hop, lengths)
+
+    async def cancel(self, key: FlowKey, hop: FlowHop) -> bool:
+        """End a flow, as `FlowStore.cancel` describes."""
+        return bool(await self._client.call_or(True, "flows.cancel", key, hop))
+
+    async def take(self, key: FlowKey, hop: FlowHop) -> tuple[HopRecord, ...] | None:
+        """End a flow and return its hops, as `FlowStore.take` describes."""
+        found = await self._client.call_or(None, "flows.take", key, hop)
+        return cast(tuple[HopRecord, ...] | None, found)
 
 
 class LocalResponseStore:

@@ -13,6 +13,7 @@ import msgspec
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.exchange import news_of, update_arguments
+from draftgate.gateway.state.redis.flows import RedisFlows
 from draftgate.gateway.state.redis.quotas import RedisQuotas, reservation_arguments, shortage_in
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
@@ -41,6 +42,7 @@ class RedisStore:
 
     Attributes:
         quotas: the quotas of tenants.
+        flows: the flows of tenants.
     """
 
     outage = None
@@ -54,6 +56,7 @@ class RedisStore:
             clock: Lua source that replaces `lua/clock.lua`.
         """
         self.quotas = RedisQuotas(connected, pool, clock)
+        self.flows = RedisFlows(connected, pool, clock)
         self._gateway_id = gateway_id
         constants = f"local FORGET_MS = {round(FORGET_S * 1000)}"
         leases = ("pool", "leases")
