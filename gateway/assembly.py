@@ -12,6 +12,7 @@ from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionContro
 from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.dispatch.kv.pulls import KvPulls
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
@@ -125,6 +126,7 @@ def build_dispatcher(
     )
     dispatcher = Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing),
+        Flows(store.flows, controller, loop_time_s),
         rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),
         most_resumes=rules.most_resumes,
     )

@@ -36,6 +36,7 @@ from draftgate.gateway.state.guarded_responses import open_response_store
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
+from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
 from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Activity, Live
@@ -106,6 +107,7 @@ class Node:
             self.members,
         )
         self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
+        self.dispatcher.flows.observer = FlowMetrics(self.metrics)
         self._read_gauges()
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
         self.forwarder = build_forwarder(
@@ -200,6 +202,7 @@ class Node:
         if self.members is not None:
             await self.members.close()
         await self.fleet.stop()
+        self.dispatcher.flows.close()
         self.dispatcher.queue.dispatch_waiting()  # fail the requests that still wait
 
     def use_accounts(self, accounts: Accounts) -> None:

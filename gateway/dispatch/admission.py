@@ -21,7 +21,7 @@ from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, Q
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
-from draftgate.policies.admission.wait_forecast import work_s
+from draftgate.policies.admission.wait_forecast import WaitForecast, forecast_wait, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import QuotaReservation, Shortage
@@ -40,6 +40,8 @@ class AdmissionRequest:
         tenant, share: its owner, and the owner's share relative to the default of 1.
         fingerprint: a hash that is equal for a retry of the same request.
         retries: the number of earlier attempts that the client reports, or None.
+        continues: whether the request continues an admitted flow, and so is not refused by
+            prediction.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class AdmissionRequest:
     share: float = 1.0
     fingerprint: int = 0
     retries: int | None = None
+    continues: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +100,10 @@ class Bounds:
 
 
 DEFAULT_BOUNDS: Final = Bounds()
+
+_UNLIMITED_S: Final = 1e9
+"""The longest wait in the forecast for a request that continues a flow. It is finite, because
+policies calculate with it."""
 
 MOST_RETRY_S: Final = 3600.0
 """The longest Retry-After, in seconds.
@@ -175,6 +182,11 @@ class AdmissionController:
         except BaseException:  # policies can be third-party code
             await self.quotas.release(request.request_id)
             raise
+
+    def outlook(self, request: AdmissionRequest) -> tuple[AdmissionView, WaitForecast]:
+        """Return the policy's view of a request, and its predicted wait, without a decision."""
+        view = self._view(request, self._now_s(), self._pool.read())
+        return view, forecast_wait(view)
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
@@ -256,7 +268,12 @@ class AdmissionController:
             totals: the loads of the serving workers.
             ticket: the ticket of a request that waits, or None for a new request.
         """
-        bounds = self._bounds
+        bounds, service = self._bounds, request.service
+        max_wait_s, sheddable = bounds.timeout_s, self._is_sheddable(service.priority)
+        if request.continues:
+            # Without targets, no prediction refuses the request. Its ticket keeps the deadline.
+            max_wait_s, sheddable = _UNLIMITED_S, False
+            service = ServiceLevel(priority=service.priority)
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
@@ -268,12 +285,12 @@ class AdmissionController:
             request.fingerprint,
             prompt_tokens,
             output_tokens,
-            bounds.timeout_s,
+            max_wait_s,
             sequences,
-            request.service,
+            service,
             request.tenant,
             request.share,
-            self._is_sheddable(request.service.priority),
+            sheddable,
             request.retries,
             pool,
             self._queue_view(ticket, now_s, self._pool_scale(totals) / pool.share),

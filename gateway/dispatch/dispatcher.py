@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest
+from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
 from draftgate.gateway.dispatch.attempt import Parts
 from draftgate.gateway.dispatch.failover import Failover
+from draftgate.gateway.dispatch.flows import Flows, Hop
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.fetch import KvFetcher
 from draftgate.gateway.dispatch.kv.replication import Replicator
@@ -22,10 +23,12 @@ from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.watchdog import Watchdog
+from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
-from draftgate.gateway.telemetry.span_attributes import admission_attributes
+from draftgate.gateway.telemetry.span_attributes import admission_attributes, flow_attributes
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.policies.values import replace
 
 
 class InFlight:
@@ -63,6 +66,7 @@ class Dispatcher:
 
     Attributes:
         fleet: the workers.
+        flows: the flows of requests that name one.
         moves: moves running streams to other workers.
     """
 
@@ -75,6 +79,7 @@ class Dispatcher:
         queue: CentralQueue,
         admission: AdmissionController,
         sharing: Sharing,
+        flows: Flows,
         *,
         rescheduler: Rescheduler,
         most_resumes: int,
@@ -90,6 +95,7 @@ class Dispatcher:
         self.admission = admission
         self.leases = leases
         self.sharing = sharing
+        self.flows = flows
         self._placer = placer
         kv = KvFetcher(fleet, queue.router.pulls)
         replicator = Replicator(fleet, queue.router, queue.now_s)
@@ -122,7 +128,9 @@ class Dispatcher:
             span: the parent of the spans of its stages.
             watch: an observer of the placements of its prompts.
         """
-        return RunningJob(self._placer, self.admission, self._failover, job, span, watch)
+        return RunningJob(
+            self._placer, self.admission, self.flows, self._failover, job, span, watch
+        )
 
 
 class RunningJob:
@@ -141,6 +149,7 @@ class RunningJob:
         self,
         placer: Placer,
         admission: AdmissionController,
+        flows: Flows,
         failover: Failover,
         job: Job,
         span: Span,
@@ -148,6 +157,7 @@ class RunningJob:
     ) -> None:
         self._placer = placer
         self._admission = admission
+        self._flows = flows
         self._failover = failover
         self._job = job
         self._span = span
@@ -157,10 +167,16 @@ class RunningJob:
         job, prompt = self._job, self._failover.deltas
         with self._span.child("admit") as admit:
             requests = await self._placer.size(job)
-            entry = await self._admission.admit(_admission_request(job, requests), leases=True)
+            if job.flow is None:
+                hop = None
+                entry = await self._admission.admit(_admission_request(job, requests), leases=True)
+            else:
+                hop = await self._flows.begin(job.tenant, job.flow)
+                job, requests, entry = await self._admit_hop(job, requests, hop)
             if admit.recording:
                 admit.set(admission_attributes(entry))
         self._run = run = Run(job, requests, entry, self._span, self._watch)
+        run.hop = hop
         run.deltas = prompt(run, 0) if len(requests) == 1 else merged(run, prompt)
         return run
 
@@ -174,10 +190,55 @@ class RunningJob:
             await self._run.deltas.aclose()
         finally:
             await self._admission.settle(self._run.entry)
+            await self._end_hop(error)
+
+    async def _admit_hop(
+        self, job: Job, requests: tuple[GenerationRequest, ...], hop: Hop | None
+    ) -> tuple[Job, tuple[GenerationRequest, ...], Entry]:
+        """Admit a job that names a flow, with the targets of its part of the remaining time.
+
+        Args:
+            hop: its place in the flow, or None for an ordinary request.
+        """
+        try:
+            continues = hop is not None and not hop.is_first
+            wanted = _admission_request(job, requests, continues=continues)
+            if hop is not None:
+                service = self._flows.divide(hop, wanted)
+                job = replace(job, service=service)
+                requests = tuple([replace(request, service=service) for request in requests])
+                wanted = _admission_request(job, requests, continues=continues)
+            entry = await self._admission.admit(wanted, leases=True)
+        except BaseException as error:
+            if hop is not None:
+                await self._flows.fail(hop, error)
+            raise
+        finally:
+            if self._span.recording and job.flow is not None:
+                self._span.set(flow_attributes(job.flow, hop))
+        if hop is not None:
+            self._flows.admitted(hop)
+        return job, requests, entry
+
+    async def _end_hop(self, error: BaseException | None) -> None:
+        """Record the end of the job in its flow."""
+        hop = self._run.hop
+        if hop is None:
+            return
+        if error is None:
+            await self._flows.end(hop, self._run.entry)
+        elif isinstance(error, TooMany):
+            await self._flows.fail(hop, error)
 
 
-def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:
-    """Return the properties of a job that admission needs."""
+def _admission_request(
+    job: Job, requests: Sequence[GenerationRequest], *, continues: bool = False
+) -> AdmissionRequest:
+    """Return the properties of a job that admission needs.
+
+    Args:
+        continues: whether the job continues an admitted flow.
+    """
     return AdmissionRequest(
         job.request_id,
         tuple([need_of(request) for request in requests]),
@@ -187,4 +248,5 @@ def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> Admis
         job.share,
         job.fingerprint,
         job.retries,
+        continues,
     )

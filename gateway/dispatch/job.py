@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from draftgate.backends.token_ids import TokenIds
 from draftgate.backends.types import GrammarSpec, SamplingParams, Task
+from draftgate.policies.flows.types import HopKind
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 from draftgate.policies.values import immutable
+
+
+@immutable
+class FlowTag:
+    """What a request says about its flow.
+
+    Attributes:
+        flow_id: id of the flow, which is unique within the tenant.
+        deadline_s: deadline of the flow after the arrival of its first request in seconds, or None.
+        kind: the kind of the request.
+        arrived_s: time of its arrival, on the clock of the event loop.
+        capped: limits latency targets to the values that the account permits.
+    """
+
+    flow_id: str
+    deadline_s: float | None
+    kind: HopKind
+    arrived_s: float
+    capped: Callable[[ServiceLevel], ServiceLevel]
 
 
 @immutable
@@ -30,6 +52,7 @@ class Job:
         retries: the number of earlier attempts that the client reports, or None.
         task: whether to generate or embed. To embed, `max_tokens` is 0 and no plan is made.
         prediction_ids: tokens of the predicted output, or empty without a prediction.
+        flow: the flow that the request names, or None.
     """
 
     request_id: str
@@ -49,3 +72,4 @@ class Job:
     traced: bool = False
     task: Task = Task.GENERATE
     prediction_ids: tuple[int, ...] = ()
+    flow: FlowTag | None = None

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from draftgate.backends.streams import Take
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
@@ -135,6 +136,7 @@ class Run:
         placements: the latest placement of each prompt, or None before the first.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
+        hop: the place of the job in its flow, or None.
         take: takes deltas of tokens and text of a job with one prompt directly, or None
             (`backends.streams.pass_directly`). These deltas are not among `deltas`.
         deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`. They
@@ -143,6 +145,7 @@ class Run:
 
     deltas: AsyncGenerator[Delta, None]
     take: Take | None = None
+    hop: Hop | None = None
 
     def __init__(
         self,
@@ -199,6 +202,8 @@ class Run:
         self.placements[index] = placement
         if first:
             self.entry.prompt_tokens += len(placement.request.prompt_ids)
+            if self.hop is not None:
+                self.hop.start()
             self.watch.placed(placement)
 
     def resume(self, resume: Resume) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
+from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
 from draftgate.gateway.http.replies.rendering import Choices, Rendering, TextFrame, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     CompletionTokensDetails,
+    FlowReply,
     PromptMetrics,
     PromptTokensDetails,
     ResponseMetrics,
@@ -109,6 +111,7 @@ class Answer:
             speculation_reply(first, self.watch.outcome),
             prompts,
             [_resume_reply(one) for one in self.run.resumes] or UNSET,
+            UNSET if self.run.hop is None else _flow_reply(self.run.hop),
         )
 
     def chunk(self, delta: Delta) -> bytes:
@@ -179,6 +182,15 @@ class Answer:
             return render(*collected, *end)
         # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
         return await offload(render, *collected, *end)
+
+
+def _flow_reply(hop: Hop) -> FlowReply:
+    budget_ms = None if hop.division is None else _milliseconds(hop.division.budget_s)
+    return FlowReply(hop.place.number, _milliseconds(hop.place.remaining_s), budget_ms)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
 def _resume_reply(resume: Resume) -> ResumeReply:

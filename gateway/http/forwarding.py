@@ -40,8 +40,11 @@ from draftgate.gateway.http.requests.forwarded import (
     rewrite_body,
 )
 from draftgate.gateway.http.requests.headers import (
+    FLOW_DEADLINE_HEADER,
+    FLOW_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
+    flow_of,
     retry_count,
     service_level,
 )
@@ -64,10 +67,14 @@ instead of a part if the upstream breaks off. A completion of 32,000 tokens has 
 
 _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
-_PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE, *_ANTHROPIC)
-"""Headers that the upstream gets. `Authorization` and `x-api-key` are excluded, because the
-client's key is for this node. The node has its own key for the upstream
-(`--upstream-api-key-env`)."""
+_FLOW: Final = (FLOW_HEADER, FLOW_DEADLINE_HEADER)
+_PASSED_ON: Final = (
+    *("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER),
+    *(*_FLOW, *_TRACE, *_ANTHROPIC),
+)
+"""Headers that the upstream gets, among them those of flows, because the upstream may be a
+Draftgate. `Authorization` and `x-api-key` are excluded, because the client's key is for this node.
+The node has its own key for the upstream (`--upstream-api-key-env`)."""
 
 
 class _UpstreamError(UpstreamBroken):
@@ -279,6 +286,7 @@ def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFi
 def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJob:
     """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
+    flow_of(request.headers)  # an invalid header is an error here, too
     wanted = service_level(request.headers)
     if fields.priority:
         wanted = replace(wanted, priority=fields.priority)

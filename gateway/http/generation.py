@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
+from draftgate.gateway.assembly import loop_time_s
+from draftgate.gateway.dispatch.job import FlowTag
 from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
@@ -25,7 +27,7 @@ from draftgate.gateway.http.context import (
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
-from draftgate.gateway.http.requests.headers import retry_count, service_level
+from draftgate.gateway.http.requests.headers import flow_of, retry_count, service_level
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
@@ -35,6 +37,8 @@ from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.logs import add_about_request
 from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.policies.flows.types import HopKind
+from draftgate.policies.values import replace
 
 T = TypeVar("T")
 
@@ -162,6 +166,7 @@ async def parse_request(
         GatewayError, RequestRejected: the request cannot run.
     """
     served, account = node.served, request[ACCOUNT]
+    flow = _flow_tag(request, served.name)
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
     service, retries = service_level(request.headers), retry_count(request.headers)
@@ -172,6 +177,8 @@ async def parse_request(
 
     short = len(body) + more_bytes <= INLINE_BODY_BYTES
     parsed = work() if short else await offload(work)
+    if flow is not None:
+        parsed = replace(parsed, job=replace(parsed.job, flow=flow))
     watch.parsed(parsed.job, served.name, stream=parsed.stream)
     return parsed
 
@@ -179,6 +186,19 @@ async def parse_request(
 async def offload_if_long(parse: Callable[[], T], read_bytes: int) -> T:
     """Return the result of a parser, in a thread if the parser reads many bytes."""
     return parse() if read_bytes <= INLINE_BODY_BYTES else await offload(parse)
+
+
+def _flow_tag(request: web.Request, model: str) -> FlowTag | None:
+    """Return what a request that has just arrived says about its flow, or None without a flow.
+
+    Raises:
+        InvalidRequest: a header is invalid.
+    """
+    flow = flow_of(request.headers)
+    if flow is None:
+        return None
+    kind = HopKind(request.path, model)
+    return FlowTag(*flow, kind, loop_time_s(), request[ACCOUNT].capped)
 
 
 def _begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:

@@ -17,6 +17,7 @@ from draftgate.gateway.telemetry.metric_definitions import MetricDefinition
 from draftgate.gateway.telemetry.metrics import Labels, Metrics
 from draftgate.gateway.telemetry.watch import Ending
 from draftgate.policies.admission.types import RefusalKind
+from draftgate.policies.flows.outcome import FlowOutcome
 from draftgate.policies.kv_transfer import PullReason
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.resilience.failover import Cause, GivenUp
@@ -52,6 +53,8 @@ def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDef
         yield metric.REQUESTS, (endpoint, ending.value)
     for kind in (*RefusalKind, QueueTimeout.code):
         yield metric.REFUSED, (str(kind),)
+    for flow_outcome in FlowOutcome:
+        yield metric.FLOWS, (flow_outcome.value,)
     for proposer in ("none", ANY_PROPOSER, *proposers):
         yield metric.DECISIONS, (policy, proposer)
     for cause, outcome in product(Cause, (*RESUMED, *GivenUp)):

@@ -113,6 +113,9 @@ _LENGTHS: Final = (
 )  # fmt: skip
 
 
+_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
+
+
 def _kv_usage(load: WorkerLoad) -> float:
     if not load.kv_blocks_total:  # the upstream does not report KV blocks
         return 0.0
@@ -210,6 +213,22 @@ MAX_TOKENS: Final = _histogram(
 
 REFUSED: Final = _counter(
     "draftgate_refused_requests", "Requests rejected with status 429, by reason", labels=("kind",)
+)
+FLOWS: Final = _counter(
+    "draftgate_flows",
+    "Flows by outcome: `met` and `missed` their deadline, or `refused` at the first request",
+    labels=("outcome",),
+)
+FLOW_REQUESTS: Final = _counter(
+    "draftgate_flow_requests",
+    "Requests that name a flow, by their number in the flow (`none` without a known flow)",
+    labels=("hop",),
+)
+FLOW_HOP_SHARE: Final = _histogram(
+    "draftgate_flow_hop_deadline_ratio",
+    "Time of a request from arrival to end as a share of its flow's deadline, by its number",
+    buckets=_SHARES,
+    labels=("hop",),
 )
 QUEUED: Final = _gauge(
     "draftgate_queued_requests", "Prompts in the gateway's queue for a worker", unit="prompts"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from draftgate.backends.types import SpeculationOutcome, Task
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.flows import Hop
+from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
@@ -65,6 +66,17 @@ def admission_attributes(entry: Entry) -> Attributes:
         "draftgate.predicted_ttft_s": entry.predicted.ttft_s,
         "draftgate.admission.reason": entry.predicted.reason,
     }
+
+
+def flow_attributes(tag: FlowTag, hop: Hop | None) -> Attributes:
+    """Return the flow of a request, with its place and budget unless the flow is unknown."""
+    found: dict[str, AttributeValue] = {"draftgate.flow.id": tag.flow_id}
+    if hop is not None:
+        found["draftgate.flow.hop"] = hop.place.number
+        found["draftgate.flow.remaining_s"] = hop.place.remaining_s
+        if hop.division is not None:
+            found["draftgate.flow.budget_s"] = hop.division.budget_s
+    return found
 
 
 def record_route(parent: Span, routed: Routed) -> None:

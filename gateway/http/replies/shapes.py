@@ -94,6 +94,17 @@ class ResumeReply(Struct):
     same_numerics_class: bool
 
 
+class FlowReply(Struct):
+    """The place of a request in its flow, with the remaining time and the budget at its arrival.
+
+    The budget is null after the deadline.
+    """
+
+    hop: int
+    remaining_ms: float
+    budget_ms: float | None
+
+
 class ResponseMetrics(Struct):
     """The values needed to repeat the request, and the outcome of speculation.
 
@@ -109,6 +120,7 @@ class ResponseMetrics(Struct):
     speculative_decoding: SpeculativeDecoding
     prompts: list[PromptMetrics] | UnsetType = UNSET
     resumes: list[ResumeReply] | UnsetType = UNSET
+    flow: FlowReply | UnsetType = UNSET
 
 
 OptionalIds = Sequence[int] | UnsetType

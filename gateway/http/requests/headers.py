@@ -1,4 +1,4 @@
-"""The request headers that Draftgate reads, for latency targets and the client's retries."""
+"""The request headers that Draftgate reads, for latency targets, flows and the client's retries."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from draftgate.policies.types import ANYTIME, ServiceLevel
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
 """Latency targets, under the names that inference-perf uses."""
+
+FLOW_HEADER: Final = "x-flow-id"
+FLOW_DEADLINE_HEADER: Final = "x-flow-deadline-ms"
+
+LONGEST_FLOW_ID: Final = 128
+"""Maximum length of a flow's id, in characters."""
+
+LONGEST_FLOW_S: Final = 86_400.0
+"""The longest deadline of a flow, which bounds the time for which the store keeps a flow."""
 
 RETRIES_HEADER: Final = "x-stainless-retry-count"
 """The retry count that OpenAI's clients send."""
@@ -28,6 +37,26 @@ def service_level(headers: Mapping[str, str]) -> ServiceLevel:
     if TTFT_HEADER not in headers and TPOT_HEADER not in headers:
         return ANYTIME
     return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
+
+
+def flow_of(headers: Mapping[str, str]) -> tuple[str, float | None] | None:
+    """Return the id and the deadline of a request's flow in seconds, or None without a flow.
+
+    Raises:
+        InvalidRequest: the id or the deadline is invalid.
+    """
+    flow_id = headers.get(FLOW_HEADER)
+    if flow_id is None:
+        if FLOW_DEADLINE_HEADER in headers:
+            raise invalid(FLOW_DEADLINE_HEADER, f"requires {FLOW_HEADER}")
+        return None
+    if not (0 < len(flow_id) <= LONGEST_FLOW_ID and flow_id.isascii() and flow_id.isprintable()):
+        raise invalid(FLOW_HEADER, f"must have 1 to {LONGEST_FLOW_ID} printable ASCII characters")
+    deadline_s = _seconds(headers, FLOW_DEADLINE_HEADER)
+    if deadline_s is not None and deadline_s > LONGEST_FLOW_S:
+        most = f"{LONGEST_FLOW_S * 1e3:.0f} milliseconds"
+        raise invalid(FLOW_DEADLINE_HEADER, f"must be at most {most}")
+    return flow_id, deadline_s
 
 
 def retry_count(headers: Mapping[str, str]) -> int | None:

@@ -1,0 +1,236 @@
+"""Flows: requests that name a flow get a share of the flow's remaining time.
+
+The first hop of a flow is refused if the flow would miss its deadline. Later hops of an admitted
+flow are not refused by prediction. `SETTLE_S` after the deadline, the gateway of the first hop
+takes the flow out of the store, counts its outcome, and learns the lengths of its hops.
+
+Requests without a flow never reach this module, so they cost no call of the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from draftgate.gateway.dispatch.admission import (
+    MOST_RETRY_S,
+    AdmissionController,
+    AdmissionRequest,
+    Entry,
+)
+from draftgate.gateway.dispatch.job import FlowTag
+from draftgate.gateway.errors import Overloaded, TooMany
+from draftgate.gateway.state.flow_store import FlowHop, FlowKey, FlowStore, HopArrival, HopLengths
+from draftgate.policies.admission.types import AdmissionView
+from draftgate.policies.flows.division import LEAST_HOP_S, divide, refuse_flow, targets
+from draftgate.policies.flows.history import FlowHistory
+from draftgate.policies.flows.outcome import FlowOutcome, judge
+from draftgate.policies.flows.types import Division, HopForecast
+from draftgate.policies.types import ServiceLevel
+
+SETTLE_S: Final = 5.0
+"""Seconds from the deadline of a flow to its end.
+
+A hop that arrives in this time still belongs to the flow, which has then missed its deadline. The
+history learns from the flow only then. (Chosen, not tuned.)"""
+
+
+class FlowObserver(Protocol):
+    """An observer of flows, for metrics."""
+
+    def joined(self, number: int | None) -> None:
+        """Record the number of a hop, or None for a request that names no known flow."""
+        ...
+
+    def hop_ended(self, number: int, share: float) -> None:
+        """Record the time of a hop as a share of the whole time of its flow."""
+        ...
+
+    def flow_ended(self, outcome: FlowOutcome) -> None:
+        """Record the outcome of a flow."""
+        ...
+
+
+class _NoObserver:
+    """An observer that ignores everything."""
+
+    def joined(self, number: int | None) -> None:
+        """Ignore a hop."""
+
+    def hop_ended(self, number: int, share: float) -> None:
+        """Ignore the end of a hop."""
+
+    def flow_ended(self, outcome: FlowOutcome) -> None:
+        """Ignore the end of a flow."""
+
+
+UNOBSERVED: Final[FlowObserver] = _NoObserver()
+
+
+@dataclass(slots=True, eq=False)
+class Hop:
+    """A request in its flow.
+
+    Attributes:
+        key: name of the flow.
+        tag: what the request says about the flow.
+        place: the place of the request in the flow.
+        division: its part of the remaining time, or None before its admission and after the
+            deadline.
+        started_s: time at which its first prompt got a worker, or None before.
+    """
+
+    key: FlowKey
+    tag: FlowTag
+    place: FlowHop
+    division: Division | None = None
+    started_s: float | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the request begins its flow."""
+        return self.place.number == 1
+
+    def start(self) -> None:
+        """Record that a prompt has got a worker."""
+        if self.started_s is None:
+            self.started_s = asyncio.get_running_loop().time()
+
+
+class Flows:
+    """The flows whose requests this gateway serves.
+
+    Use the object only on the thread of the event loop.
+
+    Attributes:
+        history: the hops of earlier flows.
+        observer: counts hops and outcomes.
+    """
+
+    def __init__(
+        self, store: FlowStore, admission: AdmissionController, now_s: Callable[[], float]
+    ) -> None:
+        """Start without flows.
+
+        Args:
+            admission: predicts the waits of the hops.
+            now_s: the clock of `FlowTag.arrived_s`.
+        """
+        self.history = FlowHistory()
+        self.observer = UNOBSERVED
+        self._store = store
+        self._admission = admission
+        self._now_s = now_s
+        self._settling: set[asyncio.TimerHandle | asyncio.Task[None]] = set()
+
+    async def begin(self, tenant: str, tag: FlowTag) -> Hop | None:
+        """Add a request to its flow, and return its place, or None for an ordinary request."""
+        key = FlowKey(tenant, tag.flow_id)
+        ago_s = max(self._now_s() - tag.arrived_s, 0.0)
+        place = await self._store.begin_hop(key, HopArrival(tag.kind, ago_s, tag.deadline_s))
+        self.observer.joined(None if place is None else place.number)
+        return None if place is None else Hop(key, tag, place)
+
+    def divide(self, hop: Hop, request: AdmissionRequest) -> ServiceLevel:
+        """Divide the remaining time of a flow, and return the service level of the hop.
+
+        A hop after the deadline keeps the service level of its request.
+
+        Raises:
+            Overloaded: the hop is the first one, and the flow cannot end in time.
+        """
+        remaining_s = hop.place.remaining_s
+        if remaining_s <= 0.0 and not hop.is_first:
+            return request.service
+        remaining_s = max(remaining_s, LEAST_HOP_S)
+        view, predicted = self._admission.outlook(request)
+        speed, place = view.pool.speed, (hop.key.tenant, hop.place.number, hop.tag.kind)
+        own = _own_forecast(self.history.own(*place), request, view)
+        later = self.history.later(*place)
+        hop.division = divide(remaining_s, own, later, speed, predicted.wait_s)
+        if hop.is_first:
+            refused = refuse_flow(
+                remaining_s, hop.division, own, later, view.pool, predicted.grain_s
+            )
+            if refused is not None:
+                retry_s = min(refused.retry_after_s, MOST_RETRY_S)
+                raise Overloaded(refused.reason, retry_s, refused.kind)
+        return hop.tag.capped(targets(hop.division, own, speed, request.service))
+
+    def admitted(self, hop: Hop) -> None:
+        """Record that a hop may run."""
+        if hop.is_first:
+            self._settle_later(hop)
+
+    async def end(self, hop: Hop, entry: Entry) -> None:
+        """Record that the response of a hop has ended."""
+        now_s = self._now_s()
+        sequences = sum(need.sequences for need in entry.request.needs)
+        started_s = now_s if hop.started_s is None else hop.started_s
+        lengths = HopLengths(
+            entry.prompt_tokens, entry.output_tokens // sequences, now_s - started_s
+        )
+        self.observer.hop_ended(
+            hop.place.number, (now_s - hop.tag.arrived_s) / hop.place.deadline_s
+        )
+        await self._store.end_hop(hop.key, hop.place, lengths)
+
+    async def fail(self, hop: Hop, error: BaseException) -> None:
+        """Record that a hop was refused or has failed.
+
+        A flow whose first hop is refused has not begun, so the client may send it again with the
+        whole time. Any other hop just has no end.
+        """
+        if not hop.is_first:
+            return
+        if not await self._store.cancel(hop.key, hop.place):
+            self._settle_later(hop)  # another hop has arrived in the meantime
+        elif isinstance(error, TooMany):
+            self.observer.flow_ended(FlowOutcome.REFUSED)
+
+    def close(self) -> None:
+        """Settle no more flows."""
+        for waiting in self._settling:
+            waiting.cancel()
+        self._settling.clear()
+
+    def _settle_later(self, hop: Hop) -> None:
+        """Settle the flow of a hop `SETTLE_S` after its deadline."""
+
+        def settle() -> None:
+            self._settling.discard(timer)
+            task = asyncio.create_task(self._settle(hop))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
+
+        delay_s = max(hop.place.remaining_s, 0.0) + SETTLE_S
+        # An empty context keeps request ids out of the log lines.
+        timer = asyncio.get_running_loop().call_later(delay_s, settle, context=Context())
+        self._settling.add(timer)
+
+    async def _settle(self, hop: Hop) -> None:
+        """End a flow, count its outcome, and learn from it."""
+        hops = await self._store.take(hop.key, hop.place)
+        if not hops:  # the store has lost the flow
+            return
+        self.observer.flow_ended(judge(hops, hop.place.deadline_s))
+        ended = [one for one in hops if one.ended_s is not None]
+        self.history.add_flow(hop.key.tenant, ended)
+
+
+def _own_forecast(
+    known: HopForecast | None, request: AdmissionRequest, view: AdmissionView
+) -> HopForecast:
+    """Return the expected lengths of a hop that has arrived.
+
+    Args:
+        known: the lengths of such hops in earlier flows, or None if unknown.
+        view: the view of admission, which predicts the output of a tenant's requests in general.
+    """
+    output, service_s = view.output_tokens, 0.0
+    if known is not None:
+        output, service_s = min(known.output_tokens, request.max_tokens), known.service_s
+    return HopForecast(1.0, view.prompt_tokens, output, service_s, 0.0)
