@@ -40,8 +40,10 @@ class AdmissionRequest:
         tenant, share: its owner, and the owner's share relative to the default of 1.
         fingerprint: a hash that is equal for a retry of the same request.
         retries: the number of earlier attempts that the client reports, or None.
+        judged: the targets and the priority by which admission decides, or None for those of the
+            service. The ticket has the deadline of the service.
         continues: whether the request continues an admitted flow, and so is not refused by
-            prediction.
+            prediction. It has no targets in `judged`.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class AdmissionRequest:
     share: float = 1.0
     fingerprint: int = 0
     retries: int | None = None
+    judged: ServiceLevel | None = None
     continues: bool = False
 
 
@@ -183,9 +186,26 @@ class AdmissionController:
             await self.quotas.release(request.request_id)
             raise
 
-    def outlook(self, request: AdmissionRequest) -> tuple[AdmissionView, WaitForecast]:
-        """Return the policy's view of a request, and its predicted wait, without a decision."""
+    def outlook(
+        self, request: AdmissionRequest, promised_s: float = 0.0
+    ) -> tuple[AdmissionView, WaitForecast]:
+        """Return the policy's view of a request, and its predicted wait, without a decision.
+
+        Args:
+            promised_s: residence of sequences that will arrive ahead of the request, in seconds.
+        """
         view = self._view(request, self._now_s(), self._pool.read())
+        if promised_s and view.pool.max_sequences:
+            more_s = promised_s / view.pool.max_sequences / view.pool.share
+            queue = view.queue
+            queue = replace(
+                queue,
+                work_s=queue.work_s + more_s,
+                ahead_s=queue.ahead_s + more_s,
+                place_s=queue.place_s + more_s,
+                class_s=queue.class_s + more_s,
+            )
+            view = replace(view, queue=queue)
         return view, forecast_wait(view)
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
@@ -268,12 +288,11 @@ class AdmissionController:
             totals: the loads of the serving workers.
             ticket: the ticket of a request that waits, or None for a new request.
         """
-        bounds, service = self._bounds, request.service
+        bounds = self._bounds
+        service = request.service if request.judged is None else request.judged
         max_wait_s, sheddable = bounds.timeout_s, self._is_sheddable(service.priority)
         if request.continues:
-            # Without targets, no prediction refuses the request. Its ticket keeps the deadline.
             max_wait_s, sheddable = _UNLIMITED_S, False
-            service = ServiceLevel(priority=service.priority)
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)

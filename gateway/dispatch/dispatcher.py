@@ -201,13 +201,14 @@ class RunningJob:
             hop: its place in the flow, or None for an ordinary request.
         """
         try:
-            continues = hop is not None and not hop.is_first
-            wanted = _admission_request(job, requests, continues=continues)
+            wanted = _admission_request(job, requests)
             if hop is not None:
-                service = self._flows.divide(hop, wanted)
-                job = replace(job, service=service)
-                requests = tuple([replace(request, service=service) for request in requests])
-                wanted = _admission_request(job, requests, continues=continues)
+                judged = self._flows.divide(hop, wanted)
+                job = replace(job, service=hop.service)
+                requests = tuple([replace(request, service=hop.service) for request in requests])
+                wanted = replace(
+                    _admission_request(job, requests), judged=judged, continues=not hop.is_first
+                )
             entry = await self._admission.admit(wanted, leases=True)
         except BaseException as error:
             if hop is not None:
@@ -231,14 +232,8 @@ class RunningJob:
             await self._flows.fail(hop, error)
 
 
-def _admission_request(
-    job: Job, requests: Sequence[GenerationRequest], *, continues: bool = False
-) -> AdmissionRequest:
-    """Return the properties of a job that admission needs.
-
-    Args:
-        continues: whether the job continues an admitted flow.
-    """
+def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:
+    """Return the properties of a job that admission needs."""
     return AdmissionRequest(
         job.request_id,
         tuple([need_of(request) for request in requests]),
@@ -248,5 +243,4 @@ def _admission_request(
         job.share,
         job.fingerprint,
         job.retries,
-        continues,
     )

@@ -22,20 +22,33 @@ from draftgate.gateway.dispatch.admission import (
     Entry,
 )
 from draftgate.gateway.dispatch.job import FlowTag
+from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
 from draftgate.gateway.state.flow_store import FlowHop, FlowKey, FlowStore, HopArrival, HopLengths
 from draftgate.policies.admission.types import AdmissionView
-from draftgate.policies.flows.division import LEAST_HOP_S, divide, refuse_flow, targets
+from draftgate.policies.flows.division import (
+    LEAST_HOP_S,
+    divide,
+    judged,
+    refuse_flow,
+    targets,
+)
 from draftgate.policies.flows.history import FlowHistory
 from draftgate.policies.flows.outcome import FlowOutcome, judge
 from draftgate.policies.flows.types import Division, HopForecast
-from draftgate.policies.types import ServiceLevel
+from draftgate.policies.types import ANYTIME, ServiceLevel
+from draftgate.policies.values import replace
 
 SETTLE_S: Final = 5.0
 """Seconds from the deadline of a flow to its end.
 
 A hop that arrives in this time still belongs to the flow, which has then missed its deadline. The
 history learns from the flow only then. (Chosen, not tuned.)"""
+
+
+FOLLOW_S: Final = 1.0
+"""Seconds after the end of a hop, in addition to the usual gaps, for which its gateway expects the
+next hop. A later hop, or one at another gateway, was not needed here. (Chosen, not tuned.)"""
 
 
 class FlowObserver(Protocol):
@@ -78,6 +91,7 @@ class Hop:
         key: name of the flow.
         tag: what the request says about the flow.
         place: the place of the request in the flow.
+        service: the latency targets of the request, with those of its budget once it has one.
         division: its part of the remaining time, or None before its admission and after the
             deadline.
         started_s: time at which its first prompt got a worker, or None before.
@@ -86,6 +100,7 @@ class Hop:
     key: FlowKey
     tag: FlowTag
     place: FlowHop
+    service: ServiceLevel = ANYTIME
     division: Division | None = None
     started_s: float | None = None
 
@@ -124,6 +139,7 @@ class Flows:
         self._store = store
         self._admission = admission
         self._now_s = now_s
+        self._promised = PromisedWork()
         self._settling: set[asyncio.TimerHandle | asyncio.Task[None]] = set()
 
     async def begin(self, tenant: str, tag: FlowTag) -> Hop | None:
@@ -135,39 +151,55 @@ class Flows:
         return None if place is None else Hop(key, tag, place)
 
     def divide(self, hop: Hop, request: AdmissionRequest) -> ServiceLevel:
-        """Divide the remaining time of a flow, and return the service level of the hop.
+        """Set the division and the service level of a hop.
 
         A hop after the deadline keeps the service level of its request.
+
+        Returns:
+            The targets by which admission decides about the hop.
 
         Raises:
             Overloaded: the hop is the first one, and the flow cannot end in time.
         """
         remaining_s = hop.place.remaining_s
+        hop.service, anytime = request.service, ServiceLevel(priority=request.service.priority)
         if remaining_s <= 0.0 and not hop.is_first:
-            return request.service
+            return anytime
         remaining_s = max(remaining_s, LEAST_HOP_S)
-        view, predicted = self._admission.outlook(request)
-        speed, place = view.pool.speed, (hop.key.tenant, hop.place.number, hop.tag.kind)
+        view, _ = self._admission.outlook(request)
+        pool, place = view.pool, (hop.key.tenant, hop.place.number, hop.tag.kind)
         own = _own_forecast(self.history.own(*place), request, view)
         later = self.history.later(*place)
-        hop.division = divide(remaining_s, own, later, speed, predicted.wait_s)
-        if hop.is_first:
-            refused = refuse_flow(
-                remaining_s, hop.division, own, later, view.pool, predicted.grain_s
-            )
-            if refused is not None:
-                retry_s = min(refused.retry_after_s, MOST_RETRY_S)
-                raise Overloaded(refused.reason, retry_s, refused.kind)
-        return hop.tag.capped(targets(hop.division, own, speed, request.service))
+        # The wait depends on the deadline of the hop, which depends on the wait. Two rounds do.
+        unloaded = targets(divide(remaining_s, own, later, pool.speed), own, pool.speed, anytime)
+        urgent = replace(request, service=unloaded)
+        _, predicted = self._admission.outlook(urgent)
+        _, with_promised = self._admission.outlook(urgent, self._promised.total_s(self._now_s()))
+        later_wait_s = with_promised.wait_s - predicted.wait_s if later else 0.0
+        division = divide(remaining_s, own, later, pool.speed, predicted.wait_s, later_wait_s)
+        hop.division = division
+        hop.service = hop.tag.capped(targets(division, own, pool.speed, request.service))
+        if not hop.is_first:
+            return anytime
+        refused = refuse_flow(remaining_s, division, own, later, pool, predicted.grain_s)
+        if refused is not None:
+            retry_s = min(refused.retry_after_s, MOST_RETRY_S)
+            raise Overloaded(refused.reason, retry_s, refused.kind)
+        return judged(remaining_s, division, own, pool.speed, request.service)
 
     def admitted(self, hop: Hop) -> None:
         """Record that a hop may run."""
         if hop.is_first:
             self._settle_later(hop)
+        until_s = self._now_s() + max(hop.place.remaining_s, 0.0)
+        later_s = 0.0 if hop.division is None else hop.division.later_served_s
+        self._promised.put(hop.key, later_s, until_s)
 
     async def end(self, hop: Hop, entry: Entry) -> None:
         """Record that the response of a hop has ended."""
         now_s = self._now_s()
+        if hop.division is not None:
+            self._promised.shorten(hop.key, now_s + hop.division.gaps_s + FOLLOW_S)
         sequences = sum(need.sequences for need in entry.request.needs)
         started_s = now_s if hop.started_s is None else hop.started_s
         lengths = HopLengths(

@@ -1,14 +1,14 @@
 """The division of a flow's remaining time over its hops, and what it means for a hop.
 
-The time of a hop is its wait and its service at the present speed of the workers:
+The time of a hop is its wait and its service at the present speed of the workers. The later hops
+of a flow wait at least for the later hops of the flows that began before it:
 
     time   = wait + prompt tokens x prompt_token_s + output tokens x tpot_s
     budget = (remaining time - gaps) x time / (time + expected times of the later hops)
 
-The budget becomes the latency targets of the hop, so that admission, ordering, batching and
-speculation need no knowledge of flows. If all times are as predicted and just fit, the TTFT target
-is the predicted TTFT. Admission then refuses the first hop of a flow exactly if the whole flow
-would be late.
+The budget becomes the latency targets of the hop, so that ordering, batching and speculation need
+no knowledge of flows. Admission decides about a whole flow at its first hop, whose first token may
+be so late that the later hops, as predicted, just end in time.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def divide(
     later: Sequence[HopForecast],
     speed: WorkerSpeed,
     wait_s: float = 0.0,
+    later_wait_s: float = 0.0,
 ) -> Division:
     """Divide the remaining time of a flow over a hop and the expected later hops.
 
@@ -60,7 +61,8 @@ def divide(
         own: the hop that has arrived.
         later: the hops that are expected after it.
         speed: present speed of the workers.
-        wait_s: predicted wait of each hop at the present load.
+        wait_s: predicted wait of the hop at the present load.
+        later_wait_s: predicted wait of all later hops, by the work of flows that have begun.
 
     Raises:
         ValueError: no time remains.
@@ -71,13 +73,12 @@ def divide(
     served_s = service_s(own, speed)
     own_s = wait_s + served_s
     later_served_s = sum([hop.weight * service_s(hop, speed) for hop in later])
-    hops = 1.0 + sum([hop.weight for hop in later])
-    later_s = later_served_s + (hops - 1.0) * wait_s
+    later_s = later_served_s + max(later_wait_s, 0.0)
     gaps_s = sum([hop.weight * hop.gap_s for hop in later])
     usable_s = max(remaining_s - gaps_s, LEAST_SHARE * remaining_s)
     budget_s = usable_s * (own_s / (own_s + later_s))
-    least_s = served_s + later_served_s + gaps_s
-    return Division(budget_s, own_s, served_s, later_s, gaps_s, hops, least_s)
+    least_s = served_s + later_s + gaps_s
+    return Division(budget_s, own_s, served_s, later_s, later_served_s, gaps_s, least_s)
 
 
 def targets(
@@ -107,6 +108,31 @@ def targets(
     )
 
 
+def judged(
+    remaining_s: float,
+    division: Division,
+    own: HopForecast,
+    speed: WorkerSpeed,
+    wanted: ServiceLevel,
+) -> ServiceLevel:
+    """Return the targets by which admission decides about the first hop of a flow.
+
+    The TTFT target leaves exactly the predicted time for the rest of the flow. It equals the
+    predicted TTFT if the flow just fits, and is looser than the budget if the flow has spare time.
+
+    Args:
+        remaining_s: seconds to the deadline of the flow.
+        division: the division of this time.
+        own: the hop that has arrived.
+        speed: present speed of the workers.
+        wanted: targets and priority of the request, which remain if they are tighter.
+    """
+    outputs = max(own.output_tokens - 1.0, 0.0)
+    rest_s = outputs * speed.tpot_s + division.later_s + division.gaps_s
+    ttft_s = max(remaining_s - rest_s, LEAST_HOP_S)
+    return replace(wanted, ttft_s=_tighter(wanted.ttft_s, ttft_s))
+
+
 def refuse_flow(
     remaining_s: float,
     division: Division,
@@ -115,10 +141,13 @@ def refuse_flow(
     pool: PoolView,
     sequence_s: float,
 ) -> Refused | None:
-    """Refuse the first hop of a flow that would be late even if no hop had to wait.
+    """Refuse the first hop of a flow that would be late even if the hop itself need not wait.
 
-    A flow that would only be late because its hops wait is refused by admission, which books the
-    time at which it may return.
+    A flow that would only be late because its first hop waits is refused by admission, by the
+    targets of `judged`. Admission books the time at which the client may return.
+
+    The time to return is when the waiting work and that of earlier flows has ended, and enough of
+    the running sequences.
 
     Args:
         remaining_s: seconds to the deadline of the flow.
@@ -134,10 +163,12 @@ def refuse_flow(
     outputs = own.output_tokens + sum([hop.weight * hop.output_tokens for hop in later])
     gain_s = speed.sequence_s * outputs  # what the flow gains if a worker runs one sequence less
     running = pool.running / max(pool.workers, 1)
-    too_many = min(late_s / gain_s if gain_s > 0.0 else running, running)
-    retry_s = too_many * max(pool.workers, 1) * sequence_s
+    waits_s = division.own_s - division.service_s + division.later_s - division.later_served_s
+    too_slow_s = late_s - (division.later_s - division.later_served_s)
+    too_many = min(too_slow_s / gain_s if gain_s > 0.0 else running, running)
+    retry_s = waits_s + max(too_many, 0.0) * max(pool.workers, 1) * sequence_s
     reason = (
-        f"the flow takes {division.least_s:.2f} s at the present speed, and its deadline is in "
+        f"the flow takes {division.least_s:.2f} s at the present load, and its deadline is in "
         f"{remaining_s:.2f} s; {pool.running} sequences run"
     )
     return Refused(max(retry_s, UNKNOWN_RETRY_S), RefusalKind.FLOW, reason)

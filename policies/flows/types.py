@@ -69,15 +69,15 @@ class Division:
         own_s: predicted seconds of the hop, with its wait.
         service_s: the same seconds without the wait.
         later_s: predicted seconds of the later hops, with their waits.
+        later_served_s: the same seconds without their waits.
         gaps_s: predicted seconds that the client takes between the hops.
-        hops: expected number of hops on the critical path, including this hop.
-        least_s: predicted seconds to the end of the flow if no hop has to wait.
+        least_s: predicted seconds to the end of the flow if this hop need not wait.
     """
 
     budget_s: float
     own_s: float
     service_s: float
     later_s: float
+    later_served_s: float
     gaps_s: float
-    hops: float
     least_s: float

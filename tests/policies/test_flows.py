@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.policies.admission.types import PoolView, RefusalKind
-from draftgate.policies.flows.division import divide, refuse_flow, service_s, targets
+from draftgate.policies.flows.division import divide, judged, refuse_flow, service_s, targets
 from draftgate.policies.flows.history import (
     MOST_HOPS,
     MOST_KINDS,
@@ -153,10 +153,12 @@ def test_budget_is_proportional_to_the_predicted_times() -> None:
     assert found.least_s == pytest.approx(4.5)
 
 
-def test_every_hop_waits() -> None:
-    """The present wait counts for each expected hop, so waits make the budgets more equal."""
+def test_waits_are_part_of_the_times() -> None:
+    """The predicted waits count as time of their hops, so waits make the budgets more equal."""
     own, after = HopForecast(1.0, 0.0, 100.0, 0.0, 0.0), HopForecast(1.0, 0.0, 300.0, 0.0, 0.0)
-    assert divide(8.0, own, [after], SPEED, wait_s=96.0).budget_s == pytest.approx(8.0 * 97 / 196)
+    found = divide(8.0, own, [after], SPEED, wait_s=96.0, later_wait_s=96.0)
+    assert found.budget_s == pytest.approx(8.0 * 97 / 196)
+    assert found.least_s == pytest.approx(1.0 + 99.0)
 
 
 def test_measured_times_replace_an_unknown_speed() -> None:
@@ -203,7 +205,8 @@ def test_flow_that_just_fits_has_the_predicted_latencies_as_targets() -> None:
     """Without spare time, the TTFT target is wait and prompt, and the TPOT target the speed."""
     own, after = HopForecast(1.0, 500.0, 101.0, 0.0, 0.0), HopForecast(1.0, 0.0, 300.0, 0.0, 0.0)
     total_s = 2 * 2.0 + service_s(own, SPEED) + service_s(after, SPEED)
-    division = divide(total_s, own, [after], SPEED, wait_s=2.0)
+    division = divide(total_s, own, [after], SPEED, wait_s=2.0, later_wait_s=2.0)
+    assert judged(total_s, division, own, SPEED, ANYTIME).ttft_s == pytest.approx(2.51)
     found = targets(division, own, SPEED, ANYTIME)
     assert found.tpot_s == pytest.approx(0.01)
     assert found.ttft_s == pytest.approx(2.0 + 0.5 + 0.01)
@@ -241,6 +244,10 @@ def test_flow_that_cannot_end_in_time_is_refused() -> None:
     assert refused.kind is RefusalKind.FLOW
     assert refused.retry_after_s == pytest.approx(2.0)
     assert "3.00 s" in refused.reason
+    waiting = divide(3.1, own, [after], SPEED, wait_s=1.0, later_wait_s=2.0)
+    refused = refuse_flow(3.1, waiting, own, [after], pool, 0.5)
+    assert refused is not None
+    assert refused.retry_after_s == pytest.approx(3.0)
     assert refuse_flow(3.1, divide(3.1, own, [after], SPEED), own, [after], pool, 0.5) is None
 
 
