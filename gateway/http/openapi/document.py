@@ -14,7 +14,14 @@ from draftgate.gateway.errors import NotOffered, Unavailable
 from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
 from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
 from draftgate.gateway.http.openapi.schemas import components
-from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER
+from draftgate.gateway.http.requests.headers import (
+    FLOW_DEADLINE_HEADER,
+    FLOW_HEADER,
+    LONGEST_FLOW_ID,
+    LONGEST_FLOW_S,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 
@@ -131,6 +138,8 @@ def _operation(
         for name, token in ((TTFT_HEADER, "first token"), (TPOT_HEADER, "each further token")):
             text = f"Target for the {token}, in milliseconds."
             parameters.append(_header(name, text, milliseconds))
+    if 429 in operation.errors:
+        parameters += _FLOW_HEADERS
     entry: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -154,6 +163,21 @@ def _with_model(parameter: Mapping[str, Any], served: ServedModel | None) -> Map
 
 def _header(name: str, description: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+_FLOW_HEADERS: Final = (
+    _header(
+        FLOW_HEADER,
+        "The flow that the request belongs to, which is unique within the API key.",
+        {"type": "string", "minLength": 1, "maxLength": LONGEST_FLOW_ID, "pattern": "^[ -~]*$"},
+    ),
+    _header(
+        FLOW_DEADLINE_HEADER,
+        "Time from the arrival of the flow's first request to the end of its last response, in "
+        "milliseconds. Only the value of the first request counts.",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_FLOW_S * 1e3},
+    ),
+)
 
 
 def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Tests of the headers of flows over HTTP, and of what responses, spans and metrics report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from draftgate.gateway.telemetry.otel import OtelTracing
+from tests.gateway.harness import client, events, running
+from tests.gateway.test_metrics import samples
+from tests.gateway.upstreams import forwarding, upstream, whole
+
+HEADERS = {"x-flow-id": "question: 7", "x-flow-deadline-ms": "60000"}
+CHAT = [{"role": "user", "content": "x"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
+    "/v1/responses": {"input": "x", "max_output_tokens": 16},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 3, "model": "m"},
+}
+
+
+async def test_every_endpoint_reports_the_hop() -> None:
+    """Completions, chats, responses and messages of one flow report their place and budget."""
+    async with running() as gateway, client(gateway) as http:
+        model = gateway.node.model_name
+        for hop, (path, body) in enumerate(BODIES.items(), start=1):
+            response = await http.post(path, json={**body, "model": model}, headers=HEADERS)
+            assert response.status_code == 200, response.text
+            flow = response.json()["metrics"]["flow"]
+            assert flow["hop"] == hop
+            assert 0.0 < flow["budget_ms"] <= flow["remaining_ms"] <= 60_000
+        stream = {**BODIES["/v1/completions"], "stream": True}
+        last = events((await http.post("/v1/completions", json=stream, headers=HEADERS)).text)[-2]
+        assert last["metrics"]["flow"]["hop"] == len(BODIES) + 1
+        found = samples(gateway.node.metrics)
+    for hop in range(1, len(BODIES) + 2):
+        assert found["draftgate_flow_requests_total", (("hop", str(hop)),)] == 1
+        assert found["draftgate_flow_hop_deadline_ratio_count", (("hop", str(hop)),)] == 1
+
+
+async def test_request_without_a_known_flow_is_ordinary() -> None:
+    """A request without the headers, or with an unknown id alone, has no flow in its metrics."""
+    async with running() as gateway, client(gateway) as http:
+        for headers in ({}, {"x-flow-id": "unknown"}):
+            body = BODIES["/v1/completions"]
+            response = await http.post("/v1/completions", json=body, headers=headers)
+            assert "flow" not in response.json()["metrics"]
+        found = samples(gateway.node.metrics)
+    assert found["draftgate_flow_requests_total", (("hop", "none"),)] == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"x-flow-id": ""}, "x-flow-id"),
+        ({"x-flow-id": "x" * 129}, "x-flow-id"),
+        ({"x-flow-id": "a\tb"}, "x-flow-id"),
+        ({"x-flow-id": "é".encode()}, "x-flow-id"),
+        ({"x-flow-id": "f", "x-flow-deadline-ms": "soon"}, "x-flow-deadline-ms"),
+        ({"x-flow-id": "f", "x-flow-deadline-ms": "0"}, "x-flow-deadline-ms"),
+        ({"x-flow-id": "f", "x-flow-deadline-ms": "1e12"}, "x-flow-deadline-ms"),
+        ({"x-flow-deadline-ms": "500"}, "x-flow-deadline-ms"),
+    ],
+)
+async def test_an_invalid_header_is_400_and_named(
+    path: str, headers: dict[str, str | bytes], param: str
+) -> None:
+    """The server rejects an invalid header with 400 and names the header."""
+    bodies = {**BODIES, "/v1/embeddings": {"input": "x"}}
+    async with running() as gateway, client(gateway) as http:
+        response = await http.post(path, json=bodies[path], headers=headers)
+        if path == "/v1/embeddings":  # the simulator has no embeddings
+            assert response.status_code == 400
+            return
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_the_longest_id_is_accepted() -> None:
+    """An id may have 128 characters."""
+    headers = {**HEADERS, "x-flow-id": "x" * 128}
+    async with running() as gateway, client(gateway) as http:
+        body = BODIES["/v1/completions"]
+        response = await http.post("/v1/completions", json=body, headers=headers)
+        assert response.json()["metrics"]["flow"]["hop"] == 1
+
+
+async def test_span_of_a_request_has_its_flow() -> None:
+    """The SERVER span has the id, the hop, the remaining time and the budget."""
+    exporter = InMemorySpanExporter()
+    tracing = OtelTracing(SimpleSpanProcessor(exporter))
+    async with running(tracing=tracing) as gateway, client(gateway) as http:
+        await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=HEADERS)
+    tracing.shutdown()
+    spans = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}
+    found = spans["POST /v1/completions"]
+    assert (found["draftgate.flow.id"], found["draftgate.flow.hop"]) == ("question: 7", 1)
+    assert 0.0 < found["draftgate.flow.budget_s"] <= found["draftgate.flow.remaining_s"] <= 60.0
+
+
+async def test_refused_flow_gets_429_with_the_time_to_return() -> None:
+    """The first request of an infeasible flow gets status 429, a reason and a Retry-After."""
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+    headers = {**HEADERS, "x-flow-deadline-ms": "5"}
+    async with running() as gateway, client(gateway) as http:
+        response = await http.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 429
+        assert "flow" in response.json()["error"]["message"]
+        assert int(response.headers["retry-after"]) >= 1
+        found = samples(gateway.node.metrics)
+    assert found["draftgate_flows_total", (("outcome", "refused"),)] == 1
+    assert found["draftgate_refused_requests_total", (("kind", "flow"),)] == 1
+
+
+async def test_upstream_gets_the_headers() -> None:
+    """A gateway in front of upstreams checks the headers and passes them on."""
+    async with upstream(whole) as engine, forwarding(engine) as gateway, client(gateway) as http:
+        await http.post("/v1/completions", json={"prompt": "x"}, headers=HEADERS)
+        bad = {**HEADERS, "x-flow-deadline-ms": "soon"}
+        response = await http.post("/v1/completions", json={"prompt": "x"}, headers=bad)
+        assert response.status_code == 400
+        (request,) = engine.requests
+        assert {name: request.headers[name] for name in HEADERS} == HEADERS
