@@ -10,17 +10,19 @@ from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
-from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
-from draftgate.gateway.http.replies.rendering import Choices, Rendering, TextFrame, WholeChoice
-from draftgate.gateway.http.replies.shapes import (
-    CompletionTokensDetails,
+from draftgate.gateway.http.replies.metric_shapes import (
     FlowReply,
     PromptMetrics,
-    PromptTokensDetails,
     ResponseMetrics,
     ResumeReply,
     RevisionReply,
     SpeculativeDecoding,
+)
+from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
+from draftgate.gateway.http.replies.rendering import Choices, Rendering, TextFrame, WholeChoice
+from draftgate.gateway.http.replies.shapes import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
     Usage,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest

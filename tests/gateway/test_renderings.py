@@ -19,13 +19,9 @@ from draftgate.gateway.errors import WorkerFailed
 from draftgate.gateway.http.endpoints.anthropic import MESSAGES
 from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
+from draftgate.gateway.http.replies.metric_shapes import ResponseMetrics, SpeculativeDecoding
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
-from draftgate.gateway.http.replies.shapes import (
-    PromptTokensDetails,
-    ResponseMetrics,
-    SpeculativeDecoding,
-    Usage,
-)
+from draftgate.gateway.http.replies.shapes import PromptTokensDetails, Usage
 from draftgate.gateway.http.requests.anthropic import call_input
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest

@@ -21,6 +21,7 @@ from draftgate.gateway.http.replies.anthropic_shapes import (
     MessageReply,
     MessageUsage,
 )
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
 from draftgate.gateway.http.replies.output import Output, OutputParser
 from draftgate.gateway.http.replies.rendering import (
     Choices,
@@ -30,12 +31,7 @@ from draftgate.gateway.http.replies.rendering import (
     error_event,
     event,
 )
-from draftgate.gateway.http.replies.shapes import (
-    OptionalMetrics,
-    OptionalUsage,
-    ResponseMetrics,
-    Usage,
-)
+from draftgate.gateway.http.replies.shapes import OptionalUsage, Usage
 from draftgate.gateway.http.requests.anthropic import (
     TextBlock,
     ThinkingBlock,

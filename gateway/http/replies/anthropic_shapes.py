@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
-from draftgate.gateway.http.replies.shapes import OptionalMetrics
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics
 from draftgate.gateway.http.requests.anthropic import TextBlock, ThinkingBlock, ToolUseBlock
 
 Block = TextBlock | ToolUseBlock | ThinkingBlock

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer, top_by_text
+from draftgate.gateway.http.replies.metric_shapes import ResponseMetrics
 from draftgate.gateway.http.replies.prompts import PromptReplies
 from draftgate.gateway.http.replies.reasoning import ReasoningParser
 from draftgate.gateway.http.replies.rendering import Choices, ChunkRendering, WholeChoice
@@ -23,7 +24,6 @@ from draftgate.gateway.http.replies.shapes import (
     FunctionCallDelta,
     OptionalIds,
     PromptField,
-    ResponseMetrics,
     ToolCall,
     ToolCallDelta,
     Usage,

@@ -12,16 +12,15 @@ from msgspec import UNSET
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
 from draftgate.gateway.errors import ErrorFormat, GatewayError
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
     CompletionChoice,
     OptionalIds,
-    OptionalMetrics,
     OptionalUsage,
     PromptField,
     Reply,
-    ResponseMetrics,
     Usage,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest

@@ -6,7 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from draftgate.gateway.http.replies.shapes import OptionalMetrics, TokenLogprobReply
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics
+from draftgate.gateway.http.replies.shapes import TokenLogprobReply
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):

@@ -18,6 +18,7 @@ from msgspec import UNSET, structs
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError, TooMany
 from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
 from draftgate.gateway.http.replies.output import Output, OutputParser
 from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode, event
 from draftgate.gateway.http.replies.response_shapes import (
@@ -36,13 +37,7 @@ from draftgate.gateway.http.replies.response_shapes import (
     ResponseReply,
     ResponseUsage,
 )
-from draftgate.gateway.http.replies.shapes import (
-    OptionalMetrics,
-    OptionalUsage,
-    ResponseMetrics,
-    TokenLogprobReply,
-    Usage,
-)
+from draftgate.gateway.http.replies.shapes import OptionalUsage, TokenLogprobReply, Usage
 from draftgate.gateway.http.requests.reasoning import CLOSED
 from draftgate.gateway.http.requests.responses import (
     ReasoningOptions,

@@ -1,0 +1,89 @@
+"""The field `metrics` of responses, an extension of OpenAI's format."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class RevisionReply(Struct):
+    """A revision of the plan of a running request, after a number of output tokens of its choice.
+
+    The field `drafting` is `on` or `off`, and `cause` is `price`, `evidence` or `deadline`.
+    """
+
+    drafting: str
+    cause: str
+    output_tokens: int
+    reason: str
+
+
+class SpeculativeDecoding(Struct):
+    """The speculation plan of a request and its outcome.
+
+    The field `cause` is the reason as one of `policies.speculation.plan_reason.PlanCause`.
+    """
+
+    policy: str
+    mode: str
+    proposer: str | None
+    max_draft_tokens: int
+    cause: str
+    reason: str
+    price: float | None
+    num_spec_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
+    revisions: list[RevisionReply] | UnsetType = UNSET
+
+
+class PromptMetrics(Struct):
+    """The worker of one of several prompts, and the outcome of speculation for its choices."""
+
+    worker_id: str
+    speculative_decoding: SpeculativeDecoding
+
+
+class ResumeReply(Struct):
+    """The continuation of a prompt on another worker after its worker was lost.
+
+    The text does not change if both workers have the same numerics class.
+    """
+
+    prompt: int
+    from_worker_id: str
+    to_worker_id: str
+    kept_tokens: int
+    same_numerics_class: bool
+
+
+class FlowReply(Struct):
+    """The place of a request in its flow, with the remaining time and the budget at its arrival.
+
+    The budget is null after the deadline.
+    """
+
+    hop: int
+    remaining_ms: float
+    budget_ms: float | None
+
+
+class ResponseMetrics(Struct):
+    """The values needed to repeat the request, and the outcome of speculation.
+
+    The worker and plan of a request with several prompts are those of the first prompt, and the
+    outcome is the sum. The field `prompts` has the values of each prompt. After the loss of a
+    worker, `worker_id` is the last worker and `resumes` lists each loss. Drafts of the lost worker
+    for unfinished choices are not counted.
+    """
+
+    seed: int
+    numerics_class: str | None
+    worker_id: str
+    speculative_decoding: SpeculativeDecoding
+    prompts: list[PromptMetrics] | UnsetType = UNSET
+    resumes: list[ResumeReply] | UnsetType = UNSET
+    flow: FlowReply | UnsetType = UNSET
+
+
+OptionalMetrics = ResponseMetrics | UnsetType
