@@ -83,7 +83,9 @@ class Rag:
         if slo.latency_s is None:
             slo = replace(slo, latency_s=DEADLINE_S)
         request = self._spec(index, answer, question, slo)
-        flow = RagFlow(settings, options, retriever, about, question, self._context_tokens)
+        by_words = tuple(found.place for found in retriever.by_words(question, PASSAGES))
+        context = self._context_tokens
+        flow = RagFlow(settings, options, retriever, about, question, by_words, context)
         return PlannedRequest(index, at_s, request, flow)
 
     @cached_property

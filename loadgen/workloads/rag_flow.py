@@ -113,6 +113,8 @@ class RagFlow:
 
     Attributes:
         about: the position of the passage that answers the question and retrieval should find.
+        by_words: the positions of the passages that a search by words finds for the question. The
+            report compares them with those of the flow.
         context_tokens: the expected length of all passages of a prompt.
     """
 
@@ -121,6 +123,7 @@ class RagFlow:
     retriever: Retriever
     about: int
     question: str
+    by_words: tuple[int, ...]
     context_tokens: int
 
     def next(
@@ -188,13 +191,12 @@ class RagFlow:
         self, request: RequestSpec, searches: Searches, known: tuple[tuple[str, bool], ...]
     ) -> RequestSpec:
         found = searches.best()
-        by_words = [one.place for one in self.retriever.by_words(self.question, PASSAGES)]
         facts = (
             *known,
             ("passage_found_at_1", self.about in found[:1]),
             ("passage_found_at_5", self.about in found),
-            ("words_find_at_1", self.about in by_words[:1]),
-            ("words_find_at_5", self.about in by_words),
+            ("words_find_at_1", self.about in self.by_words[:1]),
+            ("words_find_at_5", self.about in self.by_words),
             ("five_most_popular_find", self.about < PASSAGES),
         )
         limit = request.max_tokens
