@@ -7,7 +7,10 @@ import math
 import struct
 from random import Random
 
+import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftgate.loadgen.planning.pairs import CODE, DOCUMENTATION, Pair
 from draftgate.loadgen.sending.client import OpenAIClient, open_session
@@ -85,19 +88,43 @@ def test_a_next_step_uses_earlier_steps_and_may_be_omitted() -> None:
     assert parse_plan(plan_of(step(), step()), 0) is None
 
 
-def test_the_schema_admits_exactly_the_valid_plans() -> None:
+STEPS = st.fixed_dictionaries(
+    {
+        "source": st.sampled_from([CODE, DOCUMENTATION, "wiki"]),
+        "query": st.text("ab é", max_size=QUERY_CHARACTERS).filter(lambda text: not text.isspace()),
+        "uses": st.lists(st.integers(0, 3), max_size=2),
+    }
+)
+
+
+@given(st.lists(STEPS, max_size=4), st.sampled_from([None, 0, 1, 2]))
+def test_the_schema_admits_exactly_the_valid_plans(steps: list[dict], earlier) -> None:
     """A validator accepts the plans that the parser accepts, for whole plans and single steps."""
-    jsonschema = pytest.importorskip("jsonschema")
-    plans = [[], [step()], [step(), step(uses=[1])], [step(), step(uses=[2])], [step(uses=[1])]]
-    plans += [[step(), step(), step(uses=[1, 2])], [step()] * 4, [step("wiki")], [step(query="")]]
-    for earlier in (None, 0, 1, 2):
-        schema = response_format(earlier)["json_schema"]["schema"]
-        jsonschema.Draft202012Validator.check_schema(schema)
-        validator = jsonschema.Draft202012Validator(schema)
-        for steps in plans:
-            valid = parse_plan(plan_of(*steps), earlier) is not None
-            assert validator.is_valid({"steps": steps}) == valid, (earlier, steps)
+    schema = response_format(earlier)["json_schema"]["schema"]
+    valid = parse_plan(plan_of(*steps), earlier) is not None
+    assert jsonschema.Draft202012Validator(schema).is_valid({"steps": steps}) == valid
+
+
+def test_the_shipped_schema_is_the_form_of_whole_plans() -> None:
+    """The file is a valid schema, and requests contain it unchanged."""
+    jsonschema.Draft202012Validator.check_schema(PLAN_SCHEMA)
     assert response_format()["json_schema"]["schema"] == PLAN_SCHEMA
+
+
+@given(st.lists(STEPS, max_size=3))
+def test_every_step_of_a_valid_plan_runs_once(steps: list[dict]) -> None:
+    """Each retrieval runs only steps whose uses have run, and no valid plan stays incomplete."""
+    plan = parse_plan(plan_of(*steps)) or ()
+    index = words_index("a b", "b", sources=[CODE, DOCUMENTATION])
+    searches, done = Searches(index, "a", 2), list[int]()
+    searches.add(plan)
+    while ready := searches.ready():
+        for number in (search.number for search in ready):
+            assert number == 0 or set(plan[number - 1].uses) <= set(done)
+        done += [search.number for search in ready]
+        searches.run([packed(*vector_of(search.text)) for search in ready])
+    assert sorted(done) == list(range(len(plan) + 1))
+    assert set(searches.best()) <= {0, 1}
 
 
 def test_the_index_finds_the_nearest_by_cosine() -> None:
