@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from draftgate.backends.types import Capabilities, Delta, FinishReason
 from draftgate.gateway.telemetry.otel import OtelTracing
-from tests.gateway.harness import client, events, running
+from draftgate.policies.types import ServiceLevel
+from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
 from tests.gateway.test_metrics import samples
 from tests.gateway.upstreams import forwarding, upstream, whole
 
@@ -53,7 +59,7 @@ async def test_request_without_a_known_flow_is_ordinary() -> None:
     assert found["draftgate_flow_requests_total", (("hop", "none"),)] == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("headers", "param"),
     [
@@ -71,13 +77,44 @@ async def test_an_invalid_header_is_400_and_named(
     path: str, headers: dict[str, str | bytes], param: str
 ) -> None:
     """The server rejects an invalid header with 400 and names the header."""
-    bodies = {**BODIES, "/v1/embeddings": {"input": "x"}}
     async with running() as gateway, client(gateway) as http:
-        response = await http.post(path, json=bodies[path], headers=headers)
-        if path == "/v1/embeddings":  # the simulator has no embeddings
-            assert response.status_code == 400
-            return
+        response = await http.post(path, json=BODIES[path], headers=headers)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_embedding_is_a_hop_within_the_limits_of_its_account(tmp_path: Path) -> None:
+    """An embedding gets its budget as TTFT target, but no tighter target than its key may set."""
+    keys = tmp_path / "keys.yaml"
+    text = "keys: [{name: a, key: sk-a, least_ttft_ms: 5000}, {name: b, key: sk-b}]"
+    await asyncio.to_thread(keys.write_text, text)
+    backend = ScriptedBackend()
+    capabilities = Capabilities(embeddings=True, embedding_size=1)
+    backend.card = replace(backend.card, capabilities=capabilities)
+    state = np.ones(1, "<f4").tobytes()
+    async with (
+        running(backends=[backend], api_keys_file=str(keys)) as gateway,
+        client(gateway) as http,
+    ):
+        targets = {}
+        for name in "ab":
+            headers = {
+                "authorization": f"Bearer sk-{name}",
+                **HEADERS,
+                "x-flow-deadline-ms": "2000",
+            }
+            body = {"input": "x"}
+            sent = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=headers))
+            request = await accepted_request(backend, sent)
+            targets[name] = request.service
+            delta = Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=state)
+            backend.streams.deliver([(request.request_id, delta)])
+            assert (await sent).status_code == 200
+        found = samples(gateway.node.metrics)
+    assert targets["a"] == ServiceLevel(5.0)
+    assert targets["b"].tpot_s is None
+    assert targets["b"].ttft_s is not None
+    assert targets["b"].ttft_s <= 2.0
+    assert found["draftgate_flow_requests_total", (("hop", "1"),)] == 2
 
 
 async def test_the_longest_id_is_accepted() -> None:
