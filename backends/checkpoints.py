@@ -40,8 +40,8 @@ _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\
 
 _SETTINGS: Final = ("*.json", "*.jinja")
 _WEIGHTS: Final = "*.safetensors"
-_IGNORED: Final = ("[!1]*/*.json", "*/*.safetensors", "consolidated*.safetensors")
-"""Weights in other layouts, and subfolders except the pooling of embedding models (`1_Pooling`)."""
+_IGNORED: Final = ("[!1-9]*/*.json", "[!1-9]*/*.safetensors", "consolidated*.safetensors")
+"""Weights in other layouts, and subfolders except the modules of embedding models (`1_Pooling`)."""
 
 
 def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:

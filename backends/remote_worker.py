@@ -222,4 +222,11 @@ def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:
     able = card.capabilities
     grammars = LlGrammars(tokenizer, frozenset(card.eos_ids)) if able.formats else None
     pool_tokens = card.pool_tokens or card.max_model_len
-    return Admission(tokenizer, card.max_model_len, pool_tokens, grammars, embeds=able.embeddings)
+    return Admission(
+        tokenizer,
+        card.max_model_len,
+        pool_tokens,
+        grammars,
+        embeds=able.embeddings,
+        generates=able.generates,
+    )

@@ -63,6 +63,9 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
+        # Files of embedding models truncate and pad, but a text that is too long is an error here.
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         self._bound = token_bound(self._fast, self.vocabulary)

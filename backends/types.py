@@ -354,6 +354,7 @@ class Capabilities:
         embeddings: whether it computes embeddings.
         embedding_size: dimensions of an embedding, or 0 without embeddings.
         formats: kinds of grammars that it can enforce.
+        generates: whether it generates text, which encoders do not.
     """
 
     token_ids: bool = True
@@ -363,6 +364,7 @@ class Capabilities:
     embeddings: bool = False
     embedding_size: int = 0
     formats: bool = False
+    generates: bool = True
 
 
 @immutable
@@ -379,6 +381,8 @@ class ModelCard:
         eos_ids: tokens that end a sequence, ascending.
         kv_format: layout of the KV blocks that it exchanges (`base.KvSource`, `base.KvSink`), or
             None if it exchanges none.
+        prompts: pairs (`input_type`, text to put before the texts of an embedding request), with an
+            empty type for requests without one.
     """
 
     model_id: str
@@ -390,3 +394,8 @@ class ModelCard:
     pool_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     kv_format: KvFormat | None = None
+    prompts: tuple[tuple[str, str], ...] = ()
+
+    def prompt(self, input_type: str) -> str:
+        """Return the text to put before the texts of an embedding request, which may be empty."""
+        return dict(self.prompts).get(input_type, "")

@@ -57,6 +57,9 @@ class ServiceLevel:
 ANYTIME: Final = ServiceLevel()
 """No targets."""
 
+BATCH_PRIORITY: Final = 1
+"""Priority of batch work, such as the documents of an index. It runs in time that others leave."""
+
 ANY_PROPOSER: Final = "any"
 """Proposer of a plan in which the worker chooses the best proposer for each sequence and step."""
 

@@ -31,18 +31,21 @@ class Admission:
         grammars: Grammars | None = None,
         *,
         embeds: bool = False,
+        generates: bool = True,
     ) -> None:
         """Store the limits.
 
         Args:
             grammars: compiles grammars, or None if the worker has no logits to mask.
             embeds: whether the worker has hidden states to pool.
+            generates: whether the worker has a language model head.
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.pool_tokens = pool_tokens
         self._grammars = grammars
         self._embeds = embeds
+        self._generates = generates
 
     def check(self, request: GenerationRequest) -> None:
         """Check that the worker can run the request. The method may be called in any thread.
@@ -51,10 +54,9 @@ class Admission:
 
         Raises:
             RequestRejected: the prompt is empty, the grammar cannot be compiled, the worker does
-                not support embeddings, or prompt and output exceed the context or the KV pool.
+                not support the task, or prompt and output exceed the context or the KV pool.
         """
-        if request.task is Task.EMBED and not self._embeds:
-            raise RequestRejected("this worker does not support embeddings", param="model")
+        self._check_task(request.task)
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
@@ -90,6 +92,14 @@ class Admission:
             self._check_ids("bad_words", word)
         if request.grammar is not None:
             self._check_grammar(request, request.grammar)
+
+    def _check_task(self, task: Task) -> None:
+        if task is Task.EMBED and not self._embeds:
+            raise RequestRejected("this worker does not support embeddings", param="model")
+        if task is Task.GENERATE and not self._generates:
+            raise RequestRejected(
+                "this model does not generate text; use /v1/embeddings", param="model"
+            )
 
     def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Check that all ids are in the vocabulary."""

@@ -19,12 +19,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from draftgate.backends.core.accounting import Emission
 from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
-from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta
+
+
+class StepWorker(Protocol):
+    """The sans-I/O core of a worker, which plans its steps and renders their results."""
+
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
+        """Return the next step, or None if the worker is idle."""
+        ...
+
+    def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
+        """Return the step after a step that is not applied yet, or None if that is impossible."""
+        ...
+
+    def apply(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[Emission]:
+        """Account for the parts of a step that the next plan needs, before `render`."""
+        ...
+
+    def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
+        """Return the deltas of a step with their request ids, and free sequences that ended."""
+        ...
+
 
 _Launched = tuple[StepPlan, Any]  # with the value that its launch returned
 
@@ -40,7 +62,7 @@ class Pipeline:
 
     def __init__(
         self,
-        worker: WorkerCore,
+        worker: StepWorker,
         executor: Executor,
         deliver: Deliver,
         launcher: Launcher | None = None,
@@ -103,7 +125,7 @@ class CompletedStep:
 
 
 def run_until_idle(
-    worker: WorkerCore, executor: Executor, now_s: Callable[[], float | None] = lambda: None
+    worker: StepWorker, executor: Executor, now_s: Callable[[], float | None] = lambda: None
 ) -> Iterator[CompletedStep]:
     """Run a worker in the caller's thread until it is idle, and yield its steps.
 
@@ -113,4 +135,5 @@ def run_until_idle(
     """
     while (plan := worker.plan(now_s())) is not None:
         result = executor.execute(plan)
-        yield CompletedStep(plan, result, worker.complete(plan, result, now_s()))
+        emissions = worker.apply(plan, result, now_s())
+        yield CompletedStep(plan, result, worker.render(emissions))

@@ -23,8 +23,12 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.run_recorder import RecordedWorkerCore, RunRecorder
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.text_batcher import TextBatcher
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.encoder.config import is_encoder
+from draftgate.backends.engine.encoder.load import load_encoder
+from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from draftgate.backends.engine.memory import measured_kv_bytes, peak_bytes
@@ -56,7 +60,7 @@ from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_s
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.kv_transfer.exchange import KvExchange
+from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
@@ -80,8 +84,8 @@ class LoadedEngine:
         recording: records drafts to a file, or None.
     """
 
-    worker: WorkerCore
-    executor: ModelRunner
+    worker: WorkerCore | TextBatcher
+    executor: ModelRunner | EncoderRunner
     exchange: KvExchange
     served: ServedModel
     proposers: dict[str, Proposer]
@@ -108,6 +112,18 @@ def load_engine(
     _check(config, has_draft=draft_directory is not None)
     device = _prepared_device(config)
     directory = find_checkpoint(config.model)
+    if is_encoder(directory):
+        return _loaded_encoder(config, directory, device, progress)
+    return _loaded_decoder(config, directory, draft_directory, device, progress)
+
+
+def _loaded_decoder(
+    config: WorkerConfig,
+    directory: Path,
+    draft_directory: Path | None,
+    device: torch.device,
+    progress: Callable[[float], None],
+) -> LoadedEngine:
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory, device.type)
@@ -164,6 +180,17 @@ def load_engine(
     recording = open_recording(config, proposers, card, scheduler, run)
     exchange = KvExchange(blocks, pool)
     return LoadedEngine(worker, runner, exchange, served, proposers, save_costs, recording)
+
+
+def _loaded_encoder(
+    config: WorkerConfig, directory: Path, device: torch.device, progress: Callable[[float], None]
+) -> LoadedEngine:
+    """Load an encoder, which has neither KV blocks nor proposers."""
+    worker, runner, card = load_encoder(
+        config, directory, device, lambda share: progress(LOADED_SHARE * share)
+    )
+    exchange = KvExchange(KvBlocks(1, BLOCK_TOKENS), NoMemory())
+    return LoadedEngine(worker, runner, exchange, ServedModel(card, worker.admission), {})
 
 
 def _step_cost(

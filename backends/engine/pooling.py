@@ -4,8 +4,8 @@ Embedding models made from decoders pool the last token, because that token alon
 others (Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). The gateway normalises the embedding.
 
 A checkpoint in the layout of sentence-transformers lists its modules in `modules.json` and its
-pooling in `1_Pooling/config.json`. The engine does not support mean pooling, which needs the hidden
-states of all rows, including cached rows.
+pooling in `1_Pooling/config.json`. A decoder does not support mean pooling, which needs the hidden
+states of all rows, including cached rows. Encoders do (`encoder.sentence`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pools_last_token(directory: Path) -> bool:
     """
     reason = unsupported_pooling(directory)
     if reason is not None:
-        logger.warning("no embeddings: %s, but the engine supports only last-token pooling", reason)
+        logger.warning("no embeddings: %s, but decoders support only last-token pooling", reason)
     return reason is None
 
 
@@ -79,20 +79,21 @@ def unsupported_pooling(directory: Path) -> str | None:
         CheckpointError: a file is damaged.
     """
     pooling = "1_Pooling"
-    for module in _modules(directory / "modules.json"):
+    for module in read_modules(directory / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _SUPPORTED:
             return f"modules.json requires a module {kind!r} after the pooling"
         if kind == _POOLING:
             pooling = str(module.get("path", pooling))
     settings = read_json(directory / pooling / "config.json", missing={_FLAG + LAST_TOKEN: True})
-    modes = _modes(settings)
+    modes = pooling_modes(settings)
     if modes != [LAST_TOKEN]:
         return f"{pooling}/config.json requires pooling by {' and '.join(modes)}"
     return None
 
 
-def _modes(settings: dict[str, Any]) -> list[str]:
+def pooling_modes(settings: dict[str, Any]) -> list[str]:
+    """Return the modes that the configuration of a pooling names, in the order of its fields."""
     named = settings.get("pooling_mode")
     if isinstance(named, str):
         return [named]
@@ -100,7 +101,12 @@ def _modes(settings: dict[str, Any]) -> list[str]:
     return [name.removeprefix(_FLAG) for name in flags] or [DEFAULT_MODE]
 
 
-def _modules(path: Path) -> list[dict[str, Any]]:
+def read_modules(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a `modules.json`, or none if the file does not exist.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
     if not path.is_file():
         return []
     try:

@@ -91,6 +91,19 @@ class BlockMemory(Protocol):
         ...
 
 
+class NoMemory:
+    """The memory of blocks without bytes, for workers that exchange none."""
+
+    block_bytes = 0
+
+    def read(self, blocks: Sequence[int]) -> memoryview:
+        """Return no bytes."""
+        return memoryview(b"")
+
+    def write(self, blocks: Sequence[int], data: memoryview) -> None:
+        """Write nothing."""
+
+
 class KvExchange:
     """Runs operations on the blocks of a worker, in the thread of its steps."""
 

@@ -24,7 +24,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.kv_transfer.exchange import KvExchange
+from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.sim.acceptance import Acceptance, ConstantAcceptance, ReplayedAcceptance
 from draftgate.backends.sim.device_model import (
@@ -34,7 +34,6 @@ from draftgate.backends.sim.device_model import (
     ServiceTimeDevice,
 )
 from draftgate.backends.sim.grammar_tokens import GrammarTokens
-from draftgate.backends.sim.kv_link import NoMemory
 from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.oracle import NAME as ORACLE
 from draftgate.backends.sim.oracle import Oracle, OracleScheduler

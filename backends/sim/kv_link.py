@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 
@@ -21,16 +20,3 @@ class KvLink(NamedTuple):
 LOCAL_LINK: Final = KvLink(2.55e9, 1e-3)
 """A link as fast as the copies in figure 10 of Llumnix (arXiv 2406.03243), between GPUs over a
 network of 64 Gbit/s."""
-
-
-class NoMemory:
-    """The memory of blocks without bytes."""
-
-    block_bytes = 0
-
-    def read(self, blocks: Sequence[int]) -> memoryview:
-        """Return no bytes."""
-        return memoryview(b"")
-
-    def write(self, blocks: Sequence[int], data: memoryview) -> None:
-        """Write nothing."""

@@ -127,7 +127,7 @@ def bare_step_s(streams: int, tokens: int, threads: int) -> float:
         worker.submit(GenerationRequest(str(index), prompt, sampling, off))
     times: list[float] = []
     while (plan := worker.plan()) is not None:
-        worker.complete(plan, executor.execute(plan))
+        worker.render(worker.apply(plan, executor.execute(plan)))
         if plan.num_sampling == streams:
             times.append(time.perf_counter())
     return (times[-1] - times[0]) / (len(times) - 1)

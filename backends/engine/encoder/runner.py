@@ -1,0 +1,38 @@
+"""Runs a step of whole texts on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.engine.encoder.model import Encoder
+from draftgate.backends.engine.encoder.sentence import SentenceModules
+from draftgate.backends.engine.pooling import pooled_bytes
+
+
+class EncoderRunner:
+    """Runs the steps of an encoder. Only one thread may use a runner."""
+
+    launcher: Final = None
+
+    def __init__(self, encoder: Encoder, modules: SentenceModules) -> None:
+        self._encoder = encoder
+        self._modules = modules
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Embed the texts of a step, each of which is a whole entry of `plan.work`."""
+        started_s = time.perf_counter()
+        pooled = self.embed([work.token_ids for work in plan.work])
+        nothing: list[tuple[()]] = [()] * len(plan.work)
+        return StepResult(nothing, nothing, time.perf_counter() - started_s, pooled)
+
+    @torch.inference_mode()
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[bytes]:
+        """Return the embedding of each text, not normalised, as little-endian float32."""
+        states = self._encoder.hidden(texts)
+        pooled = torch.stack([self._modules.pool(each) for each in states])
+        return pooled_bytes(pooled.cpu()) or []
