@@ -72,7 +72,7 @@ def banner(where: Listening) -> str:
         ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
     ]
     shown = "\n".join(f"  {label:12} {value}" for label, value in lines)
-    return f"\nDraftgate {__version__} is ready\n{shown}\n\n{_curl(where.url, node.model_name)}\n"
+    return f"\nDraftgate {__version__} is ready\n{shown}\n\n{_curl(where.url, node)}\n"
 
 
 def _model(node: Node) -> list[tuple[str, str]]:
@@ -98,8 +98,12 @@ def _upstreams(node: Node) -> list[tuple[str, str]]:
     ]
 
 
-def _curl(url: str, model: str) -> str:
-    body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
-    return (
-        f"curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    )
+def _curl(url: str, node: Node) -> str:
+    """Return a first request as a command, for a model that generates or for an encoder."""
+    path = "embeddings"
+    fields: dict[str, object] = {"input": "def fibonacci(n):"}
+    if node.fleet.forwards or node.fleet.card.capabilities.generates:
+        path = "completions"
+        fields = {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    body = json.dumps({"model": node.model_name, **fields})
+    return f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"

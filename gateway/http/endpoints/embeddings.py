@@ -1,4 +1,9 @@
-"""The endpoint `POST /v1/embeddings`, which returns normalised hidden states of last tokens."""
+"""The endpoint `POST /v1/embeddings`, which returns normalised hidden states of texts.
+
+`input_type` selects the prompt that the model puts before a text, and the class of the work. A
+document is batch work unless the client sets a priority: it waits for all requests of the usual
+priority. A query and a text without a type are online work.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ import numpy.typing as npt
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.types import SamplingParams, Task
+from draftgate.backends.types import ModelCard, SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
@@ -33,7 +38,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.policies.types import SpeculationMode
+from draftgate.policies.types import BATCH_PRIORITY, SpeculationMode
 
 PATH: Final = "/v1/embeddings"
 
@@ -66,7 +71,7 @@ class EmbeddingsEndpoint(WatchedEndpoint):
         capabilities = node.fleet.card.capabilities
         if not capabilities.embeddings:
             raise NoEmbeddings(node.config.backend, node.served.name)
-        parse = partial(parse_embeddings, capabilities.embedding_size)
+        parse = partial(parse_embeddings, node.fleet.card)
         parsed = await parse_request(request, node, parse, watch)
         states = await _states(node, parsed.job, watch)
         reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
@@ -77,11 +82,13 @@ class EmbeddingsEndpoint(WatchedEndpoint):
 EMBEDDINGS: Final = EmbeddingsEndpoint()
 
 
-def parse_embeddings(size: int, body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
+def parse_embeddings(
+    card: ModelCard, body: bytes, served: ServedModel, sender: Sender
+) -> ParsedRequest:
     """Return the parsed form of the body of an embedding request.
 
     Args:
-        size: dimensions of the model's embeddings.
+        card: the model, with its prompts and the size of its embeddings.
 
     Raises:
         InvalidRequest: the request is malformed.
@@ -90,13 +97,14 @@ def parse_embeddings(size: int, body: bytes, served: ServedModel, sender: Sender
     served.check_name(wire.model)
     reject_unsupported(wire, UnsupportedEmbeddingFields.__struct_fields__)
     check_ranges(wire)
-    Range(1, size).check("dimensions", wire.dimensions)
+    Range(1, card.capabilities.embedding_size).check("dimensions", wire.dimensions)
     given = wire.input
     are_texts = isinstance(given, list) and not all(isinstance(item, int) for item in given)
     if given is not None and are_texts and len(given) > MAX_EMBEDDED_TEXTS:
         raise invalid("input", f"must have at most {MAX_EMBEDDED_TEXTS} texts, not {len(given)}")
     special = wire.add_special_tokens is not False
-    prompts = prompts_of("input", given, served, add_special_tokens=special)
+    prefix = card.prompt(wire.input_type or "")
+    prompts = prompts_of("input", given, served, add_special_tokens=special, prefix=prefix)
     for index, prompt in enumerate(prompts):
         if len(prompt) > served.max_model_len:
             name = f"input[{index}]" if len(prompts) > 1 else "input"
@@ -107,7 +115,7 @@ def parse_embeddings(size: int, body: bytes, served: ServedModel, sender: Sender
         _NOTHING_TO_SAMPLE,
         max_tokens=0,
         mode=SpeculationMode.OFF,
-        service=sender.service_level(wire.priority),
+        service=sender.service_level(_priority(wire)),
         tenant=sender.account.name,
         share=sender.account.share,
         fingerprint=sender.fingerprint,
@@ -115,6 +123,12 @@ def parse_embeddings(size: int, body: bytes, served: ServedModel, sender: Sender
         task=Task.EMBED,
     )
     return ParsedRequest(job, served, body=wire)
+
+
+def _priority(wire: EmbeddingBody) -> int | None:
+    """Return the priority of a request, or None for that of its headers."""
+    batch = wire.input_type == "document" and wire.priority is None
+    return BATCH_PRIORITY if batch else wire.priority
 
 
 async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:

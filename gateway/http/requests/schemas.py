@@ -317,6 +317,7 @@ class EmbeddingBody(UnsupportedEmbeddingFields):
 
     input: str | list[str | int | list[int]] | None = None
     model: str | None = None
+    input_type: Literal["query", "document"] | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
     add_special_tokens: bool | None = None

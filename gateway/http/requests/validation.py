@@ -374,6 +374,7 @@ def prompts_of(
     *,
     keep_tokens: int | None = None,
     add_special_tokens: bool = True,
+    prefix: str = "",
 ) -> tuple[TokenIds, ...]:
     """Return the token ids of every prompt.
 
@@ -382,13 +383,18 @@ def prompts_of(
         given: a text, token ids, or a list of either.
         keep_tokens: the number of tokens at the end of each text that are needed, or None for all.
         add_special_tokens: whether texts get the special tokens of the tokenizer, such as BOS.
+        prefix: a text to put before each text that is not empty, but not before token ids.
 
     Raises:
         InvalidRequest: no prompt is given, a prompt is empty or cannot fit, or a token id is out
             of range.
     """
     encode = partial(
-        _encoded, served, keep_tokens=keep_tokens, add_special_tokens=add_special_tokens
+        _encoded,
+        served,
+        keep_tokens=keep_tokens,
+        add_special_tokens=add_special_tokens,
+        prefix=prefix,
     )
     if isinstance(given, str):
         return (encode(given, name),)
@@ -413,11 +419,12 @@ def _encoded(
     *,
     keep_tokens: int | None,
     add_special_tokens: bool,
+    prefix: str,
 ) -> TokenIds:
     tokenizer = served.tokenizer
     ids = encode_prompt(
         tokenizer,
-        text,
+        prefix + text if text else text,
         served.max_model_len,
         param,
         keep_tokens=keep_tokens,
