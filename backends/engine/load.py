@@ -29,6 +29,7 @@ from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.encoder.config import is_encoder
 from draftgate.backends.engine.encoder.load import load_encoder
 from draftgate.backends.engine.encoder.runner import EncoderRunner
+from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from draftgate.backends.engine.memory import measured_kv_bytes, peak_bytes
@@ -427,4 +428,5 @@ def _card(
         capabilities,
         num_blocks * BLOCK_TOKENS,
         tuple(sorted(model.eos_ids)),
+        prompts=read_prompts(directory),
     )

@@ -288,7 +288,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/embeddings",
-        "Create embeddings of texts from the normalised hidden states of their last tokens.",
+        "Create embeddings of texts, which are normalised vectors.",
         EmbeddingList,
         EmbeddingBody,
         errors=OF_GENERATION,
