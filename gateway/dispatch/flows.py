@@ -174,7 +174,8 @@ class Flows:
         unloaded = targets(divide(remaining_s, own, later, pool.speed), own, pool.speed, anytime)
         urgent = replace(request, service=unloaded)
         _, predicted = self._admission.outlook(urgent)
-        _, with_promised = self._admission.outlook(urgent, self._promised.total_s(self._now_s()))
+        promised_s = self._promised.others_s(hop.key, self._now_s())
+        _, with_promised = self._admission.outlook(urgent, promised_s)
         later_wait_s = with_promised.wait_s - predicted.wait_s if later else 0.0
         division = divide(remaining_s, own, later, pool.speed, predicted.wait_s, later_wait_s)
         hop.division = division

@@ -32,8 +32,8 @@ class PromisedWork:
         if key.text in self._seconds:
             self._expiries.put(key.text, until_s)
 
-    def total_s(self, now_s: float) -> float:
-        """Return the work of all flows in seconds."""
+    def others_s(self, key: FlowKey, now_s: float) -> float:
+        """Return the work of all flows but one, in seconds."""
         for text in self._expiries.pop_due(now_s):
             del self._seconds[text]
-        return sum(self._seconds.values())
+        return sum(self._seconds.values()) - self._seconds.get(key.text, 0.0)

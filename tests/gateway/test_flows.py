@@ -19,7 +19,9 @@ from draftgate.gateway.cli.simulate.cluster import running_dispatcher
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import SETTLE_S
 from draftgate.gateway.dispatch.job import FlowTag, Job
+from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
+from draftgate.gateway.state.flow_store import FlowKey
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.flows.outcome import FlowOutcome
 from draftgate.policies.flows.types import HopKind
@@ -368,3 +370,18 @@ def test_unknown_flow_without_a_deadline_is_an_ordinary_request() -> None:
             assert observed.numbers == [None]
 
     run_scenario(scenario())
+
+
+def test_promised_work_is_that_of_other_flows_until_it_expires() -> None:
+    """The later hops of a flow count for other flows only, and only while they are expected."""
+    promised = PromisedWork()
+    one, other = FlowKey("t", "1"), FlowKey("t", "2")
+    promised.put(one, 3.0, until_s=10.0)
+    promised.put(other, 1.0, until_s=10.0)
+    promised.put(one, 2.0, until_s=10.0)
+    assert (promised.others_s(one, 0.0), promised.others_s(other, 0.0)) == (1.0, 2.0)
+    promised.shorten(one, 5.0)
+    promised.shorten(FlowKey("t", "unknown"), 5.0)
+    assert promised.others_s(other, 5.0) == 0.0
+    assert promised.others_s(one, 9.0) == 1.0
+    assert promised.others_s(one, 10.0) == 0.0
