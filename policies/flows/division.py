@@ -148,7 +148,9 @@ def refuse_flow(
     """Refuse the first hop of a flow that would be late even if the hop itself need not wait.
 
     A flow that would only be late because its first hop waits is refused by admission, by the
-    targets of `judged`. Admission books the time at which the client may return.
+    targets of `judged`. Admission books the time at which the client may return. An idle
+    pool refuses no flow, because a return would not help. Its forecast may also be wrong, and would
+    stay so without new flows.
 
     The time to return is when the waiting work and that of earlier flows has ended, and enough of
     the running sequences.
@@ -169,6 +171,8 @@ def refuse_flow(
     running = pool.running / max(pool.workers, 1)
     waits_s = division.own_s - division.service_s + division.later_s - division.later_served_s
     too_slow_s = late_s - (division.later_s - division.later_served_s)
+    if waits_s <= 0.0 and not running:
+        return None  # the pool is idle, so a return would not help
     too_many = min(too_slow_s / gain_s if gain_s > 0.0 else running, running)
     retry_s = waits_s + max(too_many, 0.0) * max(pool.workers, 1) * sequence_s
     reason = (

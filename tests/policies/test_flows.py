@@ -251,6 +251,15 @@ def test_flow_that_cannot_end_in_time_is_refused() -> None:
     assert refuse_flow(3.1, divide(3.1, own, [after], SPEED), own, [after], pool, 0.5) is None
 
 
+def test_idle_pool_refuses_no_flow() -> None:
+    """A refusal would not help a client whose deadline no load allows."""
+    own = HopForecast(1.0, 0.0, 300.0, 0.0, 0.0)
+    division = divide(1.8, own, [], SPEED)
+    idle, busy = (PoolView(1, 8.0, running, speed=SPEED) for running in (0, 1))
+    assert refuse_flow(1.8, division, own, [], idle, 0.5) is None
+    assert refuse_flow(1.8, division, own, [], busy, 0.5) is not None
+
+
 # --- history --------------------------------------------------------------------------------------
 
 
