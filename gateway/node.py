@@ -25,6 +25,7 @@ from draftgate.gateway.cluster.members import Members
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.embedding_cache import EmbeddingCache
 from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
@@ -58,6 +59,7 @@ class Node:
     Attributes:
         key_files: the file of API keys, which may change while the node runs.
         audit: the audit log, or None.
+        embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
         siblings: the other processes of the node, or None if it has one process.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
@@ -78,6 +80,7 @@ class Node:
         self.responses = open_response_store(
             config.join, config.pool, config.response_store_bytes, config.response_store_ttl_s
         )
+        self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
         decisions_file = _file("--decisions-file", config.decisions_file)

@@ -149,6 +149,9 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Time after which a connection without the complete headers of its next request is closed, in
     seconds. Must exceed the idle timeout of a proxy in front of the node."""
 
+    embedding_cache_bytes: Annotated[int, Meta(ge=0, extra={"kind": "bytes"})] = 64 << 20
+    """Memory of each process for embeddings of earlier texts, such as 64MiB. 0 caches none."""
+
     response_store_bytes: Annotated[int, Meta(ge=0, extra={"kind": "bytes"})] = 64 << 20
     """Memory for stored responses of /v1/responses, such as 64MiB. The nodes of a pool share this
     memory in Redis. 0 stores no responses."""
@@ -229,8 +232,8 @@ _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
     "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
     "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "
-    "max_body_bytes body_timeout_s keepalive_timeout_s response_store_bytes response_store_ttl_s "
-    "drain_timeout_s",
+    "max_body_bytes body_timeout_s keepalive_timeout_s embedding_cache_bytes response_store_bytes "
+    "response_store_ttl_s drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
     "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

@@ -398,6 +398,13 @@ QUOTA_RESERVATIONS: Final = _gauge(
     "draftgate_quota_reservations",
     "Requests of this node with an open reservation of a tenant's quota",
 )
+EMBEDDING_HITS: Final = _counter(
+    "draftgate_embedding_cache_hits", "Texts whose embedding was cached", unit="texts"
+)
+EMBEDDING_MISSES: Final = _counter(
+    "draftgate_embedding_cache_misses", "Texts whose embedding was not cached", unit="texts"
+)
+EMBEDDING_BYTES: Final = _gauge("draftgate_embedding_cache_bytes", "Bytes of the cached embeddings")
 STORED_RESPONSES: Final = _gauge(
     "draftgate_stored_responses",
     "Responses in the store of `/v1/responses`, by all nodes of the pool",

@@ -50,7 +50,9 @@ LONGEST = 512
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Listening]:
     """A node with the engine and the shipped model."""
+    # Without the cache, because a cached vector does not show what the engine computes.
     settings = {"kv_bytes": 32 << 20, "threads": 1, "max_model_len": LONGEST}
+    settings["embedding_cache_bytes"] = 0
     async with running(backend="engine", **settings) as listening:
         yield listening
 

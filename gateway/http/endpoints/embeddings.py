@@ -3,6 +3,9 @@
 `input_type` selects the prompt that the model puts before a text, and the class of the work. A
 document is batch work unless the client sets a priority: it waits for all requests of the usual
 priority. A query and a text without a type are online work.
+
+The gateway keeps embeddings of earlier texts (`gateway.embedding_cache`), if the numerics class of
+the workers is known. Texts with a cached embedding need no worker, and count against no quota.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from aiohttp import web
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.embedding_cache import embedding_key
 from draftgate.gateway.errors import NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
@@ -37,8 +41,10 @@ from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import BATCH_PRIORITY, SpeculationMode
+from draftgate.policies.values import replace
 
 PATH: Final = "/v1/embeddings"
 
@@ -73,7 +79,7 @@ class EmbeddingsEndpoint(WatchedEndpoint):
             raise NoEmbeddings(node.config.backend, node.served.name)
         parse = partial(parse_embeddings, node.fleet.card)
         parsed = await parse_request(request, node, parse, watch)
-        states = await _states(node, parsed.job, watch)
+        states = await _states(node, parsed, watch)
         reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
         short = sum(map(len, states)) <= INLINE_STATE_BYTES
         return await send_json(request, reply() if short else await offload(reply))
@@ -131,8 +137,40 @@ def _priority(wire: EmbeddingBody) -> int | None:
     return BATCH_PRIORITY if batch else wire.priority
 
 
-async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
-    """Return the pooled hidden state of each text.
+async def _states(node: Node, parsed: ParsedRequest, watch: RequestWatch) -> list[bytes]:
+    """Return the pooled hidden state of each text, from the cache or from a worker.
+
+    Raises:
+        RequestRejected: a text can never be embedded.
+        Overloaded, QuotaExceeded: the request is rejected for now.
+        BackendFailed: a worker failed.
+    """
+    job, cache, numerics = parsed.job, node.embeddings, node.fleet.card.numerics_class
+    if not cache.is_on or numerics is None:
+        return await _computed(node, job, watch)
+    wire = parsed.body
+    assert isinstance(wire, EmbeddingBody)
+    kind = wire.input_type or ""
+    keys = [embedding_key(numerics, job.tenant, kind, prompt) for prompt in job.prompts]
+    states = {key: state for key in keys if (state := cache.get(key)) is not None}
+    # A text that occurs twice is computed once.
+    by_key = dict(zip(keys, job.prompts, strict=True))
+    missing = {key: prompt for key, prompt in by_key.items() if key not in states}
+    hits = sum(key in states for key in keys)
+    node.metrics.add(metric.EMBEDDING_HITS, hits)
+    node.metrics.add(metric.EMBEDDING_MISSES, len(keys) - hits)
+    if missing:
+        computed = await _computed(node, replace(job, prompts=tuple(missing.values())), watch)
+        for key, state in zip(missing, computed, strict=True):
+            states[key] = state
+            if np.isfinite(np.frombuffer(state, _WIRE)).all():  # the next attempt may succeed
+                cache.put(key, state)
+        node.metrics.set(metric.EMBEDDING_BYTES, cache.num_bytes)
+    return [states[key] for key in keys]
+
+
+async def _computed(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
+    """Return the pooled hidden state of each text from a worker.
 
     Raises:
         RequestRejected: a text can never be embedded.
