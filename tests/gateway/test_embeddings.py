@@ -341,7 +341,8 @@ async def test_exhausted_quota_refuses_all_texts_before_any_runs(
     scripted: ScriptedBackend, keys_file: str
 ) -> None:
     """The server responds with 429 before any text runs, and no tokens stay reserved."""
-    async with running(backends=[scripted], api_keys_file=keys_file) as gateway:
+    uncached = {"embedding_cache_bytes": 0}  # otherwise equal texts would be computed once
+    async with running(backends=[scripted], api_keys_file=keys_file, **uncached) as gateway:
         async with client(gateway) as http:
             body = {"input": [[1]] * 60}
             pending = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=BEARER))
