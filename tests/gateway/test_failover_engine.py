@@ -31,6 +31,7 @@ TWO: dict[str, Any] = {
     "threads": 1,
     "kv_bytes": 16 << 20,
     "max_model_len": 512,
+    "embedding_cache_bytes": 0,  # a cached text would need no engine
 }
 """Settings of a node with two engines on one CPU."""
 

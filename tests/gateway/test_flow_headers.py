@@ -15,7 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from draftgate.backends.types import Capabilities, Delta, FinishReason
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import ServiceLevel
-from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
+from tests.gateway.harness import (
+    ScriptedBackend,
+    accepted_request,
+    client,
+    events,
+    running,
+    until,
+)
 from tests.gateway.test_metrics import samples
 from tests.gateway.upstreams import forwarding, upstream, whole
 
@@ -140,17 +147,34 @@ async def test_span_of_a_request_has_its_flow() -> None:
 
 
 async def test_refused_flow_gets_429_with_the_time_to_return() -> None:
-    """The first request of an infeasible flow gets status 429, a reason and a Retry-After."""
+    """The first request of a flow that a busy pool cannot serve in time gets status 429, a reason and
+    a Retry-After."""
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     headers = {**HEADERS, "x-flow-deadline-ms": "5"}
     async with running() as gateway, client(gateway) as http:
+        busy = asyncio.create_task(http.post("/v1/completions", json=body))
+        (worker,) = gateway.node.fleet.workers
+        await until(lambda: worker.backend.load().running > 0)
         response = await http.post("/v1/completions", json=body, headers=headers)
+        busy.cancel()
         assert response.status_code == 429
         assert "flow" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) >= 1
         found = samples(gateway.node.metrics)
     assert found["draftgate_flows_total", (("outcome", "refused"),)] == 1
     assert found["draftgate_refused_requests_total", (("kind", "flow"),)] == 1
+
+
+async def test_tiny_deadline_counts_as_a_millisecond() -> None:
+    """A deadline that a float hardly holds causes no error, and its flow begins."""
+    headers = {**HEADERS, "x-flow-deadline-ms": "5e-324"}
+    async with running() as gateway, client(gateway) as http:
+        for hop in (1, 2):
+            response = await http.post(
+                "/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers
+            )
+            assert response.status_code == 200, response.text
+            assert response.json()["metrics"]["flow"]["hop"] == hop
 
 
 async def test_upstream_gets_the_headers() -> None:

@@ -58,6 +58,7 @@ CONDITIONS = {
     "the model fills in the middle of texts": r"suffix by this model",
     "the keys of `logit_bias` are in the vocabulary": r"logit_bias: token ids must be between",
     "`best_of` is at least `n`, and equal in a stream": r"best_of: must (be at least|equal) n",
+    "a deadline of a flow names the flow": r"x-flow-deadline-ms: requires x-flow-id$",
     "the prompts have at most 128 choices together": r"are more than 128 sequences$",
 }
 """Conditions of valid requests that the document does not express, and the errors of requests that

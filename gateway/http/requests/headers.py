@@ -19,6 +19,9 @@ FLOW_DEADLINE_HEADER: Final = "x-flow-deadline-ms"
 LONGEST_FLOW_ID: Final = 128
 """Maximum length of a flow's id, in characters."""
 
+LEAST_FLOW_S: Final = 1e-3
+"""Shorter deadlines of flows count as this one, because shares of the deadline divide by it."""
+
 LONGEST_FLOW_S: Final = 86_400.0
 """The longest deadline of a flow, which bounds the time for which the store keeps a flow."""
 
@@ -56,7 +59,7 @@ def flow_of(headers: Mapping[str, str]) -> tuple[str, float | None] | None:
     if deadline_s is not None and deadline_s > LONGEST_FLOW_S:
         most = f"{LONGEST_FLOW_S * 1e3:.0f} milliseconds"
         raise invalid(FLOW_DEADLINE_HEADER, f"must be at most {most}")
-    return flow_id, deadline_s
+    return flow_id, None if deadline_s is None else max(deadline_s, LEAST_FLOW_S)
 
 
 def retry_count(headers: Mapping[str, str]) -> int | None:
