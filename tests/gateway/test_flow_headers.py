@@ -147,8 +147,8 @@ async def test_span_of_a_request_has_its_flow() -> None:
 
 
 async def test_refused_flow_gets_429_with_the_time_to_return() -> None:
-    """The first request of a flow that a busy pool cannot serve in time gets status 429, a reason and
-    a Retry-After."""
+    """The first request of a flow gets status 429, a reason and a Retry-After if a busy pool would
+    end the flow too late."""
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
     headers = {**HEADERS, "x-flow-deadline-ms": "5"}
     async with running() as gateway, client(gateway) as http:
