@@ -16,8 +16,9 @@ def kind(name: str, *, secret: bool = False) -> Meta:
     """Annotate a setting that is read or checked in a special way.
 
     Args:
-        name: kind of the setting. `indices` takes 0,1. `list` and `urls` take several values. `url`
-            and `store` are addresses. `pool`, `backend` and the kinds of policies are names.
+        name: kind of the setting. `indices` takes 0,1. `list`, `models`, `shares` and `urls` take
+            several values. `url` and `store` are addresses. `pool`, `backend` and the kinds of
+            policies are names.
         secret: whether the value is masked wherever settings are shown.
     """
     return Meta(extra={"kind": name, "secret": secret})
@@ -152,9 +153,14 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
         upstream: server that runs its requests, for backends that forward them.
         upstream_speculates: whether the upstream drafts for every request, or None to read its
             metrics.
+        model_id: name of the model in its card, or None for that of the checkpoint.
+        memory_share: the share of its device's memory budget that the worker may take, if other
+            models of the node have workers on the same device.
     """
 
     device_index: int = 0
     num_workers: int = 1
     upstream: str | None = None
     upstream_speculates: bool | None = None
+    model_id: str | None = None
+    memory_share: float = 1.0

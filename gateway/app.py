@@ -31,6 +31,7 @@ from aiohttp import web
 from draftgate.backends.errors import BackendError
 from draftgate.backends.registry import backend_factory
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.models import ModelPlan, plan_models
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.last_requests import answer_last_requests
@@ -105,7 +106,7 @@ class Listening:
 
 
 def build_fleet(config: ServeConfig) -> Fleet:
-    """Return the fleet of the configured workers, which are not built yet.
+    """Return the fleet of the configured workers of `MODEL`, which are not built yet.
 
     Raises:
         ValueError: settings contradict each other.
@@ -116,7 +117,13 @@ def build_fleet(config: ServeConfig) -> Fleet:
         raise ValueError("--no-worker needs --join, and cannot be combined with --upstream")
     if config.backend == "peer" and config.join is not None:
         raise ValueError("--backend peer cannot be combined with --join: use --no-worker --join")
-    return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
+    return _fleet(ModelPlan(None, config))
+
+
+def _fleet(plan: ModelPlan) -> Fleet:
+    config = plan.config
+    workers = config.worker_configs(plan.name, plan.memory_share)
+    return Fleet(lambda: backend_factory(config.backend), workers)
 
 
 def build_node(config: ServeConfig) -> Node:
@@ -128,7 +135,11 @@ def build_node(config: ServeConfig) -> Node:
     try:
         tracing = open_tracing(config.otlp_endpoint, os.environ)
         store = open_store(config.join, config.pool)
-        return Node(config, build_fleet(config), store, tracing)
+        fleet = build_fleet(config)  # checks the settings
+        first, *further = plan_models(config)
+        if further:
+            fleet = _fleet(first)
+        return Node(config, fleet, store, tracing, [(plan, _fleet(plan)) for plan in further])
     except ValueError as error:
         raise StartError(str(error)) from error
 
@@ -237,7 +248,7 @@ async def drain(node: Node, timeout_s: float) -> bool:
     """
     node.lifecycle.move_to(NodeState.DRAINING)
     try:
-        await asyncio.wait_for(node.dispatcher.drained(), timeout_s)
+        await asyncio.wait_for(node.lifecycle.in_flight.drained(), timeout_s)
     except TimeoutError:
         return False
     return True
@@ -245,7 +256,7 @@ async def drain(node: Node, timeout_s: float) -> bool:
 
 async def serve(
     config: ServeConfig,
-    loading: Callable[[Fleet], AbstractAsyncContextManager[None]],
+    loading: Callable[[Node], AbstractAsyncContextManager[None]],
     on_ready: Callable[[Listening], None],
     inherited: Inherited | None = None,
 ) -> None:
@@ -266,16 +277,16 @@ async def serve(
     node = build_node(config)
     async with listening(node, inherited) as where:
         try:
-            async with loading(node.fleet):
+            async with loading(node):
                 await until_signal(signals, start_workers(node))
             if not signals.first.is_set():
                 settle_process()
                 await where.accept()
                 on_ready(where)
-                async with node.heartbeat.beating():
+                async with node.beating():
                     await until_signal(signals, _last_worker_lost(node))
-                    failure = node.fleet.failure
-                    await node.heartbeat.leave()
+                    failure = node.failure
+                    await node.leave()
                     await _stop_until_second(where, signals)
         finally:
             await node.stop()
@@ -290,7 +301,7 @@ async def serve(
 
 async def _last_worker_lost(node: Node) -> None:
     """Wait until the last worker is lost. Never return if workers can recover."""
-    while node.fleet.failure is None:  # noqa: ASYNC110 - workers set no event
+    while node.failure is None:  # noqa: ASYNC110 - workers set no event
         await asyncio.sleep(CHECK_INTERVAL_S)
 
 
@@ -344,7 +355,7 @@ async def drain_and_close(where: Listening) -> None:
 async def _wait_for_streams(node: Node) -> None:
     """Wait until the streams of stopped workers have sent their last event."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)
+        await asyncio.wait_for(node.lifecycle.in_flight.drained(), CLOSE_S)
 
 
 def _url(config: ServeConfig, port: int) -> str:

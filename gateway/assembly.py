@@ -78,7 +78,7 @@ def loop_time_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def build_dispatcher(
+def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher uses
     fleet: Fleet,
     store: Store,
     lifecycle: Lifecycle,
@@ -88,6 +88,7 @@ def build_dispatcher(
     *,
     quotas: Mapping[str, Quota],
     draw: Draw,
+    flows: Flows | None = None,
 ) -> Dispatcher:
     """Return the dispatcher of a fleet, which may start later.
 
@@ -95,6 +96,7 @@ def build_dispatcher(
         policy: the speculation policy.
         quotas: quotas by tenant. Other tenants have no quota.
         draw: the source of randomness for routing.
+        flows: the flows of a node with several models, or None for flows on this fleet alone.
 
     Raises:
         ValueError: a policy does not exist.
@@ -118,15 +120,19 @@ def build_dispatcher(
         appointments = policy_of_admission.appointments
     else:
         appointments = Appointments(most=0)
-    sharing = Sharing(store, history, appointments, loop_time_s)
+
+    def model() -> str:
+        return fleet.model_id
+
+    sharing = Sharing(store, history, appointments, loop_time_s, model)
     controller = AdmissionController(
-        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s)),
+        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s, model)),
         *(bounds, loop_time_s),
         on_refusal=sharing.note_refusal if rules.shared else None,
     )
     dispatcher = Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing),
-        Flows(store.flows, controller, loop_time_s),
+        flows or Flows(store.flows, loop_time_s),
         rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),
         most_resumes=rules.most_resumes,
     )

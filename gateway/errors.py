@@ -170,9 +170,10 @@ class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
     """No model has this name."""
 
-    def __init__(self, requested: str, served: str) -> None:
+    def __init__(self, requested: str, *served: str) -> None:
+        known = ", ".join(map(repr, served))
         super().__init__(
-            f"the model {requested!r} does not exist; this node serves {served!r}", "model"
+            f"the model {requested!r} does not exist; this node serves {known}", "model"
         )
 
 

@@ -245,6 +245,11 @@ class Fleet:
         self._last: FleetWorker | None = None  # the last worker that was removed
 
     @property
+    def size(self) -> int:
+        """Number of own workers, which exist once the fleet has started."""
+        return len(self._configs)
+
+    @property
     def own(self) -> tuple[FleetWorker, ...]:
         """The workers of this node."""
         return tuple(worker for worker in self.workers if worker.own)
@@ -326,6 +331,12 @@ class Fleet:
         return next((card for card in cards if card.model_id), cards[0])
 
     @property
+    def model_id(self) -> str:
+        """The name of the model in the pool, or an empty string while unknown or for upstreams."""
+        known = self.workers or self._last is not None
+        return self.card.model_id if known and not self.forwards else ""
+
+    @property
     def proposers(self) -> list[str]:
         """The names of the proposers of all serving workers, in the order of the workers."""
         names = (name for worker in self.serving for name in worker.backend.load().proposers)
@@ -336,7 +347,7 @@ class Fleet:
         """The model's tokenizer."""
         return self.any.generating.tokenizer
 
-    async def start(self, name: str | None = None) -> None:
+    async def start(self, name: str | None = None, first: int = 0) -> None:
         """Import the backend in a thread, and then build and start own workers concurrently.
 
         A worker that cannot start is a configuration error, so it fails the whole fleet. The caller
@@ -344,6 +355,7 @@ class Fleet:
 
         Args:
             name: prefix of the workers' ids, or None to generate one.
+            first: number of the first worker among those of the node.
 
         Raises:
             ImportError: a package that the backend needs is not installed.
@@ -353,22 +365,25 @@ class Fleet:
             return
         factory = await asyncio.to_thread(self._load_factory)
         epoch = new_epoch(time.time(), secrets.token_hex(4))
-        await self.start_with(factory, name or f"w-{secrets.token_hex(4)}", epoch)
+        await self.start_with(factory, name or f"w-{secrets.token_hex(4)}", epoch, first)
         models = sorted({worker.backend.card.model_id for worker in self.workers})
         if len(models) > 1 and not self.forwards:
             raise ValueError(f"the workers serve different models: {', '.join(models)}")
 
-    async def start_with(self, factory: BackendFactory, name: str, epoch: str = "") -> None:
+    async def start_with(
+        self, factory: BackendFactory, name: str, epoch: str = "", first: int = 0
+    ) -> None:
         """Start own workers with an imported factory.
 
         Args:
             factory: a function that builds a backend from a configuration.
             name: prefix of the workers' ids.
             epoch: epoch of the workers.
+            first: number of the first worker among those of the node.
         """
         self.workers = tuple(
-            FleetWorker(f"{name}-{index}", factory(config), epoch, Role(config.role))
-            for index, config in enumerate(self._configs)
+            FleetWorker(f"{name}-{number}", factory(config), epoch, Role(config.role))
+            for number, config in enumerate(self._configs, first)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
 

@@ -11,6 +11,7 @@ never recover. A node fails with its last worker, or if a worker cannot start.
 
 from __future__ import annotations
 
+import asyncio
 from enum import StrEnum
 from typing import Final
 
@@ -38,12 +39,41 @@ RETRY_DRAINING_S: Final = 1
 """A short delay, because a load balancer sends the retry to another node."""
 
 
+class InFlight:
+    """The client requests that have arrived and not ended.
+
+    Attributes:
+        requests: their number.
+    """
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def add(self) -> None:
+        """Count a request."""
+        self.requests += 1
+        self._idle.clear()
+
+    def remove(self) -> None:
+        """Count the end of a request."""
+        self.requests -= 1
+        if self.requests == 0:
+            self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+
 class Lifecycle:
-    """The state of this node, with the reason of a failure."""
+    """The state of this node, with the reason of a failure and the requests in flight."""
 
     def __init__(self) -> None:
         self.state = NodeState.STARTING
         self.failure: str | None = None
+        self.in_flight = InFlight()
 
     def move_to(self, state: NodeState, failure: str | None = None) -> None:
         """Change the state, unless the node is already in this state.

@@ -1,4 +1,4 @@
-"""A node, with a fleet of workers and the components that HTTP handlers need."""
+"""A node, with its models and the components that HTTP handlers need."""
 
 from __future__ import annotations
 
@@ -6,57 +6,65 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from random import Random
+from statistics import fmean
 from typing import Final
+
+from msgspec.structs import replace
 
 from draftgate import __version__
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.proof import secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.gateway.accounts import Accounts, read_accounts
-from draftgate.gateway.assembly import WaitingRules, build_dispatcher, build_forwarder
+from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.cluster.heartbeat import Heartbeat
-from draftgate.gateway.cluster.members import Members
+from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.config.models import ModelPlan
 from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.embedding_cache import EmbeddingCache
-from draftgate.gateway.errors import NotOffered
-from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.model_service import ModelService, NodeParts
 from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
-from draftgate.gateway.scaling import Scaling
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded_responses import open_response_store
-from draftgate.gateway.state.store import Store, WorkerReport
+from draftgate.gateway.state.store import FORGET_S, Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
-from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.types import WorkerLoad
 
 _UNSHARED: Final = "--peer-secret-env is not set"
+
+FIND_S: Final = 2.0
+"""Seconds for which a node that starts waits for the other models of its pool.
+
+The store is read once a second. A model that takes longer is available later. (Chosen, not
+tuned.)"""
 
 
 class Node:
     """The components of a node.
 
     Attributes:
+        models: the models, `MODEL` first. A node of a pool also has the models of other nodes.
         key_files: the file of API keys, which may change while the node runs.
         audit: the audit log, or None.
         embeddings: embeddings of earlier texts.
@@ -65,16 +73,25 @@ class Node:
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
 
-    def __init__(self, config: ServeConfig, fleet: Fleet, store: Store, tracing: Tracing) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        fleet: Fleet,
+        store: Store,
+        tracing: Tracing,
+        more: Sequence[tuple[ModelPlan, Fleet]] = (),
+    ) -> None:
         """Build the components without starting them.
+
+        Args:
+            fleet: the workers of `MODEL`.
+            more: further models with their workers.
 
         Raises:
             ValueError: a policy does not exist, the keys cannot be read, a file cannot be written,
                 or the peer secret is missing.
         """
-        self._served: ServedModel | None = None
         self.config = config
-        self.fleet = fleet
         self.store = store
         self.tracing = tracing
         self.responses = open_response_store(
@@ -92,90 +109,112 @@ class Node:
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.port = config.port
         self.siblings: Siblings | None = None
-        self.dispatcher = build_dispatcher(
-            fleet,
+        self._flows = Flows(store.flows, loop_time_s)
+        self._parts = NodeParts(
             store,
             self.lifecycle,
             self.decisions,
             self.policy,
-            _rules(config),
-            quotas=self.accounts.quotas,
-            draw=Random().random,
-        )
-        queue = self.dispatcher.queue
-        self.members = _members(config, fleet, store, queue.dispatch_waiting)
-        self.heartbeat = Heartbeat(
-            *(fleet, store, self.dispatcher),
+            self._flows,
+            _reach(config),
             [file for file in (decisions_file, audit_file) if file is not None],
-            self.members,
         )
-        self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
-        self.dispatcher.flows.observer = FlowMetrics(self.metrics)
+        self.models = self._own_models(fleet, more)
+        if (members := self.models[0].members) is not None:
+            members.on_other_model = self._add_model
+        self._flows.observer = FlowMetrics(self.metrics)
         self._read_gauges()
-        budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
-        self.forwarder = build_forwarder(
-            fleet, self.dispatcher, self.policy, self.decisions, self.metrics, budget
-        )
-        self.scaling = Scaling(fleet, queue, self.metrics.recent)
+        self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
+        self._starting = set[asyncio.Task[None]]()  # models of other nodes
         self.live = Live(
-            lambda: self._loads(fleet.workers),
-            self.metrics.recent,
-            lambda: len(queue),
-            advice=lambda: self.scaling.advice,
+            lambda: [load for model in self.models for load in model.loads()],
+            lambda: [model.meter for model in self.models],
         )
-
-    @cached_property
-    def request_series(self) -> RequestSeries:
-        """The series of `metrics` that most requests change."""
-        return RequestSeries(self.metrics)
 
     @property
     def state(self) -> NodeState:
         """The state of the node, after checking its workers."""
-        self.lifecycle.note_failure(self.fleet.failure)
+        self.lifecycle.note_failure(self.failure)
         return self.lifecycle.state
 
     @property
-    def model_name(self) -> str:
-        """The name that clients use, or an empty string while unknown."""
-        if self._served is not None:
-            return self._served.name
-        if not self.fleet.forwards:
-            return ""
-        return self.config.served_model_name or self.fleet.card.model_id
+    def failure(self) -> str | None:
+        """The reason why a model of this node has lost its last own worker, or None."""
+        failures = (model.fleet.failure for model in self.models)
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of client requests that have arrived and not ended."""
+        return self.lifecycle.in_flight.requests
+
+    @property
+    def progress(self) -> float:
+        """The mean progress of loading of the models, between 0 and 1."""
+        return fmean(model.fleet.progress for model in self.models)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers of the first model."""
+        return self.models[0].fleet
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher of the first model."""
+        return self.models[0].dispatcher
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The heartbeat of the first model, which also writes the files of records."""
+        return self.models[0].heartbeat
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of the first model and of the node."""
+        return self.models[0].metrics
 
     @property
     def served(self) -> ServedModel:
-        """The model as clients see it.
+        """The first model as clients see it.
 
         Raises:
             Unavailable: the model is not loaded.
             NotOffered: the model belongs to an upstream.
         """
-        if self._served is None:
-            self.lifecycle.require_ready()
-            if self.fleet.forwards:
-                raise NotOffered(
-                    "this node only forwards requests to an upstream, which has the model"
-                )
-            raise RuntimeError("the node is ready without a model")
-        return self._served
+        return self.models[0].served
+
+    def model_named(self, name: str) -> ModelService | None:
+        """Return the model that clients request by this name, or None if there is none."""
+        for model in self.models:
+            if name in {model.name, model.model_id}:
+                return model
+        return None
+
+    def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
+        """Yield all workers with their models."""
+        return ((model, worker) for model in self.models for worker in model.fleet.workers)
+
+    def own_workers(self) -> list[tuple[ModelService, FleetWorker]]:
+        """Return this node's own workers, in the order of their numbers."""
+        return [(model, worker) for model, worker in self.workers() if worker.own]
 
     def take_sample(self, others: Sequence[Activity] = ()) -> None:
         """Update the scaling advice, and take a sample for the live page, as `Live.take` does."""
-        if self._loads(self.fleet.workers):
-            self.scaling.update()
-        if (advice := self.scaling.advice) is not None:
-            self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
-        self.metrics.before_reading()
+        self._forget_models()
+        for model in self.models:
+            model.update_advice()
         self.live.take(others)
 
     def streams(self) -> ProcessStreams:
         """Return the streams that this process has dispatched, and their latest moves."""
-        return process_streams(self.dispatcher.moves, self.decisions)
+        return process_streams([model.dispatcher.moves for model in self.models], self.decisions)
+
+    def metric_rows(self) -> list[Row]:
+        """Return the metrics of all models of this process."""
+        return [row for model in self.models for row in model.metrics.snapshot()]
 
     async def start(self) -> None:
-        """Load the model, or find a worker of another node.
+        """Load the models, or find workers of other nodes.
 
         The node is ready when this method returns.
 
@@ -183,16 +222,11 @@ class Node:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         join = self.config.join
-        name = None if join is None else await self._advertise(join)
-        await self.fleet.start(name)
-        if self.members is not None:
-            await self.members.first()
-        if not self.fleet.forwards:
-            card = self.fleet.card
-            name = self.config.served_model_name or card.model_id
-            self._served = ServedModel(name, self.fleet.tokenizer, card.max_model_len)
+        prefix = None if join is None else await self._advertise(join)
+        for model in self.models[:]:
+            await model.start(prefix)
+        await self._find_models()
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
-        create_series(self.metrics, self.policy.name, self.fleet.proposers)
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 
@@ -201,12 +235,27 @@ class Node:
 
         Open streams end with an error.
         """
-        self.fleet.ending = True
-        if self.members is not None:
-            await self.members.close()
-        await self.fleet.stop()
-        self.dispatcher.flows.close()
-        self.dispatcher.queue.dispatch_waiting()  # fail the requests that still wait
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*(model.stop() for model in self.models))
+        self._flows.close()
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """Run the heartbeats of all models until the block ends."""
+        self._beats = {model: _beat(model) for model in self.models}
+        try:
+            yield
+        finally:
+            beats, self._beats = self._beats, None
+            for beat in beats.values():
+                beat.cancel()
+            await asyncio.wait(beats.values())
+
+    async def leave(self) -> None:
+        """Withdraw the workers from the pool. Heartbeats then only renew leases."""
+        for model in self.models:
+            await model.heartbeat.leave()
 
     def use_accounts(self, accounts: Accounts) -> None:
         """Use other API keys, with their quotas and limits, for all further requests.
@@ -217,7 +266,60 @@ class Node:
         if accounts.required != self.accounts.required:
             raise ValueError("a node cannot begin or cease to require API keys while it runs")
         self.accounts = accounts
-        self.dispatcher.admission.quotas.change(accounts.quotas)
+        for model in self.models:
+            model.dispatcher.admission.quotas.change(accounts.quotas)
+
+    def _own_models(
+        self, fleet: Fleet, more: Sequence[tuple[ModelPlan, Fleet]]
+    ) -> list[ModelService]:
+        """Return the models that the settings name."""
+        models = [ModelService(self.config, fleet, self._parts, self.accounts.quotas)]
+        number = fleet.size
+        for plan, further in more:
+            models.append(
+                ModelService(
+                    *(plan.config, further, self._parts, self.accounts.quotas),
+                    model_id=plan.name,
+                    first_worker=number,
+                )
+            )
+            number += further.size
+        return models
+
+    def _add_model(self, model_id: str) -> None:
+        """Serve a model that only other nodes of the pool have."""
+        if any(model.model_id == model_id for model in self.models):
+            return
+        config = replace(self.config, no_worker=True, served_model_name=None)
+        model = ModelService(
+            *(config, Fleet(_no_factory, ()), self._parts, self.accounts.quotas), model_id=model_id
+        )
+        self.models.append(model)
+        task = asyncio.create_task(model.start_later(), name="find a model")
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        if self._beats is not None:
+            self._beats[model] = _beat(model)
+
+    def _forget_models(self) -> None:
+        """Drop the models of other nodes that have had no worker for `FORGET_S` seconds."""
+        for model in self.models[1:]:
+            if model.lost_for_s() > FORGET_S:
+                self.models.remove(model)
+                log(logging.INFO, "the pool has no worker of a model", model=model.model_id)
+                if self._beats is not None:
+                    self._beats.pop(model).cancel()
+                self._starting.add(task := asyncio.create_task(model.stop()))
+                task.add_done_callback(self._starting.discard)
+
+    async def _find_models(self) -> None:
+        """Wait a moment for the models that only other nodes have."""
+        members = self.models[0].members
+        if members is None:
+            return
+        await members.refresh()
+        if self._starting:
+            await asyncio.wait(self._starting, timeout=FIND_S)
 
     async def _advertise(self, join: str) -> str:
         """Determine this node's URL for other nodes, and return the prefix of its workers' ids.
@@ -230,7 +332,8 @@ class Node:
         """
         url = await advertised_url(self.config, self.port)
         if self.peer_access is not None:
-            self.heartbeat.url = url
+            for model in self.models:
+                model.heartbeat.url = url
         if not self.config.no_worker:
             if self.peer_access is None:
                 log(logging.WARNING, "no other node may use this node's workers", why=_UNSHARED)
@@ -240,50 +343,20 @@ class Node:
 
     def _read_gauges(self) -> None:
         """Read the gauges of the node when they are needed."""
-        queue, fleet, read = self.dispatcher.queue, self.fleet, self.metrics.read
-        read(metric.QUEUED, lambda: len(queue))
-        read(metric.WAITING, lambda: len(queue) + self._waiting_on_workers())
-        read(metric.STORE_OUT, lambda: self.store.outage is not None)
-        claims, quotas = queue.claims, self.dispatcher.admission.quotas
-        sharing = self.dispatcher.sharing
-        read(metric.WORKER_CLAIMS, lambda: claims.open)
-        read(metric.EXPIRED_CLAIMS, lambda: sharing.expired_claims)
-        read(metric.QUOTA_RESERVATIONS, lambda: quotas.open)
-        read(metric.OPEN_WORKERS, lambda: len(fleet.open))
-        read(metric.TASKS, lambda: len(asyncio.all_tasks()))
-
-    def _waiting_on_workers(self) -> int:
-        """Return the number of sequences that wait on the node's own workers."""
-        own = (worker.backend for worker in self.fleet.own)
-        return sum(backend.load().waiting for backend in own if backend.failure is None)
-
-    def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:
-        """Return the load of each worker in order, or None for a failed worker."""
-        if self._served is None and not self.fleet.forwards:
-            return []
-        return [
-            worker.backend.load() if worker.backend.failure is None else None for worker in workers
-        ]
+        self.metrics.read(metric.STORE_OUT, lambda: self.store.outage is not None)
+        self.metrics.read(metric.TASKS, lambda: len(asyncio.all_tasks()))
 
 
-def _rules(config: ServeConfig) -> WaitingRules:
-    return WaitingRules(
-        config.ordering,
-        config.admission,
-        Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority),
-        config.routing,
-        config.max_resumes,
-        shared=config.join is not None,
-        moves=not config.no_moves,
-        rescheduling=config.rescheduling,
-        phases=config.phases,
-    )
+def _beat(model: ModelService) -> asyncio.Task[None]:
+    return asyncio.create_task(model.heartbeat.run(), name="heartbeat")
 
 
-def _members(
-    config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[FleetWorker], None]
-) -> Members | None:
-    """Return the discovery of other nodes' workers, or None without a pool or with upstreams.
+def _no_factory() -> BackendFactory:
+    raise AssertionError("a model of other nodes has no own workers")
+
+
+def _reach(config: ServeConfig) -> Reach | None:
+    """Return the function that reaches other nodes' workers, or None if they are not used.
 
     Raises:
         ValueError: the peer secret is missing.
@@ -295,7 +368,7 @@ def _members(
     def reach(report: WorkerReport) -> PeerBackend:
         return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
 
-    return Members(fleet, store, reach, changed)
+    return reach
 
 
 def _file(setting: str, path: str | None) -> JsonLinesFile | None:

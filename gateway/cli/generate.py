@@ -53,7 +53,7 @@ def run_generate(config: ServeConfig, sample: Sample) -> None:
 async def _generate(config: ServeConfig, sample: Sample) -> None:
     node = build_node(config)
     try:
-        async with loading_shown(node.fleet, config):
+        async with loading_shown(node, config):
             await start_workers(node)
         await _stream(node, sample)
     finally:

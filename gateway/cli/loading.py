@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from draftgate.backends.engine.served import loading_phase
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.logs import log
 
 BAR_DELAY_S: Final = 0.5
@@ -23,9 +22,17 @@ BAR_DELAY_S: Final = 0.5
 REFRESH_S: Final = 0.1
 
 
+class HasProgress(Protocol):
+    """A node or a fleet."""
+
+    @property
+    def progress(self) -> float:
+        """The progress of loading, between 0 and 1."""
+
+
 @asynccontextmanager
 async def loading_shown(
-    fleet: Fleet, config: ServeConfig, console: Console | None = None
+    node: HasProgress, config: ServeConfig, console: Console | None = None
 ) -> AsyncIterator[None]:
     """Show the progress of loading until the block ends.
 
@@ -36,9 +43,10 @@ async def loading_shown(
     what = config.model or ", ".join(config.upstream) or "the shipped model"
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"
-    phase = loading_phase if config.backend == "engine" else _no_phase
+    single = not (config.models or config.embedders)  # several models are in different phases
+    phase = loading_phase if config.backend == "engine" and single else _no_phase
     if console.is_terminal:
-        async with _in_background(_bar(lambda: fleet.progress, phase, what, console)):
+        async with _in_background(_bar(lambda: node.progress, phase, what, console)):
             yield
         return
     begin_s = time.perf_counter()
@@ -47,9 +55,9 @@ async def loading_shown(
         log(logging.INFO, "waiting for a worker", pool=config.pool)
     else:
         log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
-    async with _in_background(_log_phases(lambda: fleet.progress, phase)):
+    async with _in_background(_log_phases(lambda: node.progress, phase)):
         yield
-    if fleet.progress >= 1.0:  # a signal may have interrupted loading
+    if node.progress >= 1.0:  # a signal may have interrupted loading
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
 
 

@@ -101,7 +101,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         opposite = bare.removeprefix("no-") if bare.startswith("no-") else f"no-{bare}"
         info = typer.Option(f"{setting.flag}/--{opposite}", **shared)
         return _keyword(setting.name, Annotated[bool | None, info])
-    several = setting.kind in {"hosts", "list", "origins", "urls"}
+    several = setting.kind in {"hosts", "list", "models", "origins", "shares", "urls"}
     info = typer.Option(setting.flag, metavar=metavar(setting), **shared)
     return _keyword(setting.name, Annotated[list[str] | None if several else str | None, info])
 
@@ -137,6 +137,8 @@ _METAVARS: Final = {
     "hosts": "NAME",
     "indices": "INDICES",
     "list": "TEXT",
+    "models": "[NAME=]CHECKPOINT",
+    "shares": "NAME=SHARE",
     "origins": "ORIGIN",
     "urls": "URL",
     "url": "URL",

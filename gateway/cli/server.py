@@ -18,6 +18,7 @@ from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.config import ConfigError, ServeConfig
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.parent import serve_processes
 from draftgate.gateway.telemetry.logs import configure, log
@@ -35,7 +36,7 @@ def run_server(config: ServeConfig) -> None:
             if config.processes > 1:
                 runner.run(serve_processes(config, typer.echo))
             else:
-                runner.run(serve(config, lambda fleet: loading_shown(fleet, config), show_banner))
+                runner.run(serve(config, lambda node: loading_shown(node, config), show_banner))
     except ConfigError as error:
         fail(error, BAD_USAGE)
     except (StartError, NodeFailed) as error:
@@ -64,7 +65,7 @@ def show_banner(where: Listening) -> None:
 def banner(where: Listening) -> str:
     """Return the address, the served model and an example request."""
     node = where.node
-    described = _upstreams(node) if node.fleet.forwards else _model(node)
+    described = _upstreams(node) if node.fleet.forwards else _models(node)
     lines = [
         ("API", f"{where.url}/v1"),
         ("live page", f"{where.url}/"),
@@ -75,16 +76,20 @@ def banner(where: Listening) -> str:
     return f"\nDraftgate {__version__} is ready\n{shown}\n\n{_curl(where.url, node)}\n"
 
 
-def _model(node: Node) -> list[tuple[str, str]]:
-    served, workers = node.served, node.fleet.workers
-    proposers = ", ".join(workers[0].backend.load().proposers) or "none"
-    elsewhere = node.config.no_worker and node.siblings is None
-    where = f"pool {node.config.pool}" if elsewhere else node.config.backend
-    several = f", {len(workers)} workers" if len(workers) > 1 else ""
+def _models(node: Node) -> list[tuple[str, str]]:
+    proposers = ", ".join(node.fleet.proposers) or "none"
     return [
-        ("model", f"{served.name} ({where}{several}, {served.max_model_len} tokens of context)"),
+        *(("model", _described(model, node)) for model in node.models if model.is_known),
         ("speculation", f"{node.policy.name}; proposers: {proposers}"),
     ]
+
+
+def _described(model: ModelService, node: Node) -> str:
+    served, workers = model.served, model.fleet.workers
+    elsewhere = model.fleet.size == 0 and node.siblings is None
+    where = f"pool {node.config.pool}" if elsewhere else node.config.backend
+    several = f", {len(workers)} workers" if len(workers) > 1 else ""
+    return f"{served.name} ({where}{several}, {served.max_model_len} tokens of context)"
 
 
 def _upstreams(node: Node) -> list[tuple[str, str]]:
@@ -93,7 +98,7 @@ def _upstreams(node: Node) -> list[tuple[str, str]]:
         for worker in node.fleet.workers
     ]
     return [
-        ("model", node.model_name or "unknown until an upstream responds"),
+        ("model", node.models[0].name or "unknown until an upstream responds"),
         ("upstreams", ", ".join(addresses)),
     ]
 
@@ -105,5 +110,5 @@ def _curl(url: str, node: Node) -> str:
     if node.fleet.forwards or node.fleet.card.capabilities.generates:
         path = "completions"
         fields = {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
-    body = json.dumps({"model": node.model_name, **fields})
+    body = json.dumps({"model": node.models[0].name, **fields})
     return f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"

@@ -1,4 +1,4 @@
-"""The heartbeat of a node, which runs once a second.
+"""The heartbeat of a model on a node, which runs once a second.
 
 The heartbeat reports the node's workers, renews its leases and quota reservations, shares what the
 node has learned, and finds workers of other nodes.
@@ -38,18 +38,21 @@ class Heartbeat:
         dispatcher: Dispatcher,
         files: Sequence[JsonLinesFile] = (),
         members: Members | None = None,
+        first_worker: int = 0,
     ) -> None:
         """Serve a fleet, which may start later.
 
         Args:
             files: files of records, which the heartbeat writes.
             members: discovery of other nodes' workers, or None without a pool.
+            first_worker: number of the fleet's first own worker among those of the node.
         """
         self._fleet = fleet
         self._store = store
         self._dispatcher = dispatcher
         self._files = files
         self._members = members
+        self._first_worker = first_worker
         self.url = ""
         self._numbers = count()  # sequence numbers of reports
         self._left = False
@@ -84,7 +87,7 @@ class Heartbeat:
         """Report workers, renew leases and reservations, and dispatch requests that now fit."""
         # Memory may become free without an event on this node.
         self._dispatcher.queue.dispatch_waiting()
-        for number, worker in enumerate(self._fleet.own):
+        for number, worker in enumerate(self._fleet.own, self._first_worker):
             if not self._left:
                 await self._report(worker, number)
         await self._dispatcher.leases.renew()

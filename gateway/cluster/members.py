@@ -68,6 +68,7 @@ class _Member:
 
     def __init__(self, report: WorkerReport, backend: PeerBackend) -> None:
         self.worker = PeerWorker(report.worker_id, backend, report.epoch)
+        self.model_id = report.model_id
         self.backend = backend
         self.joining: asyncio.Task[None] | None = None
         self.refused_s: float | None = None  # when the worker rejected the link
@@ -80,9 +81,12 @@ class _Member:
 
 
 class Members:
-    """The workers of other nodes.
+    """The workers of other nodes that have one model.
 
     Use the object only on the thread of the event loop.
+
+    Attributes:
+        on_other_model: a callback for the name of another model in the pool, at each reading.
     """
 
     def __init__(
@@ -91,13 +95,16 @@ class Members:
         store: Store,
         reach: Reach,
         changed: Callable[[FleetWorker], None],
+        model_id: str | None = None,
     ) -> None:
         """Start without members.
 
         Args:
             reach: a function that returns the backend for a worker.
             changed: a callback for a worker that has joined or reported its load.
+            model_id: name of the model in the pool, or None if the first worker determines it.
         """
+        self.on_other_model: Callable[[str], None] = lambda _model_id: None
         self._fleet = fleet
         fleet.discovers = True
         self._store = store
@@ -105,7 +112,8 @@ class Members:
         self._changed = changed
         self._members: dict[str, _Member] = {}
         self._rejected: dict[str, str] = {}  # rejected workers, with the logged epoch
-        self._served: _Model | None = None  # the model of this node, once known
+        # the model of the workers, once known
+        self._served = None if model_id is None else _Model(model_id, 0)
         self._arrived = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
         self._next_read_s = 0.0
@@ -173,6 +181,11 @@ class Members:
         report = view.report
         if view.age_s > STALE_S:
             return False
+        expected = self._expected_model()
+        if expected is not None and report.model_id != expected:
+            if self._own_model() is not None:
+                self.on_other_model(report.model_id)
+            return False
         why = self._mismatch(report)
         if why is None:
             return True
@@ -185,6 +198,18 @@ class Members:
         """Return why a worker cannot serve this node's requests, or None if the worker can."""
         serves = self._own_model()
         return None if serves is None else serves.mismatch(report.model_id, report.max_model_len)
+
+    def _expected_model(self) -> str | None:
+        """Return the model of the workers, or None if a worker of any model may join.
+
+        While the model is unknown, the node links to workers of one model at a time. The first
+        link determines the model.
+        """
+        serves = self._own_model()
+        if serves is not None:
+            return serves.model_id
+        joining = (one for one in self._members.values() if one.refused_s is None)
+        return next((one.model_id for one in joining), None)
 
     def _own_model(self) -> _Model | None:
         """Return the model of this node, or None while it is unknown."""
@@ -230,22 +255,25 @@ class Members:
     async def _check(self, backend: PeerBackend) -> None:
         """Check that a worker has the fleet's model and tokenizer.
 
-        The first worker determines both on a node without its own workers.
+        On a node without its own workers, the first worker determines both, and again after all
+        workers have left.
 
         Raises:
             BackendFailed: the worker has another model or tokenizer.
         """
         card, digest = backend.card, backend.tokenizer_digest
         serves = self._own_model()
-        if serves is not None and not serves.digest:  # the digest of this node's own worker
+        if serves is not None and not serves.digest and self._fleet.own:
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
-        if self._served is None:  # several workers may link concurrently, and the first wins
-            self._served = _Model(card.model_id, card.max_model_len, digest)
-        why = self._served.mismatch(card.model_id, card.max_model_len)
+        serves = self._served  # several workers may link concurrently, and the first wins
+        if serves is None or not self._fleet.workers:
+            model_id = card.model_id if serves is None else serves.model_id
+            serves = self._served = _Model(model_id, card.max_model_len, digest)
+        why = serves.mismatch(card.model_id, card.max_model_len)
         if why is not None:
             raise BackendFailed(why)
-        if self._served.digest != digest:
+        if serves.digest != digest:
             raise BackendFailed("the worker has another tokenizer")
 
     def _leave(self, member: _Member) -> None:

@@ -31,7 +31,9 @@ from draftgate.gateway.config.values import (
     read_bytes,
     read_hosts,
     read_indices,
+    read_models,
     read_origins,
+    read_shares,
     read_texts,
     read_urls,
 )
@@ -51,7 +53,9 @@ _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "hosts": read_hosts,
     "indices": read_indices,
     "list": read_texts,
+    "models": read_models,
     "origins": read_origins,
+    "shares": read_shares,
     "urls": read_urls,
 }
 """Functions that convert a value before the type check, by kind of setting."""
@@ -71,6 +75,15 @@ _CHECKS: Final = {
 }
 """Functions that reject an invalid text, by kind of setting. Each is imported on first use, because
 policies import numpy."""
+
+_FLAGS: Final = {
+    "model": "MODEL",
+    "models": "--model",
+    "embedders": "--embedder",
+    "memory_shares": "--memory-share",
+}
+"""The names on the command line that differ from those of the fields. A repeatable flag has one
+value, and its field has all of them."""
 
 _TYPE_NAMES: Final = {
     "int": "a whole number",
@@ -105,7 +118,7 @@ class Setting:
     @property
     def flag(self) -> str:
         """The name on the command line."""
-        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+        return _FLAGS.get(self.name) or "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:

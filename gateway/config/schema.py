@@ -36,6 +36,17 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     devices: Annotated[tuple[int, ...], kind("indices")] = (0,)
     """Indices of devices, such as 0,1. Each device runs a worker."""
 
+    models: Annotated[tuple[str, ...], kind("models")] = ()
+    """Also serve this model on the same devices: a checkpoint, or NAME=CHECKPOINT with a name for
+    clients. Repeatable."""
+
+    embedders: Annotated[tuple[str, ...], kind("models")] = ()
+    """Also serve this embedding model, as --model does, with little KV memory. Repeatable."""
+
+    memory_shares: Annotated[tuple[str, ...], kind("shares")] = ()
+    """Share of the KV memory for one of several models: NAME=SHARE (default: 0.05 for an embedder,
+    and equal parts of the rest for the others). Repeatable."""
+
     decisions_file: str | None = None
     """Append each speculation decision to this JSON lines file."""
 
@@ -180,8 +191,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
         """The scheme of the node's address, `http` or `https`."""
         return "http" if self.tls_certfile is None else "https"
 
-    def worker_configs(self) -> tuple[WorkerConfig, ...]:
+    def worker_configs(
+        self, model_id: str | None = None, memory_share: float = 1.0
+    ) -> tuple[WorkerConfig, ...]:
         """Return the configurations of this node's workers, one per upstream or device.
+
+        Args:
+            model_id, memory_share: as in `WorkerConfig`.
 
         Raises:
             ValueError: `upstream_speculates` names a server that is not an upstream, or the backend
@@ -205,7 +221,11 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             )
         return tuple(
             self._worker_config(
-                device_index=device, num_workers=len(self.devices), threads=self._threads()
+                device_index=device,
+                num_workers=len(self.devices),
+                threads=self._threads(),
+                model_id=model_id,
+                memory_share=memory_share,
             )
             for device in self.devices
         )
@@ -230,6 +250,7 @@ def _usable_cores() -> int:
 
 _PANELS: Final = {
     "Model": "model backend max_model_len dtype exact",
+    "Further models": "models embedders memory_shares",
     "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
     "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "
     "max_body_bytes body_timeout_s keepalive_timeout_s embedding_cache_bytes response_store_bytes "

@@ -40,6 +40,35 @@ def read_texts(value: object) -> object:
     return found
 
 
+def read_models(value: object) -> object:
+    """Return `NAME=CHECKPOINT` texts from a list, a text with commas, or a mapping in YAML.
+
+    Raises:
+        ValueError: a name or a checkpoint is empty.
+    """
+    if isinstance(value, dict):
+        value = [f"{name}={path}" for name, path in value.items()]
+    found = read_texts(value)
+    if isinstance(found, list | tuple) and not all(all(str(one).split("=", 1)) for one in found):
+        raise ValueError("expected NAME=CHECKPOINT, or a checkpoint alone")
+    return found
+
+
+def read_shares(value: object) -> object:
+    """Return `NAME=SHARE` texts from a list, a text with commas, or a mapping in YAML.
+
+    Raises:
+        ValueError: a share is not a number.
+    """
+    if isinstance(value, dict):
+        value = [f"{name}={share}" for name, share in value.items()]
+    found = read_texts(value)
+    pattern = re.compile(r".+=[0-9]*\.?[0-9]+")
+    if isinstance(found, list | tuple) and not all(pattern.fullmatch(str(one)) for one in found):
+        raise ValueError("expected NAME=SHARE, such as chat=0.6")
+    return found
+
+
 def read_urls(value: object) -> list[str]:
     """Return server addresses from a text with commas or a list.
 

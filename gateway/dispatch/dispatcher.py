@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -31,34 +30,23 @@ from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.policies.values import replace
 
 
-class InFlight:
-    """The number of client requests that have arrived and not ended.
+class Counted:
+    """A context manager that counts a client request as in flight until the block ends.
 
-    The object is a context manager that counts a request until the block ends. It raises
-    `Unavailable` if the node accepts no requests at present.
+    It raises `Unavailable` if the node accepts no requests at present.
     """
 
     def __init__(self, fleet: Fleet, lifecycle: Lifecycle) -> None:
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self.requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def __enter__(self) -> None:
         self._lifecycle.note_failure(self._fleet.failure)
         self._lifecycle.require_ready()
-        self.requests += 1
-        self._idle.clear()
+        self._lifecycle.in_flight.add()
 
     def __exit__(self, *_: object) -> None:
-        self.requests -= 1
-        if self.requests == 0:
-            self._idle.set()
-
-    async def drained(self) -> None:
-        """Wait until no request is in flight."""
-        await self._idle.wait()
+        self._lifecycle.in_flight.remove()
 
 
 class Dispatcher:
@@ -102,24 +90,15 @@ class Dispatcher:
         parts = Parts(queue, admission, placer, leases, Watchdog(), kv, replicator)
         self.moves = Moves(fleet, parts, rescheduler)
         self._failover = Failover(fleet, parts, self.moves, most_resumes)
-        self._counted = InFlight(fleet, lifecycle)
+        self._counted = Counted(fleet, lifecycle)
 
-    @property
-    def in_flight(self) -> int:
-        """Number of client requests that have arrived and not ended."""
-        return self._counted.requests
-
-    def counted(self) -> InFlight:
+    def counted(self) -> Counted:
         """Return a context that counts a client request as in flight until its block ends.
 
         Raises:
             Unavailable: the node accepts no requests at present. The context raises the error.
         """
         return self._counted
-
-    async def drained(self) -> None:
-        """Wait until no request is in flight."""
-        await self._counted.drained()
 
     def run(self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED) -> RunningJob:
         """Return a context in which a job runs.
@@ -203,7 +182,7 @@ class RunningJob:
         try:
             wanted = _admission_request(job, requests)
             if hop is not None:
-                judged = self._flows.divide(hop, wanted)
+                judged = self._flows.divide(hop, wanted, self._admission)
                 job = replace(job, service=hop.service)
                 requests = tuple([replace(request, service=hop.service) for request in requests])
                 wanted = replace(

@@ -10,6 +10,7 @@ Requests without a flow never reach this module, so they cost no call of the sto
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class Hop:
 
 
 class Flows:
-    """The flows whose requests this gateway serves.
+    """The flows whose requests this gateway serves, on any of its models.
 
     Use the object only on the thread of the event loop.
 
@@ -125,21 +126,17 @@ class Flows:
         observer: counts hops and outcomes.
     """
 
-    def __init__(
-        self, store: FlowStore, admission: AdmissionController, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: FlowStore, now_s: Callable[[], float]) -> None:
         """Start without flows.
 
         Args:
-            admission: predicts the waits of the hops.
             now_s: the clock of `FlowTag.arrived_s`.
         """
         self.history = FlowHistory()
         self.observer = UNOBSERVED
         self._store = store
-        self._admission = admission
         self._now_s = now_s
-        self._promised = PromisedWork()
+        self._promised = defaultdict[str, PromisedWork](PromisedWork)  # by model
         self._settling: set[asyncio.TimerHandle | asyncio.Task[None]] = set()
 
     async def begin(self, tenant: str, tag: FlowTag) -> Hop | None:
@@ -150,10 +147,16 @@ class Flows:
         self.observer.joined(None if place is None else place.number)
         return None if place is None else Hop(key, tag, place)
 
-    def divide(self, hop: Hop, request: AdmissionRequest) -> ServiceLevel:
+    def divide(
+        self, hop: Hop, request: AdmissionRequest, admission: AdmissionController
+    ) -> ServiceLevel:
         """Set the division and the service level of a hop.
 
         A hop after the deadline keeps the service level of its request.
+
+        Args:
+            admission: the admission of the hop's model, which predicts waits. The waits of later
+                hops on other models are unknown.
 
         Returns:
             The targets by which admission decides about the hop.
@@ -166,17 +169,18 @@ class Flows:
         if remaining_s <= 0.0 and not hop.is_first:
             return anytime
         remaining_s = max(remaining_s, LEAST_HOP_S)
-        view, _ = self._admission.outlook(request)
+        view, _ = admission.outlook(request)
         pool, place = view.pool, (hop.key.tenant, hop.place.number, hop.tag.kind)
         own = _own_forecast(self.history.own(*place), request, view)
         later = self.history.later(*place)
         # The wait depends on the deadline of the hop, which depends on the wait. Two rounds do.
         unloaded = targets(divide(remaining_s, own, later, pool.speed), own, pool.speed, anytime)
         urgent = replace(request, service=unloaded)
-        _, predicted = self._admission.outlook(urgent)
-        promised_s = self._promised.others_s(hop.key, self._now_s())
-        _, with_promised = self._admission.outlook(urgent, promised_s)
-        later_wait_s = with_promised.wait_s - predicted.wait_s if later else 0.0
+        _, predicted = admission.outlook(urgent)
+        promised_s = self._promised[hop.tag.kind.model].others_s(hop.key, self._now_s())
+        _, with_promised = admission.outlook(urgent, promised_s)
+        returns = any(not one.elsewhere for one in later)
+        later_wait_s = with_promised.wait_s - predicted.wait_s if returns else 0.0
         division = divide(remaining_s, own, later, pool.speed, predicted.wait_s, later_wait_s)
         hop.division = division
         hop.service = hop.tag.capped(targets(division, own, pool.speed, request.service))
@@ -193,14 +197,15 @@ class Flows:
         if hop.is_first:
             self._settle_later(hop)
         until_s = self._now_s() + max(hop.place.remaining_s, 0.0)
-        later_s = 0.0 if hop.division is None else hop.division.later_served_s
-        self._promised.put(hop.key, later_s, until_s)
+        later_s = 0.0 if hop.division is None else hop.division.later_here_s
+        self._promised[hop.tag.kind.model].put(hop.key, later_s, until_s)
 
     async def end(self, hop: Hop, entry: Entry) -> None:
         """Record that the response of a hop has ended."""
         now_s = self._now_s()
         if hop.division is not None:
-            self._promised.shorten(hop.key, now_s + hop.division.gaps_s + FOLLOW_S)
+            until_s = now_s + hop.division.gaps_s + FOLLOW_S
+            self._promised[hop.tag.kind.model].shorten(hop.key, until_s)
         sequences = sum(need.sequences for need in entry.request.needs)
         started_s = now_s if hop.started_s is None else hop.started_s
         lengths = HopLengths(

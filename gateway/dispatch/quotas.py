@@ -1,4 +1,6 @@
-"""The quotas of tenants, and the reservations of this node's requests on them.
+"""The quotas of tenants for a model, and the reservations of this node's requests on them.
+
+A quota holds for each model separately, as the rate limits of hosted APIs do.
 
 A request that need not wait reserves its quota in the same call of the store as its lease. Any
 other request reserves its quota before it waits, in a call of its own.
@@ -23,17 +25,23 @@ class Quotas:
     """The quotas of tenants, which hold for all nodes that share the store."""
 
     def __init__(
-        self, store: QuotaStore, quotas: Mapping[str, Quota], now_s: Callable[[], float]
+        self,
+        store: QuotaStore,
+        quotas: Mapping[str, Quota],
+        now_s: Callable[[], float],
+        model: Callable[[], str] = lambda: "",
     ) -> None:
         """Start without reservations.
 
         Args:
             quotas: quotas by tenant. Other tenants have no quota.
             now_s: a monotonic clock, in seconds.
+            model: a function that returns the name of the model in the pool.
         """
         self._store = store
         self._quotas = quotas
         self._now_s = now_s
+        self._model = model
         self._held: dict[str, QuotaReservation] = {}
         self._short_until_s: dict[str, float] = {}  # by tenant
 
@@ -51,11 +59,11 @@ class Quotas:
         quota = self._quotas.get(tenant)
         if quota is None or not quota.is_limited:
             return None
-        return QuotaReservation(request_id, tenant, tokens, quota)
+        return QuotaReservation(request_id, quota_account(tenant, self._model()), tokens, quota)
 
     def is_short(self, tenant: str) -> bool:
         """Return whether a tenant's quota was too small a moment ago, and may still be."""
-        return self._now_s() < self._short_until_s.get(tenant, 0.0)
+        return self._now_s() < self._short_until_s.get(quota_account(tenant, self._model()), 0.0)
 
     async def reserve(self, reservation: QuotaReservation) -> Shortage | None:
         """Reserve what a request may use, or reserve nothing.
@@ -67,12 +75,12 @@ class Quotas:
 
     def record(self, reservation: QuotaReservation, shortage: Shortage | None) -> Shortage | None:
         """Record the result of a call that made a reservation, and return the result."""
-        tenant = reservation.tenant
+        account = reservation.tenant
         if shortage is None:
             self._held[reservation.request_id] = reservation
-            self._short_until_s.pop(tenant, None)
+            self._short_until_s.pop(account, None)
         elif shortage.retry_after_s is not None:
-            self._short_until_s[tenant] = self._now_s() + shortage.retry_after_s
+            self._short_until_s[account] = self._now_s() + shortage.retry_after_s
         return shortage
 
     async def settle(self, request_id: str, used_tokens: int) -> None:
@@ -99,3 +107,11 @@ class Quotas:
     async def _end(self, used: Settlement) -> None:
         if self._held.pop(used.request_id, None) is not None:
             await self._store.settle((used,))
+
+
+def quota_account(tenant: str, model: str) -> str:
+    """Return the name under which the store keeps what a tenant has used of a model.
+
+    The length keeps names unique, because both parts may contain any character.
+    """
+    return f"{len(model)}:{model}{tenant}"

@@ -35,9 +35,11 @@ calls."""
 
 
 class Sharing:
-    """The exchange of one gateway.
+    """The exchange of one gateway about one model.
 
-    Without the store, the gateway uses what it knew before and what it learns itself.
+    Without the store, the gateway uses what it knew before and what it learns itself. The tallies
+    of drafts name their model, so the exchanges of all models get all of them. A booking concerns
+    only the workers of its model.
 
     Attributes:
         expired_claims: number of claims on workers that have expired in the pool.
@@ -49,6 +51,7 @@ class Sharing:
         history: AcceptanceHistory,
         appointments: Appointments,
         now_s: Callable[[], float],
+        model: Callable[[], str] = lambda: "",
     ) -> None:
         """Start without knowledge of the others.
 
@@ -56,12 +59,14 @@ class Sharing:
             history: the history of this gateway, which gets the sums over all gateways.
             appointments: the bookings of this gateway, which gets those of all gateways.
             now_s: the clock of the bookings.
+            model: a function that returns the name of the model in the pool.
         """
         self.expired_claims = 0
         self._store = store
         self._history = history
         self._appointments = appointments
         self._now_s = now_s
+        self._model = model
         self._source = secrets.token_hex(8)
         self._number = 0
         self._start = 0
@@ -96,7 +101,9 @@ class Sharing:
         number = self._number + 1
         restored = tuple(islice(self._restoring, AT_ONCE))
         sent = tuple(self._history.take(AT_ONCE))
-        notes = tuple(self._appointments.take(self._now_s(), AT_ONCE, self._source))
+        taken = self._appointments.take(self._now_s(), AT_ONCE, self._source)
+        model = self._model()
+        notes = tuple([note._replace(model=model) for note in taken])
         update = Update(*(self._source, number, self._start, self._cursor), sent, restored, notes)
         news = await self._store.exchange(update)
         if news is None:
@@ -113,5 +120,6 @@ class Sharing:
         self._history.confirm()
         self._history.merge(news.history)
         self._appointments.confirm()
-        self._appointments.merge(news.bookings, self._now_s())
+        bookings = [note for note in news.bookings if note.model == model]
+        self._appointments.merge(bookings, self._now_s())
         return news.more or bool(self._restoring) or AT_ONCE in {len(sent), len(notes)}

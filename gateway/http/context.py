@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
+from draftgate.backends.types import ModelCard
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import (
     BodyTooLarge,
     ErrorFormat,
     InvalidRequest,
+    ModelNotFound,
     RequestTimeout,
     invalid,
 )
 from draftgate.gateway.http.slow_readers import SlowReaders
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 
 NODE: Final = web.AppKey("node", Node)
@@ -37,6 +41,15 @@ ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+
+
+class _Naming(msgspec.Struct):
+    """The name of the model in the body of a request."""
+
+    model: str | None = None
+
+
+_naming: Final = msgspec.json.Decoder(_Naming)
 _JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _LONGEST_ID: Final = 128
 
@@ -91,6 +104,37 @@ async def read_body(request: web.Request) -> bytes:
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split()).removeprefix("400, message: ")
         raise InvalidRequest(f"the body cannot be read: {reason}") from None
+
+
+async def requested_model(
+    request: web.Request, node: Node, offers: Callable[[ModelCard], bool] = lambda _card: True
+) -> ModelService:
+    """Return the model that a request names.
+
+    A request without a name gets the first model that offers its endpoint. A body that cannot be
+    read gets the first model, whose endpoint explains what is wrong.
+
+    Args:
+        offers: whether a model offers the endpoint.
+
+    Raises:
+        ModelNotFound: the node serves several models, and none of this name.
+        BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
+    """
+    first, *further = node.models
+    if not further:
+        return first  # the usual case
+    try:
+        name = _naming.decode(await read_body(request)).model
+    except msgspec.MsgspecError:
+        return first
+    if name is None:
+        known = (model for model in node.models if model.is_known)
+        return next((model for model in known if offers(model.fleet.card)), first)
+    model = node.model_named(name)
+    if model is None:
+        raise ModelNotFound(name, *(model.name for model in node.models if model.is_known))
+    return model
 
 
 def query_number(request: web.Request, name: str, default: int, most: int) -> int:

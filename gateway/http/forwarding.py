@@ -49,7 +49,7 @@ from draftgate.gateway.http.requests.headers import (
     service_level,
 )
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
-from draftgate.gateway.node import Node
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.capacity import CapacityNeed
@@ -93,7 +93,7 @@ class _UpstreamError(UpstreamBroken):
 
 
 async def forward(
-    request: web.Request, node: Node, watch: RequestWatch, *, generates: bool = True
+    request: web.Request, model: ModelService, watch: RequestWatch, *, generates: bool = True
 ) -> web.StreamResponse:
     """Send a request to an upstream, and forward the response to the client.
 
@@ -105,14 +105,14 @@ async def forward(
         ConnectionResetError: the client has disconnected.
     """
     account = request[ACCOUNT]
-    fields, body = await _read(request, node, account)
+    fields, body = await _read(request, model, account)
     if not generates:
         fields = replace(fields, stream=False, n=1, max_tokens=0)
     choices = fields.n if generates else 0
     job = _job(request, body, fields)
     service = job.request.service
     watch.forwarding(fields.model or "", account.name, service, choices, stream=fields.stream)
-    running = node.forwarder.run(job, watch.span)
+    running = model.forwarder.run(job, watch.span)
     events = EventStream(request, request.app[SLOW_READERS])
     whole = None
     async with OneEnding(events, watch, partial(error_event, wanted=error_format(request))):
@@ -130,11 +130,11 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
         NotOffered: the engine does not have the endpoint.
         GatewayError: no upstream responds, and the client has not received anything.
     """
-    node = request.app[NODE]
-    with node.dispatcher.counted():
-        _, body = await _read(request, node, ANONYMOUS)
+    model = request.app[NODE].models[0]  # a node with upstreams has one model
+    with model.dispatcher.counted():
+        _, body = await _read(request, model, ANONYMOUS)
         call = _call(request, body, service_level(request.headers))._replace(sequences=0)
-        async with node.forwarder.run_uncounted(call) as answer:
+        async with model.forwarder.run_uncounted(call) as answer:
             if answer.status in missing:
                 raise NotOffered(f"the upstream does not support {request.path}")
             return await _send_whole(request, answer)
@@ -265,21 +265,23 @@ def _with_retry(found: dict[str, Any], answer: UpstreamAnswer) -> dict[str, Any]
 
 
 async def _read(
-    request: web.Request, node: Node, account: Account
+    request: web.Request, model: ModelService, account: Account
 ) -> tuple[ForwardedFields, bytes]:
     """Return the fields of a request, and its body for the upstream."""
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
-        return _read_fields(body, node, account)
-    return await offload(_read_fields, body, node, account)
+        return _read_fields(body, model, account)
+    return await offload(_read_fields, body, model, account)
 
 
-def _read_fields(body: bytes, node: Node, account: Account) -> tuple[ForwardedFields, bytes]:
-    card = node.fleet.card
+def _read_fields(
+    body: bytes, model: ModelService, account: Account
+) -> tuple[ForwardedFields, bytes]:
+    card = model.fleet.card
     fields = read_fields(body, card.max_model_len)
     if not body:
         return fields, body
-    names = (node.config.served_model_name, card.model_id)
+    names = (model.config.served_model_name, card.model_id)
     return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 

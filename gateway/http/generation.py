@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
+from draftgate.backends.types import ModelCard
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import FlowTag
 from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
@@ -23,6 +24,7 @@ from draftgate.gateway.http.context import (
     json_response,
     new_id,
     read_body,
+    requested_model,
 )
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
@@ -31,6 +33,7 @@ from draftgate.gateway.http.requests.headers import flow_of, retry_count, servic
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
@@ -69,10 +72,12 @@ class WatchedEndpoint:
         """Respond to a request, which counts as in flight until its last byte."""
         node = request.app[NODE]
         span = _begin_span(node.tracing, request, self.path, self.operation)
-        watch = RequestWatch(node.request_series, span, self.path, self.operation)
+        watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         try:
             with node.dispatcher.counted():
-                response = await self.respond(request, node, watch)
+                model = await requested_model(request, node, self.offered_by)
+                watch.use(model.request_series)
+                response = await self.respond(request, model, watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -83,10 +88,14 @@ class WatchedEndpoint:
         watch.end(Ending.FINISHED, response.status)
         return response
 
+    def offered_by(self, card: ModelCard) -> bool:
+        """Return whether a model offers the endpoint."""
+        return card.capabilities.generates
+
     async def respond(
-        self, request: web.Request, node: Node, watch: RequestWatch
+        self, request: web.Request, model: ModelService, watch: RequestWatch
     ) -> web.StreamResponse:
-        """Respond to a request, and report to its watch."""
+        """Respond to a request for a model, and report to its watch."""
         raise NotImplementedError
 
 
@@ -114,26 +123,26 @@ class Endpoint(WatchedEndpoint):
         self.params = params
 
     def parsed(
-        self, request: web.Request, node: Node, watch: RequestWatch
+        self, request: web.Request, served: ServedModel, watch: RequestWatch
     ) -> Awaitable[ParsedRequest]:
         """Return the parsed request, as `parse_request` does."""
-        return parse_request(request, node, self.parse, watch)
+        return parse_request(request, served, self.parse, watch)
 
     def store(self, node: Node, parsed: ParsedRequest) -> StoreReply | None:
         """Return the function that stores the response, or None if it is not stored."""
         return None
 
     async def respond(
-        self, request: web.Request, node: Node, watch: RequestWatch
+        self, request: web.Request, model: ModelService, watch: RequestWatch
     ) -> web.StreamResponse:
-        """Respond to a request from a worker of this node, or by an upstream."""
-        if node.fleet.forwards:
-            return await forward(request, node, watch)
+        """Respond to a request from a worker of the model, or by an upstream."""
+        if model.fleet.forwards:
+            return await forward(request, model, watch)
         with RenamedParams(self.params):
-            parsed = await self.parsed(request, node, watch)
+            parsed = await self.parsed(request, model.served, watch)
             rendering = self.rendering(parsed, int(time.time()))
-            answer = Answer(parsed, rendering, watch, self.store(node, parsed))
-            running = node.dispatcher.run(parsed.job, watch.span, watch)
+            answer = Answer(parsed, rendering, watch, self.store(request.app[NODE], parsed))
+            running = model.dispatcher.run(parsed.job, watch.span, watch)
             if parsed.stream:
                 events = EventStream(request, request.app[SLOW_READERS])
                 await stream_answer(events, answer, running)
@@ -155,7 +164,11 @@ async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
 
 
 async def parse_request(
-    request: web.Request, node: Node, parse: Parse, watch: RequestWatch, more_bytes: int = 0
+    request: web.Request,
+    served: ServedModel,
+    parse: Parse,
+    watch: RequestWatch,
+    more_bytes: int = 0,
 ) -> ParsedRequest:
     """Return the parsed request, within the bounds of its account.
 
@@ -165,7 +178,7 @@ async def parse_request(
     Raises:
         GatewayError, RequestRejected: the request cannot run.
     """
-    served, account = node.served, request[ACCOUNT]
+    account = request[ACCOUNT]
     flow = _flow_tag(request, served.name)
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id

@@ -30,7 +30,6 @@ from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cli.server import banner
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.processes.siblings import Siblings
@@ -90,13 +89,13 @@ def _inherited(order: Order) -> Inherited | None:
 def _set_siblings(node: Node, order: Order) -> None:
     """Let a node share what it shows with the other processes, if its parent has several."""
     if order.parent is not None:
-        shown = node.metrics, node.live, node.decisions, node.streams
+        shown = node.metric_rows, node.live, node.decisions, node.streams
         node.siblings = Siblings(Path(order.parent), order.process, *shown)
 
 
-def _loading(config: ServeConfig, fleet: Fleet) -> AbstractAsyncContextManager[None]:
+def _loading(config: ServeConfig, node: Node) -> AbstractAsyncContextManager[None]:
     """Show the progress of loading in the process with the workers."""
-    return nullcontext() if config.no_worker else loading_shown(fleet, config)
+    return nullcontext() if config.no_worker else loading_shown(node, config)
 
 
 def _check_reachable(config: ServeConfig) -> None:
@@ -131,7 +130,7 @@ async def _is_joined(node: Node, before: bool) -> bool:
     if snapshot.degraded:
         return before
     listed = {view.worker_id: view.report.epoch for view in snapshot.workers}
-    return all(listed.get(worker.worker_id) == worker.epoch for worker in node.fleet.own)
+    return all(listed.get(worker.worker_id) == worker.epoch for _, worker in node.own_workers())
 
 
 class _NoticeWriter:

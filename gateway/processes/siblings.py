@@ -17,7 +17,6 @@ from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import Row
-from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 
@@ -31,7 +30,7 @@ class Siblings:
         self,
         path: Path,
         process: str,
-        metrics: Metrics,
+        metrics: Callable[[], list[Row]],
         live: Live,
         decisions: Decisions,
         own_streams: Callable[[], ProcessStreams],
@@ -41,6 +40,7 @@ class Siblings:
         Args:
             path: path of the socket of the parent.
             process: name of this process.
+            metrics: a function that returns the metrics of this process.
             own_streams: a function that returns the streams of this process.
         """
         self._client = Client(path)
@@ -55,7 +55,7 @@ class Siblings:
         """Send a snapshot of this process to the others. Errors are logged."""
         changed = [_shared(*one) for one in self._decisions.take_changed()]
         snapshot = ProcessSnapshot(
-            *(self._metrics.snapshot(), self._live.activity, changed, self._own_streams())
+            *(self._metrics(), self._live.activities, changed, self._own_streams())
         )
         try:
             await self._client.call("snapshots.share", self._process, self._run, snapshot)

@@ -32,7 +32,7 @@ class ProcessSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """
 
     metrics: list[Row]
-    activity: Activity
+    activities: list[Activity]
     decisions: list[SharedDecision]
     streams: ProcessStreams
 
@@ -66,7 +66,7 @@ class SharedSnapshots:
 
     async def activities(self, process: str) -> list[Activity]:
         """Return the activities of all other processes."""
-        return [snapshot.activity for snapshot in self._others(process)]
+        return [one for snapshot in self._others(process) for one in snapshot.activities]
 
     async def streams(self, process: str) -> list[ProcessStreams]:
         """Return the streams of all other processes."""

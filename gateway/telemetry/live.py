@@ -144,7 +144,7 @@ RATE_S: Final = 5
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """The requests of one process, as they count in a sample.
+    """The requests of one process for one model, as they count in a sample.
 
     Attributes:
         queued: requests in its queue.
@@ -152,6 +152,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
         steps, drafted_tokens: decode steps of the last minute's requests, and their draft tokens.
         ttft_s, tpot_s: values of the last minute's requests.
         desired_workers, scaling_reason: its scaling advice, or 0 and an empty text without advice.
+        model: name of the model.
     """
 
     queued: int = 0
@@ -163,6 +164,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     tpot_s: list[float] = []
     desired_workers: int = 0
     scaling_reason: str = ""
+    model: str = ""
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -214,13 +216,16 @@ def node_sample(
 
     Args:
         loads: the loads of the workers that have not failed, at least one.
-        activities: the activity of each process of the node, at least one.
+        activities: the activity of each process of the node for each model, at least one.
     """
     blocks = sum(load.kv_blocks_total for load in loads)
     drafting = [load for load in loads if load.proposers]
     steps = sum(one.steps for one in activities)
     drafted = sum(one.drafted_tokens for one in activities)
     advised = max(activities, key=lambda one: one.desired_workers)
+    desired = dict[str, int]()  # by model
+    for one in activities:
+        desired[one.model] = max(desired.get(one.model, 0), one.desired_workers)
     return NodeSample(
         at_s=at_s,
         price=fmean(load.price for load in drafting) if drafting else None,
@@ -235,9 +240,53 @@ def node_sample(
         requests_per_s=sum(one.requests_per_s for one in activities),
         tokens_per_s=sum(one.tokens_per_s for one in activities),
         workers=len(loads),
-        desired_workers=advised.desired_workers or len(loads),
+        desired_workers=sum(desired.values()) if all(desired.values()) else len(loads),
         scaling_reason=advised.scaling_reason or ScalingReason.START.value,
     )
+
+
+class ActivityMeter:
+    """The measurement of a process's activity for one model, once a second."""
+
+    def __init__(
+        self,
+        recent: Recent,
+        queued: Callable[[], int] = lambda: 0,
+        advice: Callable[[], ScalingAdvice | None] = lambda: None,
+        model: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Start without rates.
+
+        Args:
+            recent: the requests of the last minute.
+            queued: a function that returns the number of requests in the gateway's queue.
+            advice: a function that returns the scaling advice.
+            model: a function that returns the name of the model.
+        """
+        self._recent = recent
+        self._queued = queued
+        self._advice = advice
+        self._model = model
+        self._totals: deque[tuple[float, int, int]] = deque(maxlen=RATE_S + 1)
+
+    def measure(self, now_s: float) -> Activity:
+        """Return the activity, with rates since earlier measurements."""
+        recent = self._recent
+        self._totals.append((now_s, recent.requests, recent.tokens))
+        then_s, requests, tokens = self._totals[0]
+        span_s = max(now_s - then_s, SAMPLE_S)
+        advice = self._advice()
+        return Activity(
+            self._queued(),
+            (recent.requests - requests) / span_s,
+            (recent.tokens - tokens) / span_s,
+            *recent.steps(),
+            recent.ttft_s(),
+            recent.tpot_s(),
+            0 if advice is None else advice.workers,
+            "" if advice is None else advice.reason.value,
+            self._model(),
+        )
 
 
 class Live:
@@ -246,34 +295,27 @@ class Live:
     Use the object only on the thread of the event loop.
 
     Attributes:
-        activity: the requests of this process at the last sample.
+        activities: the requests of this process at the last sample, by model.
     """
 
     def __init__(
         self,
         loads: Loads,
-        recent: Recent,
-        queued: Callable[[], int] = lambda: 0,
+        meters: Callable[[], Sequence[ActivityMeter]],
         now_s: Callable[[], float] = time.time,
-        advice: Callable[[], ScalingAdvice | None] = lambda: None,
     ) -> None:
         """Start without samples.
 
         Args:
             loads: a function that returns the loads of the workers.
-            recent: the requests of the last minute.
-            queued: a function that returns the number of requests in the gateway's queue.
+            meters: a function that returns the meter of each model.
             now_s: the clock, in Unix time.
-            advice: a function that returns the scaling advice.
         """
-        self.activity = Activity()
+        self.activities: list[Activity] = []
         self._loads = loads
-        self._recent = recent
-        self._queued = queued
-        self._advice = advice
+        self._meters = meters
         self._now_s = now_s
         self._samples: deque[bytes] = deque(maxlen=KEPT)
-        self._totals: deque[tuple[float, int, int]] = deque(maxlen=RATE_S + 1)
         self._taken = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -285,11 +327,11 @@ class Live:
             others: the activities of the other processes of the node.
         """
         now_s = self._now_s()
-        self.activity = self._current_activity(now_s)
+        self.activities = [meter.measure(now_s) for meter in self._meters()]
         loads = [load for load in self._loads() if load is not None]
         if not loads:
             return
-        sample = node_sample(now_s, loads, [self.activity, *others])
+        sample = node_sample(now_s, loads, [*self.activities, *others])
         self._samples.append(msgspec.json.encode(sample))
         self._taken += 1
         self._wake()
@@ -315,20 +357,3 @@ class Live:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _current_activity(self, now_s: float) -> Activity:
-        recent = self._recent
-        self._totals.append((now_s, recent.requests, recent.tokens))
-        then_s, requests, tokens = self._totals[0]
-        span_s = max(now_s - then_s, SAMPLE_S)
-        advice = self._advice()
-        return Activity(
-            self._queued(),
-            (recent.requests - requests) / span_s,
-            (recent.tokens - tokens) / span_s,
-            *recent.steps(),
-            recent.ttft_s(),
-            recent.tpot_s(),
-            0 if advice is None else advice.workers,
-            "" if advice is None else advice.reason.value,
-        )

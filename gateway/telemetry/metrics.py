@@ -94,12 +94,12 @@ class HistogramSeries:
         return replace(self, counts=self.counts.copy())
 
 
-Rows = list[tuple[Labels, Scalar | HistogramSeries]]
-"""The series of a metric."""
+Rows = list[tuple[str, Labels, Scalar | HistogramSeries]]
+"""The series of a metric, with the names of their models."""
 
 
 class Metrics:
-    """The metrics of a node.
+    """The metrics of a model on a node.
 
     Use the object only on the thread of the event loop.
 
@@ -169,12 +169,8 @@ class Metrics:
         series.observe(value)
 
     def snapshot(self) -> list[Row]:
-        """Return all series, for another process of the node."""
-        return [
-            (metric.name, labels, series.numbers)
-            for metric, rows in self._all_rows()
-            for labels, series in rows
-        ]
+        """Return all series, for the page of another model or process of the node."""
+        return _as_snapshot(self._all_rows())
 
     def page(
         self, accept: str = "", others: Sequence[Sequence[Row]] = ()
@@ -185,12 +181,12 @@ class Metrics:
 
         Args:
             accept: the `Accept` header, which chooses between Prometheus' text and OpenMetrics.
-            others: snapshots of other processes of the node, which the page includes.
+            others: snapshots of other models and processes of the node, which the page includes.
         """
         found = self._all_rows()
         if others:
             found = _with_others(found, others)
-        page = _Page(self._model(), found)
+        page = _Page(found)
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
@@ -217,9 +213,10 @@ class Metrics:
 
     def _rows(self, metric: MetricDefinition) -> Rows:
         """Return a snapshot of each series."""
+        model = self._model()
         if metric.of_worker is not None:
             return [
-                ((str(number),), Scalar(metric.of_worker(load)))
+                (model, (str(number),), Scalar(metric.of_worker(load)))
                 for number, load in enumerate(self._loads())
                 if load is not None
             ]
@@ -229,20 +226,27 @@ class Metrics:
             create, series = self.histogram, self._histograms[metric]
         else:
             create, series = self.scalar, self._scalars[metric]
-        if not metric.labels and self._model():
+        if not metric.labels and model:
             create(metric)  # rates need a 0 before the first event
-        return [(values, one.copy()) for values, one in series.items()]
+        return [(model, values, one.copy()) for values, one in series.items()]
+
+
+def _as_snapshot(rows: Iterable[tuple[MetricDefinition, Rows]]) -> list[Row]:
+    return [
+        (model, metric.name, labels, series.numbers)
+        for metric, found in rows
+        for model, labels, series in found
+    ]
 
 
 def _with_others(
     own: list[tuple[MetricDefinition, Rows]], others: Sequence[Sequence[Row]]
 ) -> list[tuple[MetricDefinition, Rows]]:
-    """Return the series of a process together with those of other processes."""
-    rows = [(metric.name, labels, one.numbers) for metric, found in own for labels, one in found]
+    """Return the series of a model in this process together with other series."""
     by_name: defaultdict[str, Rows] = defaultdict(list)
     metrics = {metric.name: metric for metric, _ in own}
-    for name, labels, numbers in add_snapshots([rows, *others]):
-        by_name[name].append((labels, _series(metrics[name], numbers)))
+    for model, name, labels, numbers in add_snapshots([_as_snapshot(own), *others]):
+        by_name[name].append((model, labels, _series(metrics[name], numbers)))
     return [(metric, by_name[metric.name]) for metric, _ in own]
 
 
@@ -256,8 +260,7 @@ def _series(metric: MetricDefinition, numbers: list[float]) -> Scalar | Histogra
 class _Page:
     """A snapshot of all metrics in the form that prometheus-client's encoders accept."""
 
-    def __init__(self, model: str, snapshot: list[tuple[MetricDefinition, Rows]]) -> None:
-        self._model = model
+    def __init__(self, snapshot: list[tuple[MetricDefinition, Rows]]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
@@ -269,8 +272,8 @@ class _Page:
         # OpenMetrics requires that the name of a metric ends with its unit.
         unit = metric.unit if name.endswith("_" + metric.unit) else ""
         family = Metric(name, metric.text, metric.kind.value, unit)
-        for values, value in rows:
-            own = {"model_name": self._model, **dict(zip(metric.labels, values, strict=True))}
+        for model, values, value in rows:
+            own = {"model_name": model, **dict(zip(metric.labels, values, strict=True))}
             labels = _translated(name, own)
             if labels is not None:
                 family.samples += _samples(metric, name, labels, value)

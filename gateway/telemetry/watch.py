@@ -74,9 +74,7 @@ class RequestWatch:
         self.workers: list[str] = []
         self.tenant: str | None = None
         self._service = ANYTIME
-        self._series = series
-        self._metrics = series.metrics
-        self._recent = series.metrics.recent
+        self.use(series)
         self._endpoint = endpoint
         self._operation = operation
         self._clock = clock
@@ -93,6 +91,12 @@ class RequestWatch:
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException | None] | None = None
         self._ended = False
+
+    def use(self, series: RequestSeries) -> None:
+        """Record the request in the metrics of its model."""
+        self._series = series
+        self._metrics = series.metrics
+        self._recent = series.metrics.recent
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
         """Record the parameters of the request."""

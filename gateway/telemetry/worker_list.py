@@ -6,7 +6,7 @@ of other gateways appear only in the loads of the workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Final
@@ -58,6 +58,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
         running, waiting: sequences in its batch and in its queue, or 0 unless it runs.
         kv_usage: share of its KV blocks in use, 0 to 1, or None if unknown.
         role: phase of requests that it prefers: `any`, `prefill` or `decode`.
+        model: name of its model.
     """
 
     worker_id: str
@@ -66,6 +67,7 @@ class ListedWorker(msgspec.Struct, frozen=True):
     waiting: int
     kv_usage: float | None
     role: Role = Role.ANY
+    model: str = ""
 
 
 class WorkerList(msgspec.Struct):
@@ -84,9 +86,13 @@ class WorkerList(msgspec.Struct):
     moves: list[RecentMove]
 
 
-def process_streams(moves: Moves, decisions: Decisions) -> ProcessStreams:
-    """Return the streams and the latest moves of this process."""
-    return ProcessStreams(list(_running(moves)), list(decisions.moves))
+def process_streams(moves: Iterable[Moves], decisions: Decisions) -> ProcessStreams:
+    """Return the streams and the latest moves of this process.
+
+    Args:
+        moves: the moves of each model.
+    """
+    return ProcessStreams([one for each in moves for one in _running(each)], list(decisions.moves))
 
 
 def _running(moves: Moves) -> Iterator[RunningStream]:
@@ -99,22 +105,24 @@ def _running(moves: Moves) -> Iterator[RunningStream]:
             )
 
 
-def listed_worker(worker: FleetWorker) -> ListedWorker:
-    """Return the state of a worker."""
+def listed_worker(worker: FleetWorker, model: str) -> ListedWorker:
+    """Return the state of a worker of a model."""
     status = worker.status
     if status in {"failed", "loading"}:
-        return ListedWorker(worker.worker_id, status, 0, 0, None, worker.role)
+        return ListedWorker(worker.worker_id, status, 0, 0, None, worker.role, model)
     if status == "ok" and worker.leaving:
         status = "leaving"
     load = worker.backend.load()
     blocks = load.kv_blocks_total
     usage = 1 - load.kv_blocks_free / blocks if blocks else None
-    return ListedWorker(*(worker.worker_id, status, load.running, load.waiting, usage, worker.role))
+    return ListedWorker(
+        *(worker.worker_id, status, load.running, load.waiting, usage, worker.role, model)
+    )
 
 
 def worker_list(
     at_s: float,
-    workers: Sequence[FleetWorker],
+    workers: Iterable[tuple[FleetWorker, str]],
     processes: Sequence[ProcessStreams],
     tenant: str | None,
 ) -> WorkerList:
@@ -122,13 +130,14 @@ def worker_list(
 
     Args:
         at_s: the Unix time.
+        workers: the workers, and the names of their models.
         processes: the streams of each process of the node.
         tenant: the tenant whose streams are listed, or None for all tenants.
     """
     moves = (one for process in processes for one in process.moves)
     return WorkerList(
         at_s,
-        [listed_worker(worker) for worker in workers],
+        [listed_worker(*one) for one in workers],
         [one for process in processes for one in process.running if tenant in {None, one.tenant}],
         nlargest(
             KEPT_MOVES,

@@ -108,6 +108,7 @@ class BookingNote(NamedTuple):
         booked_ago_s: seconds since the client received the appointment.
         share: weight of the tenant.
         closed: whether the client has returned.
+        model: name of the model whose workers have the appointment.
     """
 
     name: str
@@ -120,6 +121,7 @@ class BookingNote(NamedTuple):
     again: bool = False
     share: float = 1.0
     closed: bool = False
+    model: str = ""
 
     @staticmethod
     def of(booking: Booking, now_s: float) -> BookingNote:

@@ -42,9 +42,10 @@ and without TPOT targets 213 and 16. (Simulated with the profile cpu-demo, edf, 
 def service_s(hop: HopForecast, speed: WorkerSpeed) -> float:
     """Return the predicted service time of a hop in seconds.
 
-    The measured times of earlier hops are the prediction while the speed is unknown.
+    The measured times of earlier hops are the prediction for hops elsewhere, and while the speed is
+    unknown.
     """
-    if speed.tpot_s <= 0.0 or speed.prompt_token_s <= 0.0:
+    if hop.elsewhere or speed.tpot_s <= 0.0 or speed.prompt_token_s <= 0.0:
         return max(hop.service_s, LEAST_HOP_S)
     tokens_s = hop.prompt_tokens * speed.prompt_token_s + hop.output_tokens * speed.tpot_s
     return max(tokens_s, LEAST_HOP_S)
@@ -77,12 +78,15 @@ def divide(
     served_s = service_s(own, speed)
     own_s = wait_s + served_s
     later_served_s = sum([hop.weight * service_s(hop, speed) for hop in later])
+    later_here_s = sum([h.weight * service_s(h, speed) for h in later if not h.elsewhere])
     later_s = later_served_s + max(later_wait_s, 0.0)
     gaps_s = sum([hop.weight * hop.gap_s for hop in later])
     usable_s = max(remaining_s - gaps_s, LEAST_SHARE * remaining_s)
     budget_s = usable_s * (own_s / (own_s + later_s))
     least_s = served_s + later_s + gaps_s
-    return Division(budget_s, own_s, served_s, later_s, later_served_s, gaps_s, least_s)
+    return Division(
+        budget_s, own_s, served_s, later_s, later_served_s, later_here_s, gaps_s, least_s
+    )
 
 
 def targets(
@@ -166,7 +170,8 @@ def refuse_flow(
     if late_s <= 0.0:
         return None
     speed = pool.speed
-    outputs = own.output_tokens + sum([hop.weight * hop.output_tokens for hop in later])
+    here = [hop for hop in later if not hop.elsewhere]
+    outputs = own.output_tokens + sum([hop.weight * hop.output_tokens for hop in here])
     gain_s = speed.sequence_s * outputs  # what the flow gains if a worker runs one sequence less
     running = pool.running / max(pool.workers, 1)
     waits_s = division.own_s - division.service_s + division.later_s - division.later_served_s

@@ -83,7 +83,7 @@ class _State:
             others = [known for known in self.following if known != kind]
             del self.following[min(others, key=self.following.__getitem__)]
 
-    def forecast(self, chance: float) -> HopForecast:
+    def forecast(self, chance: float, *, elsewhere: bool = False) -> HopForecast:
         """Return the expected hop, which follows with a probability."""
         return HopForecast(
             chance * (1.0 - self.overlap.value),
@@ -91,6 +91,7 @@ class _State:
             self.output_tokens.value,
             self.service_s.value,
             self.gap_s.value,
+            elsewhere,
         )
 
 
@@ -161,7 +162,7 @@ class FlowHistory:
                 state = self._states.get((tenant, position, after))
                 if chance >= LEAST_CHANCE and state is not None:
                     chances[after] = chance
-                    found.append(state.forecast(chance))
+                    found.append(state.forecast(chance, elsewhere=after.model != kind.model))
         return tuple(found)
 
     def _state(self, key: _Key) -> _State:

@@ -50,6 +50,8 @@ class HopForecast:
         prompt_tokens, output_tokens: expected tokens.
         service_s: expected seconds from its first worker to its end.
         gap_s: expected seconds that the client takes before the hop, after the previous hops.
+        elsewhere: whether the hop needs another model than the hop that has arrived, so that it
+            neither waits for the same workers nor has their speed.
     """
 
     weight: float
@@ -57,6 +59,7 @@ class HopForecast:
     output_tokens: float
     service_s: float
     gap_s: float
+    elsewhere: bool = False
 
 
 @immutable
@@ -70,6 +73,7 @@ class Division:
         service_s: the same seconds without the wait.
         later_s: predicted seconds of the later hops, with their waits.
         later_served_s: the same seconds without their waits.
+        later_here_s: the part of these seconds on the model of the hop.
         gaps_s: predicted seconds that the client takes between the hops.
         least_s: predicted seconds to the end of the flow if this hop need not wait.
     """
@@ -79,5 +83,6 @@ class Division:
     service_s: float
     later_s: float
     later_served_s: float
+    later_here_s: float
     gaps_s: float
     least_s: float

@@ -318,4 +318,4 @@ async def test_closing_the_page_frees_its_request(scene: Scene) -> None:
     request = await scene.backend.submitted.get()
     await scene.page.close()
     assert await scene.backend.abandoned.get() == request.request_id
-    await until(lambda: scene.gateway.node.dispatcher.in_flight == 0)
+    await until(lambda: scene.gateway.node.in_flight == 0)

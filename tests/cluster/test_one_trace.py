@@ -65,11 +65,11 @@ async def test_a_request_that_loses_a_peer_is_one_trace(own_redis: RedisServer) 
             reader, writer = await post_raw(gateway, PATH, BODY, headers)
             await reader.readuntil(b"data: ")
             ids = [where.node.fleet.own[0].worker_id for where in workers]
-            (lost,) = (w for w in workers if w.node.dispatcher.in_flight)
+            (lost,) = (w for w in workers if w.node.in_flight)
             await lost.node.fleet.own[0].backend.stop()
             await reader.readuntil(b"[DONE]")
             writer.close()
-            await until(lambda: not any(w.node.dispatcher.in_flight for w in (gateway, *workers)))
+            await until(lambda: not any(w.node.in_flight for w in (gateway, *workers)))
             first = lost.node.fleet.own[0].worker_id
             path = [first, *(each for each in ids if each != first)]
         check(collector, path)

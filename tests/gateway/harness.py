@@ -189,8 +189,7 @@ def is_idle(node: Node) -> bool:
     loads = [worker.backend.load() for worker in node.fleet.workers]
     busy = [w for w in loads if w.running + w.waiting or w.kv_blocks_free < w.kv_blocks_total]
     reserved = sum(worker.reserved_tokens for worker in node.fleet.workers)
-    dispatcher = node.dispatcher
-    return not busy and reserved == dispatcher.in_flight == len(dispatcher.queue) == 0
+    return not busy and reserved == node.in_flight == len(node.dispatcher.queue) == 0
 
 
 async def placed(node: Node, job: Job) -> list[Placement]:

@@ -179,12 +179,12 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
     _, writer = await post_raw(guarded, "/v1/completions", body, headers)
     request = await scripted.submitted.get()
     scripted.emit(request, "one two three")
-    await until(lambda: guarded.node.dispatcher.in_flight == 1)
+    await until(lambda: guarded.node.in_flight == 1)
     reserved = request.most_tokens
     assert await quotas.totals("search") == (reserved, 0, 0, reserved)
     await until(lambda: scripted.unread_tokens(request.request_id) == 0)
     writer.close()
-    await until(lambda: guarded.node.dispatcher.in_flight == 0)
+    await until(lambda: guarded.node.in_flight == 0)
     used = len(request.prompt_ids) + 3
     assert await quotas.totals("search") == (reserved, used, reserved - used, 0)
 

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from tests.gateway.harness import PATIENCE_S, client, eventually, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import CLOCK, POOL, TimedRedis
+
+ACCOUNT = quota_account("batch", SHIPPED_MODEL_ID)
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
 KEY = {"authorization": "Bearer sk-batch"}
@@ -84,7 +88,7 @@ async def test_two_nodes_grant_exactly_one_quota(
             assert await served(first, 4) + await served(second, 10) == 10
 
     async def settled() -> bool:
-        totals = await timed.store.quotas.totals("batch")
+        totals = await timed.store.quotas.totals(ACCOUNT)
         assert totals.reserved == totals.settled + totals.released + totals.open
         return totals.open == 0
 
@@ -103,9 +107,9 @@ async def test_a_disconnected_client_returns_its_tokens(
                 await anext(response.aiter_lines())
 
         async def settled() -> bool:
-            return (await timed.store.quotas.totals("batch")).open == 0
+            return (await timed.store.quotas.totals(ACCOUNT)).open == 0
 
         await eventually(settled)
-        totals = await timed.store.quotas.totals("batch")
+        totals = await timed.store.quotas.totals(ACCOUNT)
         assert totals.released > 0
         assert totals.reserved == totals.settled + totals.released

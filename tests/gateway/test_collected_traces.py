@@ -138,7 +138,7 @@ async def test_cancel_ends_all_spans_without_an_error(
         if begun and stream:
             await reader.readuntil(b"data: ")
         writer.close()
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
     server = check_tree(collector, WORKER_SPANS if begun else ())
     assert server.attributes["draftgate.ending"] == "cancelled"
     assert server.attributes["http.response.status_code"] == 499
@@ -160,7 +160,7 @@ async def test_worker_failure_marks_dispatch_and_server_span(
         scripted.crash("device lost")
         await reader.readuntil(b"worker_failed")
         writer.close()
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
     server = check_tree(collector, WORKER_SPANS if begun else ())
     assert {span.name for span in collector.spans if span.failed} == {SERVER, "dispatch"}
     assert server.attributes["error.type"] == "BackendFailed"
@@ -195,7 +195,7 @@ async def test_spans_of_choices_and_events_of_chunks_are_bounded(scripted: Scrip
         for choice in range(choices):
             phases = phases_now(chunks=MOST_CHUNKS + 5)
             scripted.emit(request, "one", choice=choice, last=True, phases=phases)
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
         writer.close()
     prefills = [span for span in collector.spans if span.name == "prefill"]
     assert len(prefills) == MOST_CHOICES
@@ -221,7 +221,7 @@ async def test_resumed_request_has_one_trace(scripted: ScriptedBackend) -> None:
         other.emit(rest, "three", phases=phases_now(), last=True)
         await reader.readuntil(b"[DONE]")
         writer.close()
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
     server = collector.named(SERVER)
     assert not server.failed
     assert server.events == ["first_token", "resume"]

@@ -127,6 +127,6 @@ async def test_write_to_a_departed_client_is_not_an_error(
         scripted.emit(request, "gone")
         async with asyncio.timeout(10):
             assert await scripted.abandoned.get() == request.request_id
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
         writer.close()
     assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []

@@ -21,6 +21,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http.endpoints.embeddings import unit_vector
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS
 from draftgate.gateway.telemetry.otel import OtelTracing
@@ -333,7 +334,8 @@ async def test_embedding_is_capped_and_charged_to_its_account(
                 assert request.speculation.mode is SpeculationMode.OFF
                 send_embedding(scripted, request.request_id, [1.0, 0.0, 0.0, 0.0])
             assert (await pending).json()["usage"]["prompt_tokens"] == 5
-        assert await gateway.node.store.quotas.totals("search") == (5, 5, 0, 0)
+        account = quota_account("search", gateway.node.fleet.model_id)
+        assert await gateway.node.store.quotas.totals(account) == (5, 5, 0, 0)
         assert len(observed) == 1
 
 
@@ -357,7 +359,8 @@ async def test_exhausted_quota_refuses_all_texts_before_any_runs(
         assert "retry-after" in response.headers
         assert (never.status_code, never.json()["error"]["param"]) == (400, "input")
         assert scripted.submitted.empty()
-        assert await gateway.node.store.quotas.totals("search") == (60, 60, 0, 0)
+        account = quota_account("search", gateway.node.fleet.model_id)
+        assert await gateway.node.store.quotas.totals(account) == (60, 60, 0, 0)
         assert is_idle(gateway.node)
 
 

@@ -181,7 +181,7 @@ async def test_failing_prompt_cancels_the_other_prompts(
         scripted.crash("device lost")
         (error,) = events("\n".join([line async for line in lines]))
     assert error["error"]["code"] == "worker_failed"
-    await until(lambda: node.node.dispatcher.in_flight == 0)
+    await until(lambda: node.node.in_flight == 0)
 
 
 async def test_slow_reader_gets_merged_deltas_and_all_text(

@@ -156,9 +156,9 @@ async def test_every_kind_of_request_survives_its_engine(
     """All responses stay bit-identical when an engine with every kind of request fails."""
     kinds = [kind for kind in REQUESTS for _ in range(2)]  # each engine gets every kind
     async with two_engines(routing="round_robin") as (gateway, http):
-        dispatcher = gateway.node.dispatcher
+        node = gateway.node
         plain = {kind: comparable(await send_request(http, kind)) for kind in REQUESTS}
-        await until(lambda: dispatcher.in_flight == 0)
+        await until(lambda: node.in_flight == 0)
         device.may_run.clear()
         pending = []
         for kind in kinds:
@@ -179,7 +179,7 @@ async def test_every_kind_of_request_survives_its_engine(
         if counted > sum(map(len, resumes)):
             disturbed.add("embedding")  # the response of an embedding has no metrics
         assert disturbed >= set(REQUESTS) - undisturbed
-        await until(lambda: dispatcher.in_flight == 0)
+        await until(lambda: node.in_flight == 0)
 
 
 def is_placed(gateway: Listening, sequences: int) -> bool:

@@ -118,7 +118,7 @@ async def test_a_resumed_response_is_gapless_and_reports_the_resume(
             "same_numerics_class": True,
         }
     ]
-    await until(lambda: node.node.dispatcher.in_flight == 0)
+    await until(lambda: node.node.in_flight == 0)
 
 
 async def test_an_undisturbed_response_has_no_resumes(http: httpx.AsyncClient, pair: Pair) -> None:

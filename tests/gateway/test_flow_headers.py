@@ -39,7 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
 async def test_every_endpoint_reports_the_hop() -> None:
     """Completions, chats, responses and messages of one flow report their place and budget."""
     async with running() as gateway, client(gateway) as http:
-        model = gateway.node.model_name
+        model = gateway.node.models[0].name
         for hop, (path, body) in enumerate(BODIES.items(), start=1):
             response = await http.post(path, json={**body, "model": model}, headers=HEADERS)
             assert response.status_code == 200, response.text

@@ -173,7 +173,7 @@ async def test_the_audit_log_has_requests_whose_client_left(
         async with asyncio.timeout(PATIENCE_S):
             await scripted.submitted.get()
         writer.close()
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)
         await asyncio.sleep(0)
         await gateway.node.heartbeat.write_files()
     (line,) = (await asyncio.to_thread(audit.read_text)).splitlines()

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.endpoints.page import WEB
-from draftgate.gateway.telemetry.live import KEPT, MOST_KEPT, WINDOW_S, Live, Recent, percentiles
+from draftgate.gateway.telemetry.live import (
+    KEPT,
+    MOST_KEPT,
+    WINDOW_S,
+    ActivityMeter,
+    Live,
+    Recent,
+    percentiles,
+)
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, events, running, until
 
@@ -34,7 +42,8 @@ class Clock:
 
 
 def live_of(loads: Sequence[WorkerLoad | None], recent: Recent | None = None) -> Live:
-    return Live(lambda: loads, recent or Recent(), lambda: 4, Clock())
+    meter = ActivityMeter(recent or Recent(), lambda: 4)
+    return Live(lambda: loads, lambda: [meter], Clock())
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
@@ -112,7 +121,8 @@ async def test_workers_without_drafts_do_not_change_the_price() -> None:
 async def test_rates_are_over_the_last_seconds() -> None:
     """The rates of tokens and requests cover the last five samples."""
     clock, recent = Clock(), Recent()
-    live = Live(lambda: [LOAD], recent, now_s=clock)
+    meter = ActivityMeter(recent)
+    live = Live(lambda: [LOAD], lambda: [meter], clock)
     for second in range(8):
         clock.now_s = float(second)
         recent.tokens += 10

@@ -69,8 +69,8 @@ async def test_upstream_passes_conformance_suite(plain: LlamaServer) -> None:
 
 async def test_whole_and_streamed_texts_are_equal(gateway: Listening, api: AsyncOpenAI) -> None:
     """Completions and chats have the same text and usage as whole responses and as streams."""
-    assert gateway.node.model_name.endswith("random.gguf")
-    common = {"model": gateway.node.model_name, "max_tokens": 24, "temperature": 0.0}
+    assert gateway.node.models[0].name.endswith("random.gguf")
+    common = {"model": gateway.node.models[0].name, "max_tokens": 24, "temperature": 0.0}
     options = {"include_usage": True}
     whole = await api.completions.create(**common, prompt="def f(x):")
     stream = await api.completions.create(
@@ -93,13 +93,13 @@ async def test_closed_stream_frees_its_slot(
     """A closed stream stops the generation on the server and frees the gateway's request."""
     before = plain.metric("tokens_predicted_total")
     stream = await api.completions.create(
-        model=gateway.node.model_name, prompt="x", stream=True, **ENDLESS
+        model=gateway.node.models[0].name, prompt="x", stream=True, **ENDLESS
     )
     await anext(aiter(stream))
     assert plain.metric("requests_processing") == 1
     await stream.close()
     await plain.wait_idle()
-    await until(lambda: gateway.node.dispatcher.in_flight == 0)
+    await until(lambda: gateway.node.in_flight == 0)
     assert plain.metric("tokens_predicted_total") - before < ENDLESS["max_tokens"]
 
 
@@ -109,18 +109,18 @@ async def test_abandoned_whole_response_frees_its_slot(
     """The server stops a whole response when its client disconnects before the response arrives."""
     before = plain.metric("tokens_predicted_total")
     pending = asyncio.create_task(
-        api.completions.create(model=gateway.node.model_name, prompt="x", **ENDLESS)
+        api.completions.create(model=gateway.node.models[0].name, prompt="x", **ENDLESS)
     )
     await until(lambda: plain.metric("requests_processing") == 1)
     pending.cancel()
     await plain.wait_idle()
-    await until(lambda: gateway.node.dispatcher.in_flight == 0)
+    await until(lambda: gateway.node.in_flight == 0)
     assert plain.metric("tokens_predicted_total") - before < ENDLESS["max_tokens"]
 
 
 async def test_server_errors_reach_the_client(gateway: Listening, api: AsyncOpenAI) -> None:
     """The client receives the server's own error messages for invalid requests."""
-    request = {"model": gateway.node.model_name, "max_tokens": 4}
+    request = {"model": gateway.node.models[0].name, "max_tokens": 4}
     with pytest.raises(openai.BadRequestError, match="must be number"):
         await api.completions.create(**request, prompt="x", temperature="hot")
     with pytest.raises(openai.BadRequestError, match="context size"):
@@ -156,7 +156,7 @@ async def test_requests_without_a_slot_wait_in_the_gateway(
     gateway: Listening, api: AsyncOpenAI, plain: LlamaServer
 ) -> None:
     """Requests without a free slot wait in the gateway and not on the server."""
-    request = {"model": gateway.node.model_name, "prompt": "x", **ENDLESS}
+    request = {"model": gateway.node.models[0].name, "prompt": "x", **ENDLESS}
     streams = [await api.completions.create(**request, stream=True) for _ in range(SLOTS)]
     waiting = asyncio.create_task(api.completions.create(**{**request, "max_tokens": 3}))
     await until(lambda: len(gateway.node.dispatcher.queue) == 1)

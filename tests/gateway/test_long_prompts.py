@@ -199,11 +199,11 @@ async def test_work_for_clients_that_have_left_stops(
         encoded.may_run.clear()
         try:
             sent = [await post_raw(gateway, "/v1/completions", body) for _ in range(clients)]
-            await until(lambda: node.dispatcher.in_flight == clients)
+            await until(lambda: node.in_flight == clients)
             await until(lambda: encoded.begun == THREADS)
             for _, writer in sent:
                 writer.close()
-            await until(lambda: node.dispatcher.in_flight == 0)
+            await until(lambda: node.in_flight == 0)
         finally:
             encoded.may_run.set()
         await asyncio.gather(*(offload(lambda: None) for _ in range(clients)))

@@ -247,7 +247,7 @@ async def test_choices_are_counted_by_finish_reason(scripted: ScriptedBackend) -
             await reader.readuntil(b"data: ")
             if not last:
                 writer.close()
-            await until(lambda: gateway.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.in_flight == 0)
             writer.close()
         response = await http.get("/metrics", headers={"accept": OPENMETRICS})
     assert response.headers["content-type"].startswith("application/openmetrics-text")

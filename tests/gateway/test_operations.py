@@ -239,4 +239,4 @@ async def test_health_counts_requests_in_flight(scripted: ScriptedBackend) -> No
         await scripted.submitted.get()
         assert (await http.get("/health")).json()["in_flight"] == 1
         writer.close()
-        await until(lambda: gateway.node.dispatcher.in_flight == 0)
+        await until(lambda: gateway.node.in_flight == 0)

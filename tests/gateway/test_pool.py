@@ -83,7 +83,7 @@ async def test_report_includes_requests_that_were_sent(
         assert (view.leased_tokens, view.behind_tokens, scripted.load().running) == (15, 0, 1)
         scripted.emit(request, "x", last=True)
         async with asyncio.timeout(PATIENCE_S):
-            await gateway.node.dispatcher.drained()
+            await gateway.node.lifecycle.in_flight.drained()
         assert await leased(gateway.node) == 0
         writer.close()
 
@@ -103,7 +103,7 @@ async def test_draining_node_leaves_the_pool_and_keeps_its_leases(
         assert await leased(gateway.node) == 15
         scripted.emit(request, "x", last=True)
         async with asyncio.timeout(PATIENCE_S):
-            await gateway.node.dispatcher.drained()
+            await gateway.node.lifecycle.in_flight.drained()
         writer.close()
 
 

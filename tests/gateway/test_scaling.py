@@ -23,7 +23,7 @@ async def test_the_advice_appears_in_metrics_samples_and_log(
     async with running(pool="blue") as gateway, client(gateway) as http:
         node = gateway.node
         logging.getLogger("draftgate").propagate = True
-        node.scaling._advisor = FixedAdvisor(ScalingAdvice(4, ScalingReason.QUEUE, 3.2))
+        node.models[0].scaling._advisor = FixedAdvisor(ScalingAdvice(4, ScalingReason.QUEUE, 3.2))
         with caplog.at_level(logging.INFO, "draftgate"):
             node.take_sample()
             node.take_sample()
@@ -43,7 +43,7 @@ async def test_drained_workers_and_queued_requests_are_part_of_the_demand() -> N
     async with running(devices=(0, 1, 2)) as gateway:
         node = gateway.node
         advisor = FixedAdvisor(ScalingAdvice(1, ScalingReason.START, 0.0))
-        node.scaling._advisor = advisor
+        node.models[0].scaling._advisor = advisor
         node.fleet.workers[1].drained = True
         node.take_sample()
     assert (len(advisor.view.loads), len(advisor.view.leaving)) == (2, 1)

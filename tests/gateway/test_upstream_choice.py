@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.quotas import quota_account
 from tests.gateway.harness import client, is_idle, post_raw, running, until
 from tests.gateway.troubles import AMPLE
 from tests.gateway.upstreams import (
@@ -51,14 +52,14 @@ async def test_upstream_with_fewest_requests_is_chosen() -> None:
         writers = []
         for _ in range(3):
             writers.append((await post_raw(gateway, "/v1/completions", BODY))[1])
-            await until(lambda: gateway.node.dispatcher.in_flight == len(writers))
+            await until(lambda: gateway.node.in_flight == len(writers))
             await until(lambda: sum(len(u.requests) for u in (a, b, c)) == len(writers))
         assert [len(u.requests) for u in (a, b, c)] == [1, 1, 1]
         loads = [worker.backend.load().running for worker in gateway.node.fleet.workers]
         assert loads == [1, 1, 1]
         writers.pop(1).close()
         assert await b.disconnected.get()
-        await until(lambda: gateway.node.dispatcher.in_flight == 2)
+        await until(lambda: gateway.node.in_flight == 2)
         writers.append((await post_raw(gateway, "/v1/completions", BODY))[1])
         await b.arrived.get()
         await b.arrived.get()
@@ -238,7 +239,7 @@ async def test_upstream_may_start_after_its_node() -> None:
             engine.status = 200
             await probe(gateway)
             assert (await http.get("/ready")).status_code == 200
-            assert gateway.node.model_name == "theirs"
+            assert gateway.node.models[0].name == "theirs"
 
 
 async def test_unreachable_address_is_an_outage() -> None:
@@ -318,7 +319,7 @@ async def test_model_lists_and_tokenizing_need_no_capacity() -> None:
         engine.handler = whole
         assert (await http.get("/v1/models")).status_code == 200
         assert (await http.post("/tokenize", json={"prompt": "x"})).content == WHOLE
-        totals = await gateway.node.store.quotas.totals("")
+        totals = await gateway.node.store.quotas.totals(quota_account("", ""))
         assert totals.reserved == 4 + 99  # the first request
         first.close()
         await until(lambda: is_idle(gateway.node))

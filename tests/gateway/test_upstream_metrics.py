@@ -273,7 +273,7 @@ async def test_other_clients_leave_half_of_the_capacity() -> None:
             assert len(engine.requests) == 4
             for writer in writers:
                 writer.close()
-            await until(lambda: gateway.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.in_flight == 0)
 
 
 async def test_request_waits_while_kv_memory_is_full() -> None:
@@ -291,7 +291,7 @@ async def test_request_waits_while_kv_memory_is_full() -> None:
             await engine.arrived.get()
             first.close()
             second.close()
-            await until(lambda: gateway.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.in_flight == 0)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ async def test_request_does_not_wait_for_a_full_pool() -> None:
             decisions = (await http.get("/decisions")).json()["decisions"]
             for writer in (first, third):
                 writer.close()
-            await until(lambda: gateway.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.in_flight == 0)
     reasons = [decision["plan"]["reason"] for decision in decisions]
     assert reasons[2] == "the request asked for no speculation"
     assert reasons[1].endswith("but only speculating replicas have capacity")
@@ -198,7 +198,7 @@ async def test_request_for_a_full_pool_does_not_block_others() -> None:
             await plain.arrived.get()
             for writer in writers:
                 writer.close()
-            await until(lambda: gateway.node.dispatcher.in_flight == 0)
+            await until(lambda: gateway.node.in_flight == 0)
 
 
 async def test_pool_headers_of_streams_and_embeddings() -> None:

@@ -48,7 +48,7 @@ async def test_clients_receive_the_responses_of_a_local_worker() -> None:
         refused = await http.post("/v1/completions", json=too_long)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         assert is_idle(peer.node)
-        assert where.node.dispatcher.in_flight == 0
+        assert where.node.in_flight == 0
 
 
 async def test_disconnected_client_frees_memory_at_the_peer() -> None:
@@ -63,7 +63,7 @@ async def test_disconnected_client_frees_memory_at_the_peer() -> None:
             await anext(response.aiter_lines())
             assert not is_idle(peer.node)
         await until(lambda: is_idle(peer.node))
-        await until(lambda: where.node.dispatcher.in_flight == 0)
+        await until(lambda: where.node.in_flight == 0)
 
 
 async def test_requests_of_peers_count_against_capacity() -> None:

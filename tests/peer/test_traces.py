@@ -119,7 +119,7 @@ async def test_times_of_another_clock_lie_within_dispatch(
         backend.emit(request, "two", last=True)
         await reader.readuntil(b"[DONE]")
         writer.close()
-        await until(lambda: where.node.dispatcher.in_flight == 0)
+        await until(lambda: where.node.in_flight == 0)
         async with client(where) as http:
             page = (await http.get("/metrics")).text
     dispatch, durations = collector.named("dispatch"), {}
@@ -141,7 +141,7 @@ async def test_cancel_ends_the_spans_of_both_nodes() -> None:
             reader, writer = await post_raw(where, PATH, body)
             await reader.readuntil(b"data: ")
             writer.close()
-            await until(lambda: peer.node.dispatcher.in_flight == 0)
+            await until(lambda: peer.node.in_flight == 0)
         peer_span = collector.named("peer.generate")
         assert collector.named("decode").parent == peer_span.id
         assert not any(span.failed for span in collector.spans)
@@ -165,6 +165,6 @@ async def test_worker_error_is_on_the_spans_of_both_nodes(
         backend.crash("device lost")
         await reader.readuntil(b"worker_failed")
         writer.close()
-        await until(lambda: where.node.dispatcher.in_flight == 0)
+        await until(lambda: where.node.in_flight == 0)
     failed = {span.name for span in collector.spans if span.failed}
     assert failed == {SERVER, "dispatch", "peer.generate"}

@@ -16,7 +16,7 @@ from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecisio
 from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.live import Activity, Live, node_sample
+from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
 from draftgate.gateway.telemetry.metric_snapshots import add_snapshots
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
@@ -35,7 +35,7 @@ def metrics() -> Metrics:
 
 def value(rows: list, name: str) -> float:
     """Return the sum of the first numbers of a metric."""
-    return sum(numbers[0] for found, _, numbers in rows if found == name)
+    return sum(numbers[0] for _, found, _, numbers in rows if found == name)
 
 
 @given(st.lists(st.lists(st.integers(0, 100), max_size=5), min_size=1, max_size=4))
@@ -69,12 +69,12 @@ def test_values_of_the_whole_node_are_not_added() -> None:
 
 def test_metrics_of_another_version_are_omitted() -> None:
     """An unknown metric of another process does not break the page."""
-    assert add_snapshots([[("unknown", (), [1.0])]]) == []
+    assert add_snapshots([[("m", "unknown", (), [1.0])]]) == []
 
 
 def snapshot(of: Metrics, *decisions: SharedDecision) -> ProcessSnapshot:
     """Return the snapshot of an idle process with some decisions."""
-    return ProcessSnapshot(of.snapshot(), Activity(), list(decisions), ProcessStreams())
+    return ProcessSnapshot(of.snapshot(), [Activity()], list(decisions), ProcessStreams())
 
 
 def decided(key: int, tenant: str = "") -> SharedDecision:
@@ -161,10 +161,11 @@ class Process:
 
     def __init__(self, path: Path, name: str) -> None:
         self.metrics = metrics()
-        self.live = Live(lambda: [LOAD], self.metrics.recent, now_s=lambda: 0.0)
+        meter = ActivityMeter(self.metrics.recent)
+        self.live = Live(lambda: [LOAD], lambda: [meter], lambda: 0.0)
         self.decisions = Decisions(None, lambda: 7.0)
         self.streams = ProcessStreams()
-        shown = self.metrics, self.live, self.decisions, lambda: self.streams
+        shown = self.metrics.snapshot, self.live, self.decisions, lambda: self.streams
         self.siblings = Siblings(path, name, *shown)
 
 

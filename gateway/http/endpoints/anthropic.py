@@ -7,7 +7,14 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.http.context import MESSAGES_PATH, NODE, json_response, new_id, read_body
+from draftgate.gateway.http.context import (
+    MESSAGES_PATH,
+    NODE,
+    json_response,
+    new_id,
+    read_body,
+    requested_model,
+)
 from draftgate.gateway.http.endpoints.input_tokens import count_tokens, pass_on_count
 from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.anthropic import MessageRendering
@@ -28,6 +35,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """
     if request.app[NODE].fleet.forwards:
         return await pass_on_count(request)
-    served, body = request.app[NODE].served, await read_body(request)
+    served = (await requested_model(request, request.app[NODE])).served
+    body = await read_body(request)
     parse = partial(parse_count_tokens, body, served, Sender(new_id()))
     return json_response(MessageTokensReply(await count_tokens(parse, PARAMS, len(body))))

@@ -23,8 +23,9 @@ from aiohttp import web
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.embedding_cache import embedding_key
+from draftgate.gateway.embedding_cache import EmbeddingCache, embedding_key
 from draftgate.gateway.errors import NoEmbeddings, invalid
+from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
 from draftgate.gateway.http.replies.rendering import encode
@@ -38,7 +39,7 @@ from draftgate.gateway.http.requests.schemas import (
 )
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
-from draftgate.gateway.node import Node
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry import metric_definitions as metric
@@ -63,8 +64,12 @@ class EmbeddingsEndpoint(WatchedEndpoint):
     path = PATH
     operation = "embeddings"
 
+    def offered_by(self, card: ModelCard) -> bool:
+        """Return whether a model has embeddings."""
+        return card.capabilities.embeddings
+
     async def respond(
-        self, request: web.Request, node: Node, watch: RequestWatch
+        self, request: web.Request, model: ModelService, watch: RequestWatch
     ) -> web.StreamResponse:
         """Respond to a request.
 
@@ -72,14 +77,13 @@ class EmbeddingsEndpoint(WatchedEndpoint):
             NoEmbeddings: the backend has no embeddings.
             GatewayError, RequestRejected, BackendFailed: as for requests that generate text.
         """
-        if node.fleet.forwards:
-            return await forward(request, node, watch, generates=False)
-        capabilities = node.fleet.card.capabilities
-        if not capabilities.embeddings:
-            raise NoEmbeddings(node.config.backend, node.served.name)
-        parse = partial(parse_embeddings, node.fleet.card)
-        parsed = await parse_request(request, node, parse, watch)
-        states = await _states(node, parsed, watch)
+        if model.fleet.forwards:
+            return await forward(request, model, watch, generates=False)
+        served, card = model.served, model.fleet.card
+        if not self.offered_by(card):
+            raise NoEmbeddings(model.config.backend, served.name)
+        parsed = await parse_request(request, served, partial(parse_embeddings, card), watch)
+        states = await _states(request.app[NODE].embeddings, model, parsed, watch)
         reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
         short = sum(map(len, states)) <= INLINE_STATE_BYTES
         return await send_json(request, reply() if short else await offload(reply))
@@ -137,7 +141,9 @@ def _priority(wire: EmbeddingBody) -> int | None:
     return BATCH_PRIORITY if batch else wire.priority
 
 
-async def _states(node: Node, parsed: ParsedRequest, watch: RequestWatch) -> list[bytes]:
+async def _states(
+    cache: EmbeddingCache, model: ModelService, parsed: ParsedRequest, watch: RequestWatch
+) -> list[bytes]:
     """Return the pooled hidden state of each text, from the cache or from a worker.
 
     Raises:
@@ -145,9 +151,9 @@ async def _states(node: Node, parsed: ParsedRequest, watch: RequestWatch) -> lis
         Overloaded, QuotaExceeded: the request is rejected for now.
         BackendFailed: a worker failed.
     """
-    job, cache, numerics = parsed.job, node.embeddings, node.fleet.card.numerics_class
+    job, numerics = parsed.job, model.fleet.card.numerics_class
     if not cache.is_on or numerics is None:
-        return await _computed(node, job, watch)
+        return await _computed(model, job, watch)
     wire = parsed.body
     assert isinstance(wire, EmbeddingBody)
     kind = wire.input_type or ""
@@ -157,19 +163,19 @@ async def _states(node: Node, parsed: ParsedRequest, watch: RequestWatch) -> lis
     by_key = dict(zip(keys, job.prompts, strict=True))
     missing = {key: prompt for key, prompt in by_key.items() if key not in states}
     hits = sum(key in states for key in keys)
-    node.metrics.add(metric.EMBEDDING_HITS, hits)
-    node.metrics.add(metric.EMBEDDING_MISSES, len(keys) - hits)
+    model.metrics.add(metric.EMBEDDING_HITS, hits)
+    model.metrics.add(metric.EMBEDDING_MISSES, len(keys) - hits)
     if missing:
-        computed = await _computed(node, replace(job, prompts=tuple(missing.values())), watch)
+        computed = await _computed(model, replace(job, prompts=tuple(missing.values())), watch)
         for key, state in zip(missing, computed, strict=True):
             states[key] = state
             if np.isfinite(np.frombuffer(state, _WIRE)).all():  # the next attempt may succeed
                 cache.put(key, state)
-        node.metrics.set(metric.EMBEDDING_BYTES, cache.num_bytes)
+        model.metrics.set(metric.EMBEDDING_BYTES, cache.num_bytes)
     return [states[key] for key in keys]
 
 
-async def _computed(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
+async def _computed(model: ModelService, job: Job, watch: RequestWatch) -> list[bytes]:
     """Return the pooled hidden state of each text from a worker.
 
     Raises:
@@ -179,7 +185,7 @@ async def _computed(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
     """
     states: dict[int, bytes] = {}
     with RenamedParams({"prompt": "input"}):
-        async with node.dispatcher.run(job, watch.span, watch) as run:
+        async with model.dispatcher.run(job, watch.span, watch) as run:
             async for delta in run.deltas:
                 watch.observe(delta)
                 if delta.embedding is not None:

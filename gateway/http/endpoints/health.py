@@ -29,8 +29,8 @@ async def health(request: web.Request) -> web.Response:
     workers.
     """
     node = request.app[NODE]
-    workers = [_described(worker, number) for number, worker in enumerate(node.fleet.workers, 1)]
-    reply = HealthReply(node.state.value, node.dispatcher.in_flight, workers)
+    workers = [_described(worker, number) for number, (_, worker) in enumerate(node.workers(), 1)]
+    reply = HealthReply(node.state.value, node.in_flight, workers)
     if node.lifecycle.failure is None:
         return json_response(reply)
     reply.reason = node.lifecycle.failure
@@ -41,15 +41,15 @@ async def ready(request: web.Request) -> web.Response:
     """Return status 200 if the node accepts requests, or 503 otherwise.
 
     The body has the progress of loading. A node is not ready while all its upstreams are
-    unavailable or all its workers hang.
+    unavailable, or all workers of all its models hang.
     """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
-        return json_response(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
-    outage = node.fleet.outage or _hung(node.fleet)
-    if state is NodeState.READY and outage is not None:  # the outage may end
-        return json_response(ReadyReply("unavailable", reason=outage), 503)
+        return json_response(ReadyReply(state.value, round(node.progress, 3)), 503)
+    outages = [model.fleet.outage or _hung(model.fleet) for model in node.models]
+    if state is NodeState.READY and outages[0] and None not in outages:  # the outage may end
+        return json_response(ReadyReply("unavailable", reason=outages[0]), 503)
     return json_response(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
 
 
@@ -77,7 +77,9 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
     await _set_stored(node)
-    others = [] if node.siblings is None else await node.siblings.metrics()
+    others = [model.metrics.snapshot() for model in node.models[1:]]
+    if node.siblings is not None:
+        others += await node.siblings.metrics()
     write, content_type = node.metrics.page(request.headers.get("Accept", ""), others)
     body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})

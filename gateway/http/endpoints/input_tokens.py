@@ -7,7 +7,7 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.http.context import NODE, json_response, new_id, read_body
+from draftgate.gateway.http.context import NODE, json_response, new_id, read_body, requested_model
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.history import find_previous
@@ -29,7 +29,8 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """
     if request.app[NODE].fleet.forwards:
         return await pass_on_count(request)
-    served, body = request.app[NODE].served, await read_body(request)
+    served = (await requested_model(request, request.app[NODE])).served
+    body = await read_body(request)
     previous = await find_previous(request)
 
     def parse() -> ParsedRequest:

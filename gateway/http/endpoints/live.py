@@ -62,7 +62,8 @@ async def list_workers(request: web.Request) -> web.Response:
     node = request.app[NODE]
     others = [] if node.siblings is None else await node.siblings.streams()
     processes, tenant = [node.streams(), *others], request[ACCOUNT].sees_tenant
-    return json_response(worker_list(time.time(), node.fleet.workers, processes, tenant))
+    workers = [(worker, model.name) for model, worker in node.workers()]
+    return json_response(worker_list(time.time(), workers, processes, tenant))
 
 
 async def list_decisions(request: web.Request) -> web.Response:

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.errors import ModelNotFound, invalid
-from draftgate.gateway.http.context import NODE, json_response, read_body
+from draftgate.gateway.http.context import NODE, json_response, read_body, requested_model
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.replies.rendering import encode
@@ -24,6 +24,7 @@ from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.reasoning import template_variables
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel
 
@@ -32,25 +33,27 @@ _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
-    """List the model of this node, or the models of the upstream."""
-    if _uses_upstream_names(request.app[NODE]):
+    """List the models of this node and of its pool, or the models of the upstream."""
+    node = request.app[NODE]
+    if _uses_upstream_names(node):
         return await pass_on(request)
-    return json_response(ModelList([_model(request.app[NODE])]))
+    return json_response(ModelList(list(map(_described, _known(node)))))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
     """Describe the model.
 
     Raises:
-        ModelNotFound: the node serves another model.
+        ModelNotFound: the node serves other models.
     """
     node = request.app[NODE]
     if _uses_upstream_names(node):
         return await pass_on(request)
-    requested, model = request.match_info["model"], _model(node)
-    if requested != model.id:
-        raise ModelNotFound(requested, model.id)
-    return json_response(model)
+    requested, models = request.match_info["model"], _known(node)
+    for model in models:
+        if model.name == requested:
+            return json_response(_described(model))
+    raise ModelNotFound(requested, *(model.name for model in models))
 
 
 def _uses_upstream_names(node: Node) -> bool:
@@ -58,24 +61,30 @@ def _uses_upstream_names(node: Node) -> bool:
     return node.fleet.forwards and node.config.served_model_name is None
 
 
-def _model(node: Node) -> ModelReply:
-    """Return the model of the node.
+def _known(node: Node) -> list[ModelService]:
+    """Return the models that clients can use now.
 
     Raises:
-        Unavailable: the model is not loaded.
+        Unavailable: the first model is not loaded.
     """
-    card = node.fleet.card
-    if node.fleet.forwards:
+    if not node.models[0].is_known:
+        node.lifecycle.require_ready()
+    return [model for model in node.models if model.is_known]
+
+
+def _described(model: ModelService) -> ModelReply:
+    card = model.fleet.card
+    if model.fleet.forwards:
         # The card's root would show the upstream's address.
-        return ModelReply(node.model_name, card.created_s, node.model_name, card.max_model_len)
-    served = node.served
+        return ModelReply(model.name, card.created_s, model.name, card.max_model_len)
+    served = model.served
     return ModelReply(
         served.name,
         card.created_s,
         card.root,
         card.max_model_len,
         chat=served.tokenizer.tool_template is not None,
-        proposers=node.fleet.proposers,
+        proposers=model.fleet.proposers,
     )
 
 
@@ -94,7 +103,7 @@ async def _answer(
 ) -> web.StreamResponse:
     if request.app[NODE].fleet.forwards:
         return await pass_on(request, missing=(404, 405))
-    served = request.app[NODE].served
+    served = (await requested_model(request, request.app[NODE])).served
     body = await read_body(request)
     return json_response(await offload_if_long(lambda: encode(work(body, served)), len(body)))
 

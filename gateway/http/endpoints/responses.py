@@ -9,6 +9,7 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.gateway.http.answer import StoreReply
+from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.generation import Endpoint, parse_request
 from draftgate.gateway.http.history import find_previous, store_response
 from draftgate.gateway.http.replies.responses import ResponseRendering
@@ -26,10 +27,12 @@ PATH: Final = "/v1/responses"
 class ResponsesEndpoint(Endpoint):
     """An endpoint whose requests may continue a stored response."""
 
-    async def parsed(self, request: web.Request, node: Node, watch: RequestWatch) -> ParsedRequest:
+    async def parsed(
+        self, request: web.Request, served: ServedModel, watch: RequestWatch
+    ) -> ParsedRequest:
         """Return the parsed request after its conversation, as `parse_request` does."""
         previous = await find_previous(request)
-        stores = node.config.response_store_bytes > 0
+        stores = request.app[NODE].config.response_store_bytes > 0
 
         def parse(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
             earlier = () if previous is None else items_of(previous)
@@ -39,7 +42,7 @@ class ResponsesEndpoint(Endpoint):
                 return parsed
             return replace(parsed, conversation=conversation(body, previous, sender.request_id))
 
-        return await parse_request(request, node, parse, watch, len(previous or b""))
+        return await parse_request(request, served, parse, watch, len(previous or b""))
 
     def store(self, node: Node, parsed: ParsedRequest) -> StoreReply | None:
         """Return the function that stores the response, unless the request has `store: false`."""

@@ -20,6 +20,7 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import ACCOUNT, NODE, json_response, read_body
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.schemas import WorkerRoleBody
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.worker_list import listed_worker
@@ -44,17 +45,17 @@ async def set_role(request: web.Request) -> web.Response:
     if account.role is not KeyRole.OPERATOR:
         raise Forbidden("this endpoint needs the API key of an operator")
     role = decode(await read_body(request), _decoder).role
-    worker = _find(node, request.match_info["worker_id"])
+    model, worker = _find(node, request.match_info["worker_id"])
     await _change_role(worker, role)
     log(logging.INFO, "an operator set the role of a worker", worker=worker.worker_id, role=role)
-    node.dispatcher.queue.dispatch_waiting()  # the role may give a waiting request a worker
-    return json_response(listed_worker(worker))
+    model.dispatcher.queue.dispatch_waiting()  # the role may give a waiting request a worker
+    return json_response(listed_worker(worker, model.name))
 
 
-def _find(node: Node, worker_id: str) -> FleetWorker:
-    for worker in node.fleet.workers:
+def _find(node: Node, worker_id: str) -> tuple[ModelService, FleetWorker]:
+    for model, worker in node.workers():
         if worker.worker_id == worker_id:
-            return worker
+            return model, worker
     raise WorkerNotFound(worker_id)
 
 

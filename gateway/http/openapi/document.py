@@ -86,10 +86,12 @@ _SCHEMES: Final = {
 async def get_document(request: web.Request) -> web.Response:
     """Return the OpenAPI document.
 
-    The document has no bounds for model name and vocabulary until the model is loaded.
+    The document has no bounds for model name and vocabulary until the model is loaded, or if the
+    node serves several models.
     """
     try:
-        served = request.app[NODE].served
+        node = request.app[NODE]
+        served = node.served if len(node.models) == 1 else None
     except (Unavailable, NotOffered):  # the model is loading, or belongs to an upstream
         served = None
     return json_response(

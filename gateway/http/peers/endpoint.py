@@ -22,6 +22,7 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.peers.blocks import BlockSession
 from draftgate.gateway.http.peers.session import PeerSession
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
@@ -67,9 +68,9 @@ async def _serve_peer(request: web.Request) -> web.StreamResponse:
     node = request.app[NODE]
     if PROOF_ANSWER in request:
         node.lifecycle.require_ready()
-    worker = _worker(request)
+    model, worker = _worker(request)
     response = await _upgraded(request)
-    session = PeerSession(node, worker)
+    session = PeerSession(node, model.dispatcher, worker)
     request.app[SESSIONS].add(session)
     log(logging.INFO, "a peer connected", remote=request.remote, worker=worker.worker_id)
     try:
@@ -86,7 +87,7 @@ async def _serve_blocks(request: web.Request) -> web.StreamResponse:
     Raises:
         RouteNotFound: the request has no proof, or no worker has blocks of the requested format.
     """
-    worker = _worker(request)
+    _, worker = _worker(request)
     form = worker.kv_format
     if form is None or request.query.get("format") != format_digest(form):
         raise _not_found(request)
@@ -105,20 +106,20 @@ async def _upgraded(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _worker(request: web.Request) -> FleetWorker:
-    """Return the requested worker of this process.
+def _worker(request: web.Request) -> tuple[ModelService, FleetWorker]:
+    """Return the requested worker of this process, and its model.
 
     Raises:
         RouteNotFound: the request has no proof, or the worker does not exist, is an upstream, or
             belongs to another node.
     """
-    workers, number = request.app[NODE].fleet.workers, int(request.match_info["number"])
+    workers, number = request.app[NODE].own_workers(), int(request.match_info["number"])
     if PROOF_ANSWER not in request or number >= len(workers):
         raise _not_found(request)
-    worker = workers[number]
+    model, worker = workers[number]
     if worker.forwards or isinstance(worker.backend, PeerBackend):
         raise _not_found(request)
-    return worker
+    return model, worker
 
 
 def _not_found(request: web.Request) -> RouteNotFound:

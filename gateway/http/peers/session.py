@@ -39,6 +39,7 @@ from draftgate.backends.remote_worker import (
     Update,
 )
 from draftgate.backends.types import Delta
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.peers.stream import PeerStream
@@ -123,9 +124,14 @@ class PeerSession:
     The end of the connection cancels every request that arrived over it.
     """
 
-    def __init__(self, node: Node, worker: FleetWorker) -> None:
-        """Serve an authenticated node."""
+    def __init__(self, node: Node, dispatcher: Dispatcher, worker: FleetWorker) -> None:
+        """Serve an authenticated node.
+
+        Args:
+            dispatcher: the dispatcher of the worker's model.
+        """
         self._node = node
+        self._dispatcher = dispatcher
         self._worker = worker
         self._channel = PeerChannel[Command](
             Command, MOST_COMMAND_BYTES, self._execute, self._lost, self._report_news
@@ -200,7 +206,7 @@ class PeerSession:
         worker_id = self._worker.worker_id
         log(logging.INFO, "a peer set the role of a worker", worker=worker_id, role=role)
         self._report()
-        self._node.dispatcher.queue.dispatch_waiting()
+        self._dispatcher.queue.dispatch_waiting()
 
     async def _send_files(self) -> None:
         try:
@@ -217,7 +223,7 @@ class PeerSession:
             self._outbox.put_failure(link_id, f"the id {link_id} belongs to another request")
             return
         worker_id = f"{self._name}-{link_id}-{command.request.request_id}"
-        stream = PeerStream(self._node, self._worker, command, worker_id)
+        stream = PeerStream(self._node.tracing, self._dispatcher, self._worker, command, worker_id)
         task = asyncio.create_task(self._run(link_id, stream))
         # A callback also runs if the task is cancelled before `_run` begins.
         task.add_done_callback(lambda _: self._streams.pop(link_id))

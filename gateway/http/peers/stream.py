@@ -12,11 +12,11 @@ from typing import Final
 from draftgate.backends.remote_worker import Submit
 from draftgate.backends.streams import Take, pass_directly
 from draftgate.backends.types import Delta, Pace
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS, need_of
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span, Tracing
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans
 from draftgate.policies.values import replace
 
@@ -27,15 +27,24 @@ SPAN: Final = "peer.generate"
 class PeerStream:
     """One request, from its arrival to its last delta."""
 
-    def __init__(self, node: Node, worker: FleetWorker, submitted: Submit, worker_id: str) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        dispatcher: Dispatcher,
+        worker: FleetWorker,
+        submitted: Submit,
+        worker_id: str,
+    ) -> None:
         """Accept a request.
 
         Args:
+            dispatcher: the dispatcher of the worker's model.
             worker_id: the id of the request on the worker. It differs from the request's own id,
                 which may still be in use if the other node sends the request again over a new
                 connection.
         """
-        self._node = node
+        self._tracing = tracing
+        self._dispatcher = dispatcher
         self._worker = worker
         self._sent_as = submitted.request.request_id
         self._lease_number = submitted.lease_number
@@ -64,7 +73,7 @@ class PeerStream:
             BackendFailed: the worker failed.
         """
         worker, request = self._worker, self._request
-        with self._node.dispatcher.counted(), self._span() as span:
+        with self._dispatcher.counted(), self._span() as span:
             # The request competes for capacity with this node's own requests.
             worker.reserve(request.request_id, need_of(request))
             try:
@@ -83,7 +92,7 @@ class PeerStream:
                         spans.end()
             finally:
                 worker.release(request.request_id)
-                self._node.dispatcher.queue.dispatch_waiting()
+                self._dispatcher.queue.dispatch_waiting()
 
     async def _check(self) -> None:
         """Check the request again, because it may come from another version."""
@@ -101,14 +110,14 @@ class PeerStream:
             "draftgate.worker_id": self._worker.worker_id,
             "draftgate.request_id": self._sent_as,
         }
-        return self._node.tracing.server(SPAN, dict(self._request.trace_context), attributes)
+        return self._tracing.server(SPAN, dict(self._request.trace_context), attributes)
 
     def _observed(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
         """Return the delta, marked if this node records its phases as spans."""
         if not self._has_output:
             self._has_output = True
             self._worker.started(self._request.request_id)
-            self._node.dispatcher.queue.dispatch_waiting()
+            self._dispatcher.queue.dispatch_waiting()
         if spans is None:
             return delta
         spans.observe(delta)

@@ -30,6 +30,7 @@ class _BookingFields(NamedTuple):
     work_s: float
     again: bool
     share: float
+    model: str = ""
 
 
 _KEY: Final = msgspec.json.Decoder(Key)
@@ -46,7 +47,8 @@ def update_arguments(update: Update) -> list[object]:
         args += (msgspec.json.encode(key), tally.choices, tally.accepted, tally.rejected)
     for one in update.bookings:
         fields = _BookingFields(
-            *(one.fingerprint, one.priority, one.tenant, one.work_s, one.again, one.share)
+            *(one.fingerprint, one.priority, one.tenant, one.work_s, one.again, one.share),
+            one.model,
         )
         args += (one.name, _us(one.due_in_s), _us(one.booked_ago_s), _us(one.ends_in_s))
         args += (int(one.closed), msgspec.json.encode(fields))
@@ -99,6 +101,7 @@ def _bookings(values: Sequence[str]) -> Iterator[BookingNote]:
             one.again,
             one.share,
             closed == "1",
+            one.model,
         )
 
 

@@ -52,4 +52,4 @@ def sampled(gateway: Listening) -> Listening:
 @pytest.fixture
 def model(gateway: Listening) -> str:
     """The model's name for clients."""
-    return gateway.node.model_name
+    return gateway.node.models[0].name

@@ -1,0 +1,124 @@
+"""The models of a node, derived from its settings.
+
+The first model is `MODEL`. `--model` and `--embedder` add further models, which have workers on the
+same devices. Settings that depend on a model, such as its draft model, apply to `MODEL` alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from draftgate.backends.checkpoints import checkpoint_id
+from draftgate.gateway.config.schema import ServeConfig
+
+EMBEDDER_SHARE: Final = 0.05
+"""Share of the memory budget for an embedder. An encoder has no KV cache. A decoder keeps the KV of
+a few texts, which 5% of the smallest budget in use, 512 MiB, holds for a model of 1B parameters.
+(Chosen, not tuned, 2026-11-27.)"""
+
+
+class ModelPlan(NamedTuple):
+    """A model that a node loads.
+
+    Attributes:
+        name: the name in the pool, or None for the name of the checkpoint.
+        config: the settings of the node for this model.
+        memory_share: share of the memory budget of each device.
+    """
+
+    name: str | None
+    config: ServeConfig
+    memory_share: float = 1.0
+
+
+def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
+    """Return the models of a node, `MODEL` first.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    more = [*_named(config.models), *_named(config.embedders)]
+    if not more:
+        return (ModelPlan(None, config),)
+    _check(config)
+    first = config.served_model_name or checkpoint_id(config.model)
+    names = [first, *(name for name, _ in more)]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"two models have the name {twice[0]!r}: give one of them with NAME=DIR")
+    embedders = {name for name, _ in _named(config.embedders)}
+    shares = divide_memory(names, embedders, _shares(config.memory_shares))
+    own = ModelPlan(None, config, shares[first])
+    return (
+        own,
+        *(ModelPlan(name, _for_model(config, name, path), shares[name]) for name, path in more),
+    )
+
+
+def divide_memory(
+    names: Sequence[str], embedders: set[str], given: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the share of each model of the memory budget of a device.
+
+    An embedder without a given share gets `EMBEDDER_SHARE`. The other models without one divide the
+    rest equally.
+
+    Args:
+        given: the shares that the settings give.
+
+    Raises:
+        ValueError: a share names another model, is not between 0 and 1, or the rest is too small.
+    """
+    for name, share in given.items():
+        if name not in names:
+            raise ValueError(f"--memory-share: {name!r} is none of {', '.join(names)}")
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"--memory-share: {name} needs more than 0 and at most 1")
+    shares = dict.fromkeys(embedders, EMBEDDER_SHARE) | dict(given)
+    rest = [name for name in names if name not in shares]
+    left = 1.0 - sum(shares.values())
+    if left < -1e-9 or (rest and left <= 1e-9):
+        raise ValueError("--memory-share: the shares of all models exceed 1")
+    return shares | {name: left / len(rest) for name in rest}
+
+
+def _check(config: ServeConfig) -> None:
+    if config.upstream:
+        raise ValueError("--model and --embedder cannot be combined with --upstream")
+    if config.own_process:
+        raise ValueError(
+            "--model and --embedder cannot be combined with --own-process, because the models of a "
+            "device take turns within one process"
+        )
+
+
+def _named(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the checkpoint of each entry."""
+    for entry in entries:
+        name, equals, path = entry.partition("=")
+        yield (name, path) if equals else (checkpoint_id(entry), entry)
+
+
+def _shares(entries: Sequence[str]) -> dict[str, float]:
+    return {name: float(share) for name, _, share in (each.rpartition("=") for each in entries)}
+
+
+def _for_model(config: ServeConfig, name: str, path: str) -> ServeConfig:
+    """Return the settings of a further model."""
+    return replace(
+        config,
+        model=path,
+        served_model_name=name,
+        max_model_len=None,
+        proposer=None,
+        draft_model=None,
+        draft_window_tokens=None,
+        record_acceptance=None,
+        models=(),
+        embedders=(),
+        memory_shares=(),
+    )

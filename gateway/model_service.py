@@ -1,0 +1,272 @@
+"""A model of a node: its workers, their queue, and what requests for the model need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+from draftgate.gateway.assembly import (
+    WaitingRules,
+    build_dispatcher,
+    build_forwarder,
+    loop_time_s,
+)
+from draftgate.gateway.cluster.heartbeat import Heartbeat
+from draftgate.gateway.cluster.members import Members, Reach
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.flows import Flows
+from draftgate.gateway.errors import NotOffered, Starting
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.lifecycle import RETRY_STARTING_S, Lifecycle
+from draftgate.gateway.scaling import Scaling
+from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.initial_series import create_series
+from draftgate.gateway.telemetry.json_lines import JsonLinesFile
+from draftgate.gateway.telemetry.live import ActivityMeter
+from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.quotas import Quota
+from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.types import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What the models of a node share.
+
+    Attributes:
+        flows: the flows, whose hops may need different models.
+        reach: a function that returns the backend for a worker of another node, or None if the node
+            does not search for such workers.
+        files: files of records, which the heartbeat of the first model writes.
+    """
+
+    store: Store
+    lifecycle: Lifecycle
+    decisions: Decisions
+    policy: SpeculationPolicy
+    flows: Flows
+    reach: Reach | None
+    files: Sequence[JsonLinesFile] = ()
+
+
+class ModelService:
+    """A model that a node serves, on its own workers and on those of other nodes.
+
+    Models share nothing but the devices of their workers, the flows of clients, and the state of
+    the node. Each has its own queue, quotas, metrics and failover.
+
+    Attributes:
+        config: the settings of the node for this model.
+        fleet: the workers.
+        members: discovery of other nodes' workers, or None without a pool.
+        meter: measures its requests for the live page.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        fleet: Fleet,
+        parts: NodeParts,
+        quotas: Mapping[str, Quota],
+        *,
+        model_id: str | None = None,
+        first_worker: int = 0,
+    ) -> None:
+        """Build the components without starting them.
+
+        Args:
+            quotas: quotas by tenant.
+            model_id: name of the model in the pool, or None if its first worker determines it.
+            first_worker: number of its first own worker among those of the node.
+
+        Raises:
+            ValueError: a policy does not exist.
+        """
+        self._served: ServedModel | None = None
+        self._model_id = model_id
+        self._policy = parts.policy
+        self._lifecycle = parts.lifecycle
+        self.config = config
+        self.fleet = fleet
+        self._first_worker = first_worker
+        self._used_s = loop_time_s()
+        self.dispatcher = build_dispatcher(
+            fleet,
+            parts.store,
+            parts.lifecycle,
+            parts.decisions,
+            parts.policy,
+            _rules(config),
+            quotas=quotas,
+            draw=Random().random,
+            flows=parts.flows,
+        )
+        queue = self.dispatcher.queue
+        self.members = None
+        if parts.reach is not None:
+            changed = queue.dispatch_waiting
+            self.members = Members(fleet, parts.store, parts.reach, changed, model_id)
+        files = parts.files if model_id is None else ()
+        self.heartbeat = Heartbeat(
+            *(fleet, parts.store, self.dispatcher), files, self.members, first_worker
+        )
+        self.metrics = Metrics(lambda: self.loads(own=True), lambda: self.name)
+        self._read_gauges()
+        budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
+        self.forwarder = build_forwarder(
+            fleet, self.dispatcher, parts.policy, parts.decisions, self.metrics, budget
+        )
+        self.scaling = Scaling(fleet, queue, self.metrics.recent)
+        self.meter = ActivityMeter(
+            self.metrics.recent, lambda: len(queue), lambda: self.scaling.advice, lambda: self.name
+        )
+
+    @cached_property
+    def request_series(self) -> RequestSeries:
+        """The series of `metrics` that most requests change."""
+        return RequestSeries(self.metrics)
+
+    @property
+    def model_id(self) -> str:
+        """The name of the model in the pool, or an empty string while unknown."""
+        return self._model_id or self.fleet.model_id
+
+    @property
+    def name(self) -> str:
+        """The name that clients use, or an empty string while unknown."""
+        if self._served is not None:
+            return self._served.name
+        if not self.fleet.forwards:
+            return ""
+        return self.config.served_model_name or self.fleet.card.model_id
+
+    @property
+    def served(self) -> ServedModel:
+        """The model as clients see it.
+
+        Raises:
+            Unavailable: no worker has loaded the model.
+            NotOffered: the model belongs to an upstream.
+        """
+        if self.fleet.forwards:
+            raise NotOffered("this node only forwards requests to an upstream, which has the model")
+        if self._served is None:
+            self._lifecycle.require_ready()
+            raise Starting("the model is still loading", retry_after_s=RETRY_STARTING_S)
+        # Other nodes may have replaced the model, with another tokenizer.
+        if self._served.tokenizer is not self.fleet.tokenizer:
+            self._served = self._described()
+        return self._served
+
+    @property
+    def is_known(self) -> bool:
+        """Whether clients can use the model, or its upstreams."""
+        return self._served is not None or self.fleet.forwards
+
+    async def start(self, prefix: str | None = None) -> None:
+        """Load the model, or find a worker of another node.
+
+        Args:
+            prefix: prefix of the ids of own workers, or None to generate one.
+
+        Raises:
+            ImportError, CheckpointError, ValueError: as in `Fleet.start`.
+        """
+        await self.fleet.start(prefix, self._first_worker)
+        if self.members is not None:
+            await self.members.first()
+        if not self.fleet.forwards:
+            self._served = self._described()
+        create_series(self.metrics, self._policy.name, self.fleet.proposers)
+
+    async def stop(self) -> None:
+        """Stop the own workers and disconnect from other nodes' workers.
+
+        Open streams end with an error.
+        """
+        self.fleet.ending = True
+        if self.members is not None:
+            await self.members.close()
+        await self.fleet.stop()
+        self.dispatcher.queue.dispatch_waiting()  # fail the requests that still wait
+
+    def update_advice(self) -> None:
+        """Update the scaling advice and the metrics that depend on it, about once a second."""
+        if self.loads():
+            self.scaling.update()
+        if (advice := self.scaling.advice) is not None:
+            self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
+        self.metrics.before_reading()
+
+    def loads(self, *, own: bool = False) -> list[WorkerLoad | None]:
+        """Return the load of each worker in order, or None for a failed worker.
+
+        Args:
+            own: whether to return only the loads of the node's own workers.
+        """
+        if not self.is_known:
+            return []
+        workers = self.fleet.own if own else self.fleet.workers
+        return [
+            worker.backend.load() if worker.backend.failure is None else None for worker in workers
+        ]
+
+    def lost_for_s(self) -> float:
+        """Return the seconds for which a model of other nodes has had no worker and no request."""
+        if self.fleet.size or self.fleet.workers or len(self.dispatcher.queue):
+            self._used_s = loop_time_s()
+        return loop_time_s() - self._used_s
+
+    async def start_later(self) -> None:
+        """Wait for the first worker of a model that the pool has, and log that clients can use it.
+
+        Run this method as a task.
+        """
+        await self.start()
+        log(logging.INFO, "the pool has another model", model=self.name)
+
+    def _described(self) -> ServedModel:
+        card = self.fleet.card
+        name = self.config.served_model_name or card.model_id
+        return ServedModel(name, self.fleet.tokenizer, card.max_model_len)
+
+    def _read_gauges(self) -> None:
+        """Read the gauges of the model when they are needed."""
+        queue, fleet, read = self.dispatcher.queue, self.fleet, self.metrics.read
+        claims, quotas = queue.claims, self.dispatcher.admission.quotas
+        sharing = self.dispatcher.sharing
+        read(metric.QUEUED, lambda: len(queue))
+        read(metric.WAITING, lambda: len(queue) + self._waiting_on_workers())
+        read(metric.WORKER_CLAIMS, lambda: claims.open)
+        read(metric.EXPIRED_CLAIMS, lambda: sharing.expired_claims)
+        read(metric.QUOTA_RESERVATIONS, lambda: quotas.open)
+        read(metric.OPEN_WORKERS, lambda: len(fleet.open))
+
+    def _waiting_on_workers(self) -> int:
+        """Return the number of sequences that wait on the node's own workers."""
+        own = (worker.backend for worker in self.fleet.own)
+        return sum(backend.load().waiting for backend in own if backend.failure is None)
+
+
+def _rules(config: ServeConfig) -> WaitingRules:
+    return WaitingRules(
+        config.ordering,
+        config.admission,
+        Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority),
+        config.routing,
+        config.max_resumes,
+        shared=config.join is not None,
+        moves=not config.no_moves,
+        rescheduling=config.rescheduling,
+        phases=config.phases,
+    )
