@@ -105,8 +105,8 @@ class Listening:
     stop_accepting: Callable[[], Awaitable[None]]
 
 
-def build_fleet(config: ServeConfig) -> Fleet:
-    """Return the fleet of the configured workers of `MODEL`, which are not built yet.
+def build_fleets(config: ServeConfig) -> list[tuple[ModelPlan, Fleet]]:
+    """Return each configured model with the fleet of its workers, which are not built yet.
 
     Raises:
         ValueError: settings contradict each other.
@@ -117,13 +117,10 @@ def build_fleet(config: ServeConfig) -> Fleet:
         raise ValueError("--no-worker needs --join, and cannot be combined with --upstream")
     if config.backend == "peer" and config.join is not None:
         raise ValueError("--backend peer cannot be combined with --join: use --no-worker --join")
-    return _fleet(ModelPlan(None, config))
-
-
-def _fleet(plan: ModelPlan) -> Fleet:
-    config = plan.config
-    workers = config.worker_configs(plan.name, plan.memory_share)
-    return Fleet(lambda: backend_factory(config.backend), workers)
+    return [
+        (plan, Fleet(lambda: backend_factory(config.backend), plan.worker_configs()))
+        for plan in plan_models(config)
+    ]
 
 
 def build_node(config: ServeConfig) -> Node:
@@ -135,11 +132,8 @@ def build_node(config: ServeConfig) -> Node:
     try:
         tracing = open_tracing(config.otlp_endpoint, os.environ)
         store = open_store(config.join, config.pool)
-        fleet = build_fleet(config)  # checks the settings
-        first, *further = plan_models(config)
-        if further:
-            fleet = _fleet(first)
-        return Node(config, fleet, store, tracing, [(plan, _fleet(plan)) for plan in further])
+        (_, fleet), *more = build_fleets(config)
+        return Node(config, fleet, store, tracing, more)
     except ValueError as error:
         raise StartError(str(error)) from error
 

@@ -420,7 +420,7 @@ def _card(
         formats=True,
     )
     return ModelCard(
-        checkpoint_id(config.model),
+        config.model_id or checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,
         max_model_len,
         numerics,

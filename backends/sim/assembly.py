@@ -127,7 +127,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     longest = int(shape.get("max_position_embeddings", DEFAULT_MODEL_LEN))
     max_model_len = min(longest, config.max_model_len or longest)
     card = ModelCard(
-        model_id=checkpoint_id(config.model),
+        model_id=config.model_id or checkpoint_id(config.model),
         root=config.model or SHIPPED_MODEL_ID,
         max_model_len=max_model_len,
         numerics_class=_numerics_class(profile),

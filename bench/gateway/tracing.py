@@ -29,7 +29,7 @@ import uvloop
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.backends.types import Delta
-from draftgate.gateway.app import build_fleet, listening, start_workers
+from draftgate.gateway.app import build_fleets, listening, start_workers
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.node import Node
@@ -109,7 +109,8 @@ async def _node(profile: str, tracing: Tracing) -> AsyncIterator[int]:
     config = ServeConfig(
         port=0, backend="sim", profile=profile, speculation="off", max_num_seqs=LANES
     )
-    async with listening(Node(config, build_fleet(config), MemoryStore(), tracing)) as where:
+    ((_, fleet),) = build_fleets(config)
+    async with listening(Node(config, fleet, MemoryStore(), tracing)) as where:
         await start_workers(where.node)
         try:
             yield int(where.url.rpartition(":")[2])

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from draftgate.backends.checkpoints import checkpoint_id
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
 
 EMBEDDER_SHARE: Final = 0.05
@@ -33,6 +34,10 @@ class ModelPlan(NamedTuple):
     name: str | None
     config: ServeConfig
     memory_share: float = 1.0
+
+    def worker_configs(self) -> tuple[WorkerConfig, ...]:
+        """Return the configurations of the workers, as `ServeConfig.worker_configs` does."""
+        return self.config.worker_configs(self.name, self.memory_share)
 
 
 def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:

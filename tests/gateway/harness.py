@@ -6,9 +6,10 @@ import asyncio
 import importlib.util
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -28,7 +29,7 @@ from draftgate.backends.types import (
     Phases,
     SpeculationOutcome,
 )
-from draftgate.gateway.app import Listening, build_fleet, listening, start_workers
+from draftgate.gateway.app import Listening, build_fleets, listening, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
@@ -144,18 +145,27 @@ class FixedAdvisor:
 async def running(
     *,
     backends: Sequence[ScriptedBackend] = (),
+    further: Mapping[str, ScriptedBackend] = MappingProxyType({}),
     tracing: Tracing | None = None,
     start: bool = True,
     store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
-    """Run a node on a free port with the simulator, or with one worker per given backend."""
+    """Run a node on a free port with the simulator, or with one worker per given backend.
+
+    Args:
+        further: the worker of each further model, by name.
+    """
     settings = {"port": 0, "backend": "sim", "log_level": "error", **settings}
     if backends:
         settings["devices"] = tuple(range(len(backends)))
+        settings["models"] = tuple(f"{name}=unused" for name in further)
     config = ServeConfig(**settings)
-    fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
-    node = Node(config, fleet, store or MemoryStore(), tracing or Tracing())
+    (_, fleet), *more = build_fleets(config)
+    if backends:
+        fleet = scripted_fleet(config, backends)
+        more = [(plan, scripted_fleet(plan.config, [further[plan.name]])) for plan, _ in more]
+    node = Node(config, fleet, store or MemoryStore(), tracing or Tracing(), more)
     async with listening(node) as gateway:
         try:
             if start:

@@ -97,7 +97,7 @@ def load_encoder(
     digest = f"{checkpoint_hash(directory)}-{modules.digest}"
     library = f"torch-{torch.__version__}"
     card = ModelCard(
-        checkpoint_id(config.model),
+        config.model_id or checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,
         max_model_len,
         numerics_class(digest, dtype, library, device, exact=exact),
