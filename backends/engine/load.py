@@ -39,6 +39,7 @@ from draftgate.backends.engine.numerics import (
     choose_device,
     choose_dtype,
     fix_sums,
+    is_exact,
     numerics_class,
 )
 from draftgate.backends.engine.pooling import pools_last_token
@@ -57,11 +58,16 @@ from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.served import PHASES, ServedModel
 from draftgate.backends.engine.startup_cache import Measurements, StartupCache, source_hash
-from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
+from draftgate.backends.engine.warmup import (
+    TOKEN_BUCKETS,
+    measure_step_cost,
+    rehearse,
+    steps_are_exact,
+)
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
+from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
@@ -79,7 +85,7 @@ class LoadedEngine:
     """A loaded worker: the sans-I/O core, the runner of its steps, and the served model.
 
     Attributes:
-        exchange: access of other workers to the KV blocks.
+        exchange: access of other workers to the KV blocks, or None if it has no KV blocks.
         proposers: by name, cheapest first.
         save_costs: stores the current step costs for the next start.
         recording: records drafts to a file, or None.
@@ -87,7 +93,7 @@ class LoadedEngine:
 
     worker: WorkerCore | TextBatcher
     executor: ModelRunner | EncoderRunner
-    exchange: KvExchange
+    exchange: KvExchange | None
     served: ServedModel
     proposers: dict[str, Proposer]
     save_costs: Callable[[], None] = lambda: None
@@ -147,7 +153,8 @@ def _loaded_decoder(
     cache = _cache(device, numerics(exact=config.exact), max_tokens, max_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
-        exact = exactness(runner, model, dtype, max_tokens, device, required=config.exact)
+        test = partial(steps_are_exact, runner, model, dtype, max_tokens, device)
+        exact = is_exact(test, dtype, device, required=config.exact)
         progress(PROBED_SHARE)
         cost = _step_cost(runner, device, max_tokens, max_sequences)
     else:
@@ -190,8 +197,7 @@ def _loaded_encoder(
     worker, runner, card = load_encoder(
         config, directory, device, lambda share: progress(LOADED_SHARE * share)
     )
-    exchange = KvExchange(KvBlocks(1, BLOCK_TOKENS), NoMemory())
-    return LoadedEngine(worker, runner, exchange, ServedModel(card, worker.admission), {})
+    return LoadedEngine(worker, runner, None, ServedModel(card, worker.admission), {})
 
 
 def _step_cost(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,6 +109,32 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
         if stored.dtype in STORED:
             num_bytes[stored.dtype] += stored.num_bytes
     return STORED[num_bytes.most_common(1)[0][0]] if num_bytes else torch.float32
+
+
+def is_exact(
+    test: Callable[[], bool], dtype: torch.dtype, device: torch.device = CPU, *, required: bool
+) -> bool:
+    """Return whether a worker promises that its bits do not depend on the rest of a step.
+
+    The worker promises exact bits in float32 on a CPU or with `--exact`, if a test succeeds.
+
+    Args:
+        test: compares results alone and together. It runs only if the promise depends on it.
+        required: whether the command line has `--exact`.
+
+    Raises:
+        ValueError: the test failed although the command line has `--exact`.
+    """
+    if not required and (dtype is not torch.float32 or device.type != "cpu"):
+        return False
+    exact = test()
+    if required and not exact:
+        raise ValueError(
+            f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: "
+            "the bits of a result depend on the rest of its step. Use --dtype float32, or start "
+            "without --exact."
+        )
+    return exact
 
 
 def numerics_class(

@@ -163,32 +163,15 @@ def rehearse(runner: ModelRunner, tokens: int) -> None:
     runner.execute(StepPlan((_verify(tokens),)))
 
 
-def exactness(
+def steps_are_exact(
     runner: ModelRunner,
     config: ModelConfig,
     dtype: torch.dtype,
     max_tokens: int,
     device: torch.device = CPU,
-    *,
-    required: bool,
 ) -> bool:
-    """Return whether the worker promises exact bits.
-
-    The worker promises exact bits in float32 on a CPU or with `--exact`, if a test succeeds.
-
-    Raises:
-        ValueError: the test failed although the command line has `--exact`.
-    """
-    if not required and (dtype is not torch.float32 or device.type != "cpu"):
-        return False
-    exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
-    if required and not exact:
-        raise ValueError(
-            f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: "
-            "the bits of a token depend on the rest of its step. Use --dtype float32, or start "
-            "without --exact."
-        )
-    return exact
+    """Return whether the bits of a token do not depend on the rest of its step."""
+    return rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
 
 
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:

@@ -34,11 +34,16 @@ class TransferTurns:
 
     def __init__(
         self,
-        exchange: KvExchange,
+        exchange: KvExchange | None,
         queue: deque[QueuedOperation],
         clock: Callable[[], float],
     ) -> None:
-        """Run the operations of a queue to which any thread may append."""
+        """Run the operations of a queue to which any thread may append.
+
+        Args:
+            exchange: runs the operations, or None if the worker has no KV blocks, so that nobody
+                queues any.
+        """
         self._exchange = exchange
         self._queue = queue
         self._clock = clock
@@ -66,6 +71,7 @@ class TransferTurns:
         self._last_s = now_s
 
     def _run(self, begun_s: float) -> float:
+        assert self._exchange is not None
         operation, done = self._queue.popleft()
         done(self._exchange.run(operation, begun_s))
         return self._clock()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from random import Random
 
@@ -31,12 +32,13 @@ from draftgate.backends.engine.linear import (
     padded_rows,
 )
 from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.numerics import is_exact
 from draftgate.backends.engine.operators.base import Operators, RotaryTables
 from draftgate.backends.engine.operators.native import NativeOperators, native_operators
 from draftgate.backends.engine.operators.pieces import KvPiece, kv_pieces
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
-from draftgate.backends.engine.warmup import exactness, windows_are_exact
+from draftgate.backends.engine.warmup import steps_are_exact, windows_are_exact
 from draftgate.backends.engine.weights import load_weights
 from tests.engine.step_logits import Table, blocks_of, logits_in_steps, runner_of
 from tests.examples import grid
@@ -352,17 +354,14 @@ def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
     runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
-    assert exactness(runner, config, dtype, 512, required=True)
+    assert is_exact(partial(steps_are_exact, runner, config, dtype, 512), dtype, required=True)
     sliding = replace(config, windows=(None, 4096) * (config.num_layers // 2))
     assert windows_are_exact(sliding, dtype)
 
 
 def test_bfloat16_is_inexact_without_the_option() -> None:
-    """A bfloat16 worker without `--exact` is inexact and runs no probe."""
-    config = read_model_config(SHIPPED_MODEL)
-    weights = load_weights(SHIPPED_MODEL, config, torch.bfloat16)
-    runner = Runner(Decoder(config, weights, 16), KvPool(config, 1, torch.bfloat16))
-    assert not exactness(runner, config, torch.bfloat16, 16, required=False)
+    """A bfloat16 worker without `--exact` is inexact and runs no test."""
+    assert not is_exact(pytest.fail, torch.bfloat16, required=False)
 
 
 class InexactRunner(Runner):
@@ -380,7 +379,11 @@ def test_exact_raises_if_the_probe_fails() -> None:
     weights = load_weights(SHIPPED_MODEL, config, torch.float32)
     runner = InexactRunner(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
     with pytest.raises(ValueError, match="--exact is not possible in float32 on this machine"):
-        exactness(runner, config, torch.float32, 512, required=True)
+        is_exact(
+            partial(steps_are_exact, runner, config, torch.float32, 512),
+            torch.float32,
+            required=True,
+        )
 
 
 def test_products_have_few_numbers_of_rows() -> None:

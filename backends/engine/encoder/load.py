@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from draftgate.backends.engine.encoder.model import Encoder
 from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts, read_sentence_modules
 from draftgate.backends.engine.encoder.weights import load_encoder_weights
-from draftgate.backends.engine.numerics import choose_dtype, numerics_class
+from draftgate.backends.engine.numerics import choose_dtype, is_exact, numerics_class
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
@@ -83,7 +84,8 @@ def load_encoder(
     limits = (config.max_model_len, modules.max_tokens, shape.max_tokens)
     max_model_len = min(limit for limit in limits if limit is not None)
     runner = EncoderRunner(Encoder(shape, weights), modules)
-    exact = _is_exact(config, runner, dtype, device, max_model_len)
+    test = partial(rows_are_exact, runner, max_model_len)
+    exact = is_exact(test, dtype, device, required=config.exact)
     worker = TextBatcher(
         TextLimits(
             max_model_len,
@@ -112,30 +114,6 @@ def load_encoder(
         prompts=prompts,
     )
     return worker, runner, card
-
-
-def _is_exact(
-    config: WorkerConfig,
-    runner: EncoderRunner,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_tokens: int,
-) -> bool:
-    """Return whether the worker promises the same bits for any batch.
-
-    Raises:
-        ValueError: the test failed although the command line has `--exact`.
-    """
-    if not config.exact and (dtype is not torch.float32 or device.type != "cpu"):
-        return False
-    exact = rows_are_exact(runner, max_tokens)
-    if config.exact and not exact:
-        raise ValueError(
-            f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: an "
-            "embedding depends on the other texts of its step. Use --dtype float32, or start "
-            "without --exact."
-        )
-    return exact
 
 
 def rows_are_exact(runner: EncoderRunner, max_tokens: int) -> bool:
