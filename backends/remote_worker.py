@@ -227,6 +227,5 @@ def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:
         card.max_model_len,
         pool_tokens,
         grammars,
-        embeds=able.embeddings,
-        generates=able.generates,
+        tasks=able.tasks,
     )

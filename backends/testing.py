@@ -69,7 +69,7 @@ async def check_backend(backend: Backend) -> None:
         await check_unread_tokens(backend)
         await check_pace(backend)
         await check_prompt_logprobs(backend)
-        await check_embeddings(backend)
+        await check_pooling(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
     finally:
@@ -313,26 +313,30 @@ async def check_prompt_logprobs(backend: Backend) -> None:
         assert found[1:] == found[:1] * 2, "a cached prompt must have the same log probabilities"
 
 
-async def check_embeddings(backend: Backend) -> None:
-    """Check that an embedding is a single reproducible delta, or is rejected if not supported."""
+async def check_pooling(backend: Backend) -> None:
+    """Check that an embedding or a score is a single reproducible delta, or is rejected."""
+    for task in (Task.EMBED, Task.SCORE):
+        await _check_pooled(backend, task)
+
+
+async def _check_pooled(backend: Backend, task: Task) -> None:
     wanted = make_request(backend)
-    sampling = replace(wanted.sampling, max_tokens=0)
-    wanted = replace(wanted, sampling=sampling, task=Task.EMBED)
-    if not backend.card.capabilities.embeddings:
-        assert _rejected_param(backend, wanted) == "model", "undeclared embeddings must be rejected"
+    wanted = replace(wanted, sampling=replace(wanted.sampling, max_tokens=0), task=task)
+    if task not in backend.card.capabilities.tasks:
+        assert _rejected_param(backend, wanted) == "model", "undeclared tasks must be rejected"
         return
     found = []
     for _ in range(2):
         again = replace(wanted, request_id=_id())
         async with _patience(), aclosing(backend.generate(again)) as stream:
             (delta,) = [delta async for delta in stream]
-        assert delta.finish_reason is not None, "an embedding has a finish reason"
-        assert not delta.token_ids, "an embedding has no tokens"
-        assert delta.outcome is None, "an embedding has no outcome"
-        found.append(delta.embedding)
-    size = backend.card.capabilities.embedding_size
-    assert len(found[0] or b"") == 4 * size, "the size must be embedding_size float32 numbers"
-    assert found[0] == found[1], "the same text must give the same vector"
+        assert delta.finish_reason is not None, "a pooled result has a finish reason"
+        assert not delta.token_ids, "a pooled result has no tokens"
+        assert delta.outcome is None, "a pooled result has no outcome"
+        found.append(delta.pooled)
+    size = backend.card.capabilities.embedding_size if task is Task.EMBED else 1
+    assert len(found[0] or b"") == 4 * size, f"the result must have {size} float32 numbers"
+    assert found[0] == found[1], "the same text must give the same result"
 
 
 async def check_closing_frees(backend: Backend) -> None:

@@ -21,7 +21,10 @@ class Task(StrEnum):
 
     GENERATE = "generate"
     EMBED = "embed"
-    """The pooled hidden state, without sampling a token."""
+    """The pooled hidden state of a text, without sampling a token."""
+
+    SCORE = "score"
+    """The score of a pair of texts, without sampling a token."""
 
 
 class FinishReason(StrEnum):
@@ -41,7 +44,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum number of tokens to generate, or 0 to compute only the prompt. It is 0
-            for an embedding.
+            for a task that generates nothing.
         seed: 64-bit key of the sampling noise.
         temperature: sampling temperature, where 0 is greedy.
         top_k: keep the k likeliest tokens, or all tokens with 0.
@@ -163,7 +166,7 @@ def _new_choices(n: int) -> tuple[ResumedChoice, ...]:
 
 @immutable
 class GenerationRequest:
-    """A validated request for `n` continuations of one prompt, or for its embedding.
+    """A validated request for `n` continuations of one prompt, or for another task.
 
     Attributes:
         tenant: owner of the request. Cached prefixes are shared only within a tenant.
@@ -171,7 +174,7 @@ class GenerationRequest:
         resumed: choices to resume, or empty to start all `n`.
         service: latency targets and priority.
         traced: whether deltas report the work of each step.
-        task: result to compute. An embedding has one choice.
+        task: result to compute. A task that generates nothing has one choice.
         block_hashes: hashes of the prompt's first full KV blocks (`core.prefix_cache`). The worker
             computes missing hashes.
         trace_context: W3C Trace Context headers, with which a worker on another machine joins the
@@ -320,8 +323,9 @@ class Delta(NamedTuple):
         cached_tokens: number of prompt tokens in the KV cache, on the choice's last delta.
         steps: trace of each step, if the request is `traced`.
         phases: phases of the choice, on its first delta with tokens.
-        embedding: pooled hidden state, float32 in little-endian order, not normalised. It is on the
-            only delta of an embedding, which has no tokens and no outcome.
+        pooled: result of a task that generates nothing, float32 in little-endian order: the pooled
+            hidden state, not normalised, or the score. It is on the only delta of the request,
+            which has no tokens and no outcome.
         prompt_logprobs: log probabilities of the prompt from its second token on, if requested. The
             first delta of choice 0 has them, except for a prompt of one token.
         stop_text: stop text that ended the choice, on its last delta, or empty.
@@ -336,7 +340,7 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     steps: tuple[StepTrace, ...] = ()
     phases: Phases | None = None
-    embedding: bytes | None = None
+    pooled: bytes | None = None
     prompt_logprobs: PromptLogprobs | None = None
     stop_text: str = ""
 
@@ -351,20 +355,18 @@ class Capabilities:
         resume: whether it resumes choices of another worker of its numerics class.
         exact: whether a seed determines the text for any load.
         speculation: whether it follows the gateway's speculation plans.
-        embeddings: whether it computes embeddings.
+        tasks: tasks that it offers.
         embedding_size: dimensions of an embedding, or 0 without embeddings.
         formats: kinds of grammars that it can enforce.
-        generates: whether it generates text, which encoders do not.
     """
 
     token_ids: bool = True
     resume: bool = True
     exact: bool = False
     speculation: bool = True
-    embeddings: bool = False
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
     formats: bool = False
-    generates: bool = True
 
 
 @immutable

@@ -3,7 +3,7 @@
     GatewayError              500  server_error
     ├── InvalidRequest        400  invalid_request_error
     │   ├── Unsupported       400  ... code unsupported_parameter
-    │   ├── NoEmbeddings      400  ... code unsupported
+    │   ├── UnsupportedTask   400  ... code unsupported
     │   ├── ContextTooLong    400  ... code context_length_exceeded
     │   ├── PreviousResponseNotFound 400 code previous_response_not_found
     │   ├── ModelNotFound     404  ... code model_not_found
@@ -153,11 +153,11 @@ class Unsupported(InvalidRequest, code="unsupported_parameter"):
         super().__init__(f"{param}{detail} is not supported yet", param)
 
 
-class NoEmbeddings(InvalidRequest, code="unsupported"):
-    """The backend cannot compute the embeddings of this checkpoint."""
+class UnsupportedTask(InvalidRequest, code="unsupported"):
+    """The model does not do what the endpoint needs."""
 
-    def __init__(self, backend: str, model: str) -> None:
-        super().__init__(f"the backend {backend!r} has no embeddings of {model!r}", "model")
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model")
 
 
 class ContextTooLong(InvalidRequest, code="context_length_exceeded"):

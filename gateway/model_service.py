@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
+from draftgate.backends.types import Task
 from draftgate.gateway.assembly import (
     WaitingRules,
     build_dispatcher,
@@ -172,6 +173,11 @@ class ModelService:
     def is_known(self) -> bool:
         """Whether clients can use the model, or its upstreams."""
         return self._served is not None or self.fleet.forwards
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that the model offers, or nothing while clients cannot use it."""
+        return self.fleet.card.capabilities.tasks if self.is_known else ()
 
     async def start(self, prefix: str | None = None) -> None:
         """Load the model, or find a worker of another node.

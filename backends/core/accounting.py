@@ -94,7 +94,7 @@ class Accounting:
         for place, pooled in zip(plan.pooled, result.pooled, strict=True):
             sequence = plan.work[place].sequence
             if sequence.state is SequenceState.RUNNING:
-                sequence.embedding = pooled
+                sequence.pooled = pooled
                 self._finish(sequence, FinishReason.STOP)
                 yield sequence, (), (), None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from draftgate.backends.core.grammar import Grammars
@@ -12,6 +12,21 @@ from draftgate.backends.types import GenerationRequest, GrammarSpec, Task
 
 CHECKED_TOKENS: Final = 1 << 14
 """Number of prompt tokens to check before other threads may run."""
+
+
+_TASKS: Final[Mapping[Task, tuple[str, str, str]]] = {
+    Task.GENERATE: ("generate text", "a language model", "/v1/completions"),
+    Task.EMBED: ("embed texts", "an embedding model", "/v1/embeddings"),
+    Task.SCORE: ("rank documents", "a cross-encoder", "/v1/rerank"),
+}
+"""What a model with a task does, such a model, and the endpoint of the task."""
+
+
+def refusal(task: Task, offered: Sequence[Task]) -> str:
+    """Return the message of a request whose task is not one of those that a model offers."""
+    does, model, _ = _TASKS[task]
+    endpoints = " or ".join(_TASKS[each][2] for each in offered)
+    return f"this model does not {does}; use {endpoints} or load {model}"
 
 
 class Admission:
@@ -30,22 +45,19 @@ class Admission:
         pool_tokens: int,
         grammars: Grammars | None = None,
         *,
-        embeds: bool = False,
-        generates: bool = True,
+        tasks: Sequence[Task] = (Task.GENERATE,),
     ) -> None:
         """Store the limits.
 
         Args:
             grammars: compiles grammars, or None if the worker has no logits to mask.
-            embeds: whether the worker has hidden states to pool.
-            generates: whether the worker has a language model head.
+            tasks: tasks that the worker offers.
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.pool_tokens = pool_tokens
         self._grammars = grammars
-        self._embeds = embeds
-        self._generates = generates
+        self._tasks = tasks
 
     def check(self, request: GenerationRequest) -> None:
         """Check that the worker can run the request. The method may be called in any thread.
@@ -56,7 +68,8 @@ class Admission:
             RequestRejected: the prompt is empty, the grammar cannot be compiled, the worker does
                 not support the task, or prompt and output exceed the context or the KV pool.
         """
-        self._check_task(request.task)
+        if request.task not in self._tasks:
+            raise RequestRejected(refusal(request.task, self._tasks), param="model")
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
@@ -92,14 +105,6 @@ class Admission:
             self._check_ids("bad_words", word)
         if request.grammar is not None:
             self._check_grammar(request, request.grammar)
-
-    def _check_task(self, task: Task) -> None:
-        if task is Task.EMBED and not self._embeds:
-            raise RequestRejected("this worker does not support embeddings", param="model")
-        if task is Task.GENERATE and not self._generates:
-            raise RequestRejected(
-                "this model does not generate text; use /v1/embeddings", param="model"
-            )
 
     def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Check that all ids are in the vocabulary."""

@@ -237,10 +237,10 @@ class RecordedWorkerCore(WorkerCore):
         max_model_len: int,
         grammars: Grammars | None = None,
         *,
-        embeds: bool = False,
+        tasks: tuple[Task, ...] = (Task.GENERATE,),
         run: RunRecorder,
     ) -> None:
-        super().__init__(scheduler, tokenizer, max_model_len, grammars, embeds=embeds)
+        super().__init__(scheduler, tokenizer, max_model_len, grammars, tasks=tasks)
         self._run = run
 
     def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:

@@ -77,7 +77,7 @@ class Sequence:
         first_token_s: time when it began to decode on this worker, or None before.
         first_output_tokens: length of its output at that time.
         histogram: number of verifying steps, by the number of accepted tokens.
-        embedding: result of an embedding request (`Delta.embedding`).
+        pooled: result of a request that generates nothing (`Delta.pooled`).
         prompt_logprobs: log probabilities of the prompt that steps have computed, in order.
         scored_rows: number of leading rows of the prompt whose log probabilities are planned or not
             requested. Row i gives that of token i + 1.
@@ -128,7 +128,7 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
-    embedding: bytes | None = None
+    pooled: bytes | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     scored_rows: int = field(init=False)
     most_tokens: int = field(init=False)

@@ -18,7 +18,7 @@ from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
 from draftgate.policies.costs.speed import SpeedMeter
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.costs.step_cost_fit import StepCostFit
@@ -51,16 +51,19 @@ class TextBatcher:
         admission: checks whether a request can run on this worker.
     """
 
-    def __init__(self, limits: TextLimits, tokenizer: Tokenizer, cost: StepCost) -> None:
+    def __init__(
+        self, limits: TextLimits, tokenizer: Tokenizer, cost: StepCost, task: Task = Task.EMBED
+    ) -> None:
         """Start empty.
 
         Args:
+            task: the only task of the worker.
             cost: initial step costs, which measured steps refine.
         """
         self._limits = limits
         self.tokenizer = tokenizer
         longest = limits.max_text_tokens
-        self.admission = Admission(tokenizer, longest, longest, embeds=True, generates=False)
+        self.admission = Admission(tokenizer, longest, longest, tasks=(task,))
         self._fit = StepCostFit(cost)
         self._speed = SpeedMeter(cost, limits.max_step_tokens)
         self._keys = count()
@@ -172,7 +175,7 @@ class TextBatcher:
     def apply(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
     ) -> list[Emission]:
-        """Store the embeddings of a step, except those of cancelled texts.
+        """Store the results of a step, except those of cancelled texts.
 
         Args:
             now_s: end of the step in seconds, or None to add its duration to the time.
@@ -187,7 +190,7 @@ class TextBatcher:
             sequence = work.sequence
             if sequence.state is SequenceState.RUNNING:
                 sequence.move_to(SequenceState.FINISHED)
-                sequence.embedding, sequence.finish_reason = pooled, FinishReason.STOP
+                sequence.pooled, sequence.finish_reason = pooled, FinishReason.STOP
                 emissions.append((sequence, (), (), None))
         return emissions
 
@@ -197,12 +200,7 @@ class TextBatcher:
         for sequence, _, _, _ in emissions:
             request_id = sequence.request.request_id
             if self._open.pop(request_id, None) is not None:
-                delta = Delta(
-                    0,
-                    (),
-                    "",
-                    finish_reason=sequence.finish_reason,
-                    embedding=sequence.embedding,
-                )
+                reason = sequence.finish_reason
+                delta = Delta(0, (), "", finish_reason=reason, pooled=sequence.pooled)
                 deltas.append((request_id, delta))
         return deltas

@@ -17,7 +17,14 @@ from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, TokenLogprob
+from draftgate.backends.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Pace,
+    Task,
+    TokenLogprob,
+)
 from draftgate.policies.types import WorkerLoad
 
 
@@ -36,7 +43,7 @@ class WorkerCore:
         max_model_len: int,
         grammars: Grammars | None = None,
         *,
-        embeds: bool = False,
+        tasks: tuple[Task, ...] = (Task.GENERATE,),
     ) -> None:
         """Start empty.
 
@@ -45,12 +52,12 @@ class WorkerCore:
             tokenizer: immutable tokenizer, which may be shared.
             max_model_len: maximum number of prompt and output tokens together.
             grammars: compiles grammars, or None if the worker has no logits to mask.
-            embeds: whether the worker has hidden states to pool.
+            tasks: tasks that the worker offers.
         """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
         pool_tokens = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars, embeds=embeds)
+        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars, tasks=tasks)
         self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
@@ -169,7 +176,7 @@ class WorkerCore:
             if not stream.stopped:
                 return Delta(sequence.choice, token_ids, text, logprobs)
             self._stop(sequence)
-        elif sequence.embedding is not None:
+        elif sequence.pooled is not None:
             text, shown = "", 0
         else:
             text, shown = self._last_text(sequence, token_ids, stream)
@@ -182,7 +189,7 @@ class WorkerCore:
             finish_reason=sequence.finish_reason,
             outcome=None if sequence.embeds else sequence.outcome(),
             cached_tokens=sequence.cached_tokens,
-            embedding=sequence.embedding,
+            pooled=sequence.pooled,
             stop_text=stream.stop_text,
         )
 

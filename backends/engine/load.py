@@ -69,7 +69,7 @@ from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.types import Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
@@ -398,9 +398,9 @@ def _worker(
     card: ModelCard,
     run: RunRecorder | None,
 ) -> WorkerCore:
-    grammars, embeds = LlGrammars(tokenizer, model.eos_ids), card.capabilities.embeddings
+    grammars, tasks = LlGrammars(tokenizer, model.eos_ids), card.capabilities.tasks
     make = WorkerCore if run is None else partial(RecordedWorkerCore, run=run)
-    return make(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
+    return make(scheduler, tokenizer, card.max_model_len, grammars, tasks=tasks)
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:
@@ -421,7 +421,7 @@ def _card(
     embedding_size = _embedding_size(model, directory)
     capabilities = Capabilities(
         exact=exact and config.verify == "coupled",  # with rejection, a text depends on its drafts
-        embeddings=embedding_size > 0,
+        tasks=(Task.GENERATE, Task.EMBED) if embedding_size else (Task.GENERATE,),
         embedding_size=embedding_size,
         formats=True,
     )

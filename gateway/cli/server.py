@@ -8,12 +8,15 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Mapping
+from typing import Final
 
 import typer
 import uvloop
 
 from draftgate import __version__
 from draftgate.backends.engine.served import THREAD_NAME
+from draftgate.backends.types import Task
 from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cli.options import BAD_USAGE, fail
@@ -103,12 +106,23 @@ def _upstreams(node: Node) -> list[tuple[str, str]]:
     ]
 
 
+_EXAMPLES: Final[Mapping[Task, tuple[str, Mapping[str, object]]]] = {
+    Task.GENERATE: (
+        "completions",
+        {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True},
+    ),
+    Task.EMBED: ("embeddings", {"input": "def fibonacci(n):"}),
+    Task.SCORE: (
+        "rerank",
+        {"query": "a sequence", "documents": ["def fibonacci(n):", "import os"]},
+    ),
+}
+"""The endpoint and the body of a first request, by the task of the model."""
+
+
 def _curl(url: str, node: Node) -> str:
-    """Return a first request as a command, for a model that generates or for an encoder."""
-    path = "embeddings"
-    fields: dict[str, object] = {"input": "def fibonacci(n):"}
-    if node.fleet.forwards or node.fleet.card.capabilities.generates:
-        path = "completions"
-        fields = {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    """Return a first request as a command, for the first task of the model."""
+    task = Task.GENERATE if node.fleet.forwards else node.fleet.card.capabilities.tasks[0]
+    path, fields = _EXAMPLES[task]
     body = json.dumps({"model": node.models[0].name, **fields})
     return f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"

@@ -50,7 +50,7 @@ class Job:
         fingerprint: a hash that is equal for a retry of the same request, or 0 if unknown.
         traced: whether the response reports each step.
         retries: the number of earlier attempts that the client reports, or None.
-        task: whether to generate or embed. To embed, `max_tokens` is 0 and no plan is made.
+        task: the result to compute. If it is not text, `max_tokens` is 0 and no plan is made.
         prediction_ids: tokens of the predicted output, or empty without a prediction.
         flow: the flow that the request names, or None.
     """

@@ -51,7 +51,7 @@ class Placement:
 
     Attributes:
         view, load: the inputs of the decision.
-        decision: the recorded decision, or None for an embedding.
+        decision: the recorded decision, or None for a request without output.
     """
 
     request: GenerationRequest

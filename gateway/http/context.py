@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
-from draftgate.backends.types import ModelCard
+from draftgate.backends.types import Task
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import (
     BodyTooLarge,
@@ -107,15 +106,12 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def requested_model(
-    request: web.Request, node: Node, offers: Callable[[ModelCard], bool] = lambda _card: True
+    request: web.Request, node: Node, task: Task = Task.GENERATE
 ) -> ModelService:
     """Return the model that a request names.
 
-    A request without a name gets the first model that offers its endpoint. A body that cannot be
-    read gets the first model, whose endpoint explains what is wrong.
-
-    Args:
-        offers: whether a model offers the endpoint.
+    A request without a name gets the first model that offers its task. A body that cannot be read
+    gets the first model, whose endpoint explains what is wrong.
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
@@ -129,8 +125,8 @@ async def requested_model(
     except msgspec.MsgspecError:
         return first
     if name is None:
-        known = (model for model in node.models if model.is_known)
-        return next((model for model in known if offers(model.fleet.card)), first)
+        offering = (model for model in node.models if task in model.tasks)
+        return next(offering, first)
     model = node.model_named(name)
     if model is None:
         raise ModelNotFound(name, *(model.name for model in node.models if model.is_known))

@@ -98,7 +98,7 @@ async def forward(
     """Send a request to an upstream, and forward the response to the client.
 
     Args:
-        generates: False for embeddings, which have a prompt and no output.
+        generates: False for embeddings and scores, which have a prompt and no output.
 
     Raises:
         GatewayError: no upstream responds, and the client has not received anything.

@@ -10,10 +10,17 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
-from draftgate.backends.types import ModelCard
+from draftgate.backends.core.admission import refusal
+from draftgate.backends.types import Task
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import FlowTag
-from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
+from draftgate.gateway.errors import (
+    Draining,
+    GatewayError,
+    Starting,
+    UnsupportedTask,
+    as_gateway_error,
+)
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
@@ -59,14 +66,16 @@ CLIENT_GONE: Final = 499
 
 
 class WatchedEndpoint:
-    """An endpoint whose requests need a worker.
+    """An endpoint whose requests need a worker of this node, or an upstream.
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
+        task: the task that the model must offer.
     """
 
     path: str
     operation: str
+    task = Task.GENERATE
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Respond to a request, which counts as in flight until its last byte."""
@@ -75,9 +84,9 @@ class WatchedEndpoint:
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         try:
             with node.dispatcher.counted():
-                model = await requested_model(request, node, self.offered_by)
+                model = await requested_model(request, node, self.task)
                 watch.use(model.request_series)
-                response = await self.respond(request, model, watch)
+                response = await self._routed(request, model, watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -88,15 +97,27 @@ class WatchedEndpoint:
         watch.end(Ending.FINISHED, response.status)
         return response
 
-    def offered_by(self, card: ModelCard) -> bool:
-        """Return whether a model offers the endpoint."""
-        return card.capabilities.generates
-
     async def respond(
         self, request: web.Request, model: ModelService, watch: RequestWatch
     ) -> web.StreamResponse:
-        """Respond to a request for a model, and report to its watch."""
+        """Respond to a request from a worker of its model, and report to its watch."""
         raise NotImplementedError
+
+    async def _routed(
+        self, request: web.Request, model: ModelService, watch: RequestWatch
+    ) -> web.StreamResponse:
+        """Respond to a request from a worker of its model, or by an upstream.
+
+        Raises:
+            UnsupportedTask: the model does not offer the task.
+        """
+        if model.fleet.forwards:
+            generates = self.task is Task.GENERATE
+            return await forward(request, model, watch, generates=generates)
+        offered = model.fleet.card.capabilities.tasks
+        if self.task not in offered:
+            raise UnsupportedTask(refusal(self.task, offered))
+        return await self.respond(request, model, watch)
 
 
 class Endpoint(WatchedEndpoint):
@@ -135,9 +156,7 @@ class Endpoint(WatchedEndpoint):
     async def respond(
         self, request: web.Request, model: ModelService, watch: RequestWatch
     ) -> web.StreamResponse:
-        """Respond to a request from a worker of the model, or by an upstream."""
-        if model.fleet.forwards:
-            return await forward(request, model, watch)
+        """Respond to a request, as a whole or with a stream of events."""
         with RenamedParams(self.params):
             parsed = await self.parsed(request, model.served, watch)
             rendering = self.rendering(parsed, int(time.time()))

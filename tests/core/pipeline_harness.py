@@ -12,7 +12,7 @@ from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
 from draftgate.backends.core.worker import WorkerCore
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, GenerationRequest, Task
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token
@@ -142,7 +142,9 @@ class PipelineHarness:
             {"ngram": ngram, "draft_model": FakeDraftModel(self.device)},
             StepCost((64,), (step_s,)),
         )
-        self.worker = WorkerCore(self.scheduler, LetterTokenizer(), 2000, embeds=True)
+        self.worker = WorkerCore(
+            self.scheduler, LetterTokenizer(), 2000, tasks=(Task.GENERATE, Task.EMBED)
+        )
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
         launcher = self.device if asynchronous else None
         self.pipeline = Pipeline(
@@ -178,7 +180,7 @@ class PipelineHarness:
                 "".join(delta.text for delta in deltas),
                 [entry for delta in deltas for entry in delta.logprobs],
                 [delta.finish_reason for delta in deltas if delta.finish_reason is not None],
-                [delta.embedding for delta in deltas if delta.embedding is not None],
+                [delta.pooled for delta in deltas if delta.pooled is not None],
                 [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None],
             )
             for key, deltas in self.delivered.items()

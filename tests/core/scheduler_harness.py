@@ -250,7 +250,7 @@ class SchedulerHarness:
             if sequence.finish_reason is FinishReason.ABORT:
                 continue
             if sequence.embeds:
-                assert sequence.embedding == f"{sequence.key}@{sequence.prompt_tokens - 1}".encode()
+                assert sequence.pooled == f"{sequence.key}@{sequence.prompt_tokens - 1}".encode()
                 assert not self.outputs[sequence.key]
             else:
                 assert self.outputs[sequence.key] == expected_output(sequence)

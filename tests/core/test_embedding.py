@@ -30,7 +30,7 @@ class LetterTokenizer:
         return "".join(chr(65 + token) for token in token_ids)
 
 
-def embedding_worker(**of_worker: object) -> WorkerCore:
+def embedding_worker(*tasks: Task) -> WorkerCore:
     """Return a worker with a context and a pool of `LENGTH` tokens."""
     scheduler = Scheduler(
         SchedulerConfig(4, 16),
@@ -39,7 +39,8 @@ def embedding_worker(**of_worker: object) -> WorkerCore:
         {"ngram": FakeProposer()},
         StepCost((64,), (1e-3,)),
     )
-    return WorkerCore(scheduler, LetterTokenizer(), LENGTH, **{"embeds": True, **of_worker})
+    tasks = tasks or (Task.GENERATE, Task.EMBED)
+    return WorkerCore(scheduler, LetterTokenizer(), LENGTH, tasks=tasks)
 
 
 def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> GenerationRequest:
@@ -140,8 +141,8 @@ def test_embedding_is_delivered_in_one_delta() -> None:
             deliveries += worker.complete(plan, executor.execute(plan))
     stop = FinishReason.STOP
     assert deliveries == [
-        (embedding.request_id, Delta(0, (), "", finish_reason=stop, embedding=b"0@19")),
-        ("again", Delta(0, (), "", finish_reason=stop, cached_tokens=16, embedding=b"1@19")),
+        (embedding.request_id, Delta(0, (), "", finish_reason=stop, pooled=b"0@19")),
+        ("again", Delta(0, (), "", finish_reason=stop, cached_tokens=16, pooled=b"1@19")),
     ]
     assert worker.open_requests == ()
 
@@ -156,7 +157,7 @@ def test_embedding_cancelled_in_its_last_step_is_dropped() -> None:
     assert plan.pooled == (0, 1)
     worker.cancel(cancelled.request_id)
     deliveries = worker.complete(plan, executor.execute(plan))
-    assert [(request_id, delta.embedding) for request_id, delta in deliveries] == [
+    assert [(request_id, delta.pooled) for request_id, delta in deliveries] == [
         (remaining.request_id, b"1@2")
     ]
     load = worker.load()
@@ -176,5 +177,5 @@ def test_embedding_may_fill_the_context() -> None:
 
 def test_embedding_is_rejected_without_hidden_states() -> None:
     """A worker without hidden states, such as the simulator, rejects embeddings."""
-    with pytest.raises(RequestRejected, match="does not support embeddings"):
-        embedding_worker(embeds=False).admission.check(to_embed())
+    with pytest.raises(RequestRejected, match="does not embed texts; use /v1/completions"):
+        embedding_worker(Task.GENERATE).admission.check(to_embed())

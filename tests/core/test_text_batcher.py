@@ -78,7 +78,7 @@ def test_every_text_is_computed_once_within_bounds(texts: list[tuple[int, int]])
         assert step.plan.num_tokens <= bound or len(step.plan.work) == 1
         ran += planned(step.plan)
         for work, (name, delta) in zip(step.plan.work, step.deltas, strict=True):
-            assert delta.embedding == pooled_state(work)
+            assert delta.pooled == pooled_state(work)
             assert (delta.finish_reason, delta.token_ids) == (FinishReason.STOP, ())
             assert name == work.sequence.request.request_id
     priorities = [priority for _, priority in texts]

@@ -129,7 +129,11 @@ class Engine:
         )
         grammars = LlGrammars(model.tokenizer, model.config.eos_ids)
         self.worker = WorkerCore(
-            self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True
+            self.scheduler,
+            model.tokenizer,
+            MAX_MODEL_LEN,
+            grammars,
+            tasks=(Task.GENERATE, Task.EMBED),
         )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
@@ -159,8 +163,8 @@ def add_delta(outcome: Outcome, request_id: str, delta: Delta) -> None:
     outcome.text[key] = outcome.text.get(key, "") + delta.text
     outcome.logprobs.setdefault(key, []).extend(delta.logprobs)
     outcome.cached_tokens += delta.cached_tokens
-    if delta.embedding is not None:
-        outcome.embeddings[request_id] = delta.embedding
+    if delta.pooled is not None:
+        outcome.embeddings[request_id] = delta.pooled
     if delta.prompt_logprobs is not None:
         outcome.prompt_logprobs[request_id] = delta.prompt_logprobs
     if delta.finish_reason is not None:

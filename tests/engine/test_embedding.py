@@ -18,7 +18,7 @@ from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.pooling import unsupported_pooling
 from draftgate.backends.errors import CheckpointError, RequestRejected
-from draftgate.backends.types import FinishReason, GenerationRequest
+from draftgate.backends.types import FinishReason, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
@@ -46,10 +46,10 @@ def embeddings(
         worker.submit(each)
     waiting = engine.scheduler.waiting
     found = {
-        request_id: delta.embedding
+        request_id: delta.pooled
         for step in run_until_idle(worker, engine.runner)
         for request_id, delta in step.deltas
-        if delta.embedding is not None
+        if delta.pooled is not None
     }
     assert engine.blocks.num_free == engine.blocks.num_blocks
     return found, engine, sum(sequence.preemptions for sequence in waiting)
@@ -103,7 +103,7 @@ def test_embedding_bits_do_not_depend_on_the_prefix_cache(alone: dict[str, bytes
         deltas = [
             delta for step in run_until_idle(worker, engine.runner) for _, delta in step.deltas
         ]
-    assert [delta.embedding for delta in deltas] == [alone["e7"]]
+    assert [delta.pooled for delta in deltas] == [alone["e7"]]
     assert deltas[0].cached_tokens == 288
     assert deltas[0].finish_reason is FinishReason.STOP
 
@@ -266,10 +266,10 @@ async def test_backend_streams_an_embedding_as_one_delta(
     await backend.start()
     try:
         capabilities = backend.card.capabilities
-        assert capabilities.embeddings
+        assert capabilities.tasks == (Task.GENERATE, Task.EMBED)
         assert capabilities.embedding_size * 4 == len(alone["e5"])
         deltas = [delta async for delta in backend.generate(embedding_request("e5", TEXTS[5]))]
-        assert [delta.embedding for delta in deltas] == [alone["e5"]]
+        assert [delta.pooled for delta in deltas] == [alone["e5"]]
         assert (deltas[0].token_ids, deltas[0].outcome) == ((), None)
     finally:
         await backend.stop()
@@ -288,8 +288,8 @@ async def test_checkpoint_with_another_pooling_only_generates(
     backend = EngineBackend(structs.replace(CONFIG, model=str(tmp_path), own_process=own_process))
     await backend.start()
     try:
-        assert not backend.card.capabilities.embeddings
-        with pytest.raises(RequestRejected, match="does not support embeddings"):
+        assert backend.card.capabilities.tasks == (Task.GENERATE,)
+        with pytest.raises(RequestRejected, match="does not embed texts"):
             backend.check(embedding_request("e", [1, 2]))
     finally:
         await backend.stop()

@@ -86,7 +86,7 @@ def vectors(engine: LoadedEngine, texts: Sequence[Sequence[int]]) -> list[bytes]
         engine.worker.admission.check(each)
         engine.worker.submit(each)
     found = {
-        request_id: delta.embedding or b""
+        request_id: delta.pooled or b""
         for step in run_until_idle(engine.worker, engine.executor)
         for request_id, delta in step.deltas
     }
@@ -272,8 +272,11 @@ async def test_backend_serves_an_encoder(own_process: bool, tmp_path: Path) -> N
         each = embedding_request("one", TEXTS[-1])
         backend.check(each)
         (delta,) = [delta async for delta in backend.generate(each)]
-        assert_close(delta.embedding or b"", states_of(model, TEXTS[-1]).mean(0))
-        with pytest.raises(RequestRejected, match="does not generate text"):
+        assert_close(delta.pooled or b"", states_of(model, TEXTS[-1]).mean(0))
+        with pytest.raises(
+            RequestRejected,
+            match="does not generate text",
+        ):
             backend.check(request("chat", [1, 2], Off(), max_tokens=3))
     finally:
         await backend.stop()

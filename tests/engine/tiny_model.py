@@ -24,7 +24,7 @@ from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import LayerWeights, Weights
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, GenerationRequest, Task
 from tests.engine.harness import COST, Outcome, Setup, add_delta
 from tests.engine.step_logits import Table
 
@@ -144,7 +144,10 @@ class TinyEngine:
             COST,
         )
         self.worker = WorkerCore(
-            self.scheduler, tokenizer or LetterTokenizer(), max_model_len, embeds=True
+            self.scheduler,
+            tokenizer or LetterTokenizer(),
+            max_model_len,
+            tasks=(Task.GENERATE, Task.EMBED),
         )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:

@@ -243,7 +243,9 @@ async def test_backend_without_embeddings_returns_400_unsupported() -> None:
         response = await http.post("/v1/embeddings", json={"input": "x"})
     assert response.status_code == 400
     assert response.json()["error"] == {
-        "message": "the backend 'sim' has no embeddings of 'draftgate-demo'",
+        "message": (
+            "this model does not embed texts; use /v1/completions or load an embedding model"
+        ),
         "type": "invalid_request_error",
         "param": "model",
         "code": "unsupported",
@@ -254,14 +256,14 @@ async def test_backend_without_embeddings_returns_400_unsupported() -> None:
 async def scripted() -> ScriptedBackend:
     """A backend whose embeddings of four numbers the test sets."""
     backend = ScriptedBackend()
-    able = Capabilities(embeddings=True, embedding_size=4)
+    able = Capabilities(tasks=(Task.GENERATE, Task.EMBED), embedding_size=4)
     backend.card = replace(backend.card, capabilities=able)
     return backend
 
 
 def send_embedding(backend: ScriptedBackend, request_id: str, state: list[float]) -> None:
     embedding = np.array(state, "<f4").tobytes()
-    delta = Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=embedding)
+    delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=embedding)
     backend.streams.deliver([(request_id, delta)])
 
 

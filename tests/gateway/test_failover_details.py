@@ -399,7 +399,7 @@ def test_an_embedding_starts_again() -> None:
         backends = [ScriptedBackend() for _ in range(4)]
         state = b"\0\0\x80?" * 4
         for backend in backends:
-            capabilities = Capabilities(embeddings=True, embedding_size=4)
+            capabilities = Capabilities(tasks=(Task.GENERATE, Task.EMBED), embedding_size=4)
             backend.card = ModelCard("m", "m", 1000, "test", 1, capabilities)
         async with serving(*backends) as dispatched:
             first_worker = replace(
@@ -415,9 +415,9 @@ def test_an_embedding_starts_again() -> None:
                 (chosen,) = (backend for backend in backends if len(backend.streams))
                 request = await chosen.submitted.get()
                 assert (request.task, request.resumed) == (Task.EMBED, ())
-                done = Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=state)
+                done = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
                 chosen.streams.deliver([(request.request_id, done)])
-                assert (await reading).embedding == state
+                assert (await reading).pooled == state
                 assert [delta async for delta in run.deltas] == []
             assert (await dispatched.store.quotas.totals("")).settled == 5
 

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from draftgate.backends.types import Capabilities, Delta, FinishReason
+from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import (
@@ -95,7 +95,7 @@ async def test_embedding_is_a_hop_within_the_limits_of_its_account(tmp_path: Pat
     text = "keys: [{name: a, key: sk-a, least_ttft_ms: 5000}, {name: b, key: sk-b}]"
     await asyncio.to_thread(keys.write_text, text)
     backend = ScriptedBackend()
-    capabilities = Capabilities(embeddings=True, embedding_size=1)
+    capabilities = Capabilities(tasks=(Task.GENERATE, Task.EMBED), embedding_size=1)
     backend.card = replace(backend.card, capabilities=capabilities)
     state = np.ones(1, "<f4").tobytes()
     async with (
@@ -113,7 +113,7 @@ async def test_embedding_is_a_hop_within_the_limits_of_its_account(tmp_path: Pat
             sent = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=headers))
             request = await accepted_request(backend, sent)
             targets[name] = request.service
-            delta = Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=state)
+            delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
             backend.streams.deliver([(request.request_id, delta)])
             assert (await sent).status_code == 200
         found = samples(gateway.node.metrics)

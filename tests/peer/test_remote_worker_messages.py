@@ -86,7 +86,7 @@ SCORED = PromptLogprobs(1, b"\x00\x80\xff1", b"1234", b"", b"\x01")
 LOGPROBS = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)
 DELTAS = [
     ("3", Delta(1, (5, 6), "tëxt", LOGPROBS, FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES)),
-    ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=b"\x00\x80\xff")),
+    ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=b"\x00\x80\xff")),
     ("a", Delta(0, (5,), "t", prompt_logprobs=SCORED)),
     ("d", Delta(0, (5,), "t", finish_reason=FinishReason.STOP, stop_text="\n")),
 ]

@@ -22,7 +22,7 @@ from draftgate.backends.engine.encoder.weights import load_encoder_weights
 from draftgate.backends.engine.numerics import choose_dtype, is_exact, numerics_class
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.types import Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 
@@ -107,9 +107,8 @@ def load_encoder(
         Capabilities(
             exact=exact,
             speculation=False,
-            embeddings=True,
+            tasks=(Task.EMBED,),
             embedding_size=modules.size(shape.hidden_size),
-            generates=False,
         ),
         prompts=prompts,
     )

@@ -24,9 +24,8 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.embedding_cache import EmbeddingCache, embedding_key
-from draftgate.gateway.errors import NoEmbeddings, invalid
+from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.context import NODE
-from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
@@ -59,14 +58,11 @@ _WIRE: Final = np.dtype("<f4")
 
 
 class EmbeddingsEndpoint(WatchedEndpoint):
-    """The endpoint that embeds texts, on this node or at an upstream."""
+    """The endpoint that embeds texts."""
 
     path = PATH
     operation = "embeddings"
-
-    def offered_by(self, card: ModelCard) -> bool:
-        """Return whether a model has embeddings."""
-        return card.capabilities.embeddings
+    task = Task.EMBED
 
     async def respond(
         self, request: web.Request, model: ModelService, watch: RequestWatch
@@ -74,15 +70,10 @@ class EmbeddingsEndpoint(WatchedEndpoint):
         """Respond to a request.
 
         Raises:
-            NoEmbeddings: the backend has no embeddings.
             GatewayError, RequestRejected, BackendFailed: as for requests that generate text.
         """
-        if model.fleet.forwards:
-            return await forward(request, model, watch, generates=False)
-        served, card = model.served, model.fleet.card
-        if not self.offered_by(card):
-            raise NoEmbeddings(model.config.backend, served.name)
-        parsed = await parse_request(request, served, partial(parse_embeddings, card), watch)
+        parse = partial(parse_embeddings, model.fleet.card)
+        parsed = await parse_request(request, model.served, parse, watch)
         states = await _states(request.app[NODE].embeddings, model, parsed, watch)
         reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
         short = sum(map(len, states)) <= INLINE_STATE_BYTES
@@ -188,8 +179,8 @@ async def _computed(model: ModelService, job: Job, watch: RequestWatch) -> list[
         async with model.dispatcher.run(job, watch.span, watch) as run:
             async for delta in run.deltas:
                 watch.observe(delta)
-                if delta.embedding is not None:
-                    states[delta.choice] = delta.embedding
+                if delta.pooled is not None:
+                    states[delta.choice] = delta.pooled
     if len(states) < len(job.prompts):
         raise BackendFailed("the worker ended the stream too early")
     return [states[index] for index in range(len(job.prompts))]
