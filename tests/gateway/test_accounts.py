@@ -14,6 +14,7 @@ import pytest
 from draftgate.gateway.accounts import ANONYMOUS, Account, Accounts, read_accounts
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
@@ -173,6 +174,7 @@ async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listenin
 async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
     """The ledger refunds the reserved tokens that a disconnected client did not use."""
     quotas = guarded.node.store.quotas
+    account = quota_account("search", guarded.node.fleet.model_id)
     guarded.node.dispatcher.admission.quotas.change({"search": AMPLE})
     headers = "authorization: Bearer sk-search\r\n"
     body = {**BODY, "max_tokens": 20, "stream": True}
@@ -181,12 +183,12 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
     scripted.emit(request, "one two three")
     await until(lambda: guarded.node.in_flight == 1)
     reserved = request.most_tokens
-    assert await quotas.totals("search") == (reserved, 0, 0, reserved)
+    assert await quotas.totals(account) == (reserved, 0, 0, reserved)
     await until(lambda: scripted.unread_tokens(request.request_id) == 0)
     writer.close()
     await until(lambda: guarded.node.in_flight == 0)
     used = len(request.prompt_ids) + 3
-    assert await quotas.totals("search") == (reserved, used, reserved - used, 0)
+    assert await quotas.totals(account) == (reserved, used, reserved - used, 0)
 
 
 @pytest.mark.parametrize(

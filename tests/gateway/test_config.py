@@ -177,7 +177,8 @@ def test_worker_config_has_the_values_of_the_settings() -> None:
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
     assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
-    own = set(WorkerConfig.__struct_fields__) - {"device_index", "num_workers"}
+    derived = {"device_index", "num_workers", "model_id", "memory_share"}
+    own = set(WorkerConfig.__struct_fields__) - derived
     assert own <= set(ServeConfig.__struct_fields__)
     assert ServeConfig().worker_configs() == (WorkerConfig(),)
 

@@ -85,7 +85,7 @@ def run_with_faults(
             choices = await run_job(dispatched.dispatcher, job, watch)
             assert await dispatched.is_idle()
             lost = [w.worker_id for w in dispatched.fleet.workers if w.backend.failure is not None]
-            return Outcome(choices, await dispatched.store.quotas.totals(""), watch, lost)
+            return Outcome(choices, await dispatched.totals(), watch, lost)
 
     return run_scenario(scenario())
 
@@ -236,7 +236,7 @@ def test_the_last_worker_ends_its_streams_with_its_own_error() -> None:
             tokens = len(choices[0].token_ids)
             assert tokens >= 5
             assert await dispatched.is_idle()
-            totals = await dispatched.store.quotas.totals("")
+            totals = await dispatched.totals()
             assert (totals.settled, totals.open) == (len(make_job().prompts[0]) + tokens, 0)
         assert watch.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
 
@@ -295,7 +295,7 @@ def test_a_poisonous_request_is_given_up_before_it_breaks_all_workers(
             assert watch.losses == [(Cause.FAILED, why)]
             assert len(watch.resumes) == taken - 1
             assert await dispatched.is_idle()
-            totals = await dispatched.store.quotas.totals("")
+            totals = await dispatched.totals()
             assert totals.open == 0
             assert totals.reserved == totals.settled + totals.released
             if dispatched.fleet.serving:
@@ -337,7 +337,7 @@ def test_a_resumed_request_is_charged_once() -> None:
         async with dispatching(factory, 2, config=CONFIG, quotas=quotas) as dispatched:
             (choice,) = await run_job(dispatched.dispatcher, job)
             assert choice.finish_reason is FinishReason.LENGTH
-            assert await dispatched.store.quotas.totals("t") == Totals(most, most, 0, 0)
+            assert await dispatched.totals("t") == Totals(most, most, 0, 0)
 
     run_scenario(scenario())
 

@@ -362,7 +362,7 @@ def test_a_disconnect_between_two_workers_frees_everything() -> None:
             second_worker.emit(running, "done", last=True)
             await other_result
             assert await dispatched.is_idle()
-            assert (await dispatched.store.quotas.totals("")).open == 0
+            assert (await dispatched.totals()).open == 0
             assert second_worker.submitted.empty()
 
     run_scenario(scenario())
@@ -419,6 +419,6 @@ def test_an_embedding_starts_again() -> None:
                 chosen.streams.deliver([(request.request_id, done)])
                 assert (await reading).pooled == state
                 assert [delta async for delta in run.deltas] == []
-            assert (await dispatched.store.quotas.totals("")).settled == 5
+            assert (await dispatched.totals()).settled == 5
 
     run_scenario(scenario())

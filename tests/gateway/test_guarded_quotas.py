@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.quotas import Quotas, quota_account
 from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.quotas import Limit, Quota, Shortage, Totals
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.test_guarded_store import in_virtual_time, now_s
 
+ACCOUNT = quota_account("t", "")
 SIXTY = Quota(requests_per_minute=60)
 TOKENS = Quota(tokens_per_minute=600)
 BACK_S = 2 * PATIENCE.longest_pause_s
@@ -105,7 +106,7 @@ async def pass_time(gateways: list[Gateway], seconds: float) -> None:
 
 async def totals(gateway: Gateway) -> Totals:
     """Return the totals of the shared store."""
-    return await gateway.remote.quotas.totals("t")
+    return await gateway.remote.quotas.totals(ACCOUNT)
 
 
 @in_virtual_time
@@ -274,7 +275,7 @@ async def test_a_cancelled_reservation_leaves_nothing_open() -> None:
                 await gateway.quotas.release(call.result())
             await asyncio.sleep(1.0)
             assert (await totals(gateway)).open == 0
-            assert (await gateway.store.quotas.totals("t")).open == 0
+            assert (await gateway.store.quotas.totals(ACCOUNT)).open == 0
 
 
 @in_virtual_time

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.errors import InvalidRequest, QuotaExceeded
 from draftgate.gateway.state.store import Lease
 from draftgate.policies.quotas import Quota, Totals
@@ -54,10 +55,15 @@ class Shared:
         names = ("reserve", "reserve_quota")
         return Counter({name: self.remote.calls[name] for name in names if self.remote.calls[name]})
 
+    @property
+    def account(self) -> str:
+        """The account of the tenant in the store."""
+        return quota_account("t", self.dispatched.fleet.model_id)
+
     async def totals(self) -> Totals:
         """Return the totals in the store after all settlements have been sent."""
         await asyncio.sleep(1.0)
-        return await self.remote.quotas.totals("t")
+        return await self.remote.quotas.totals(self.account)
 
 
 @asynccontextmanager
@@ -182,7 +188,7 @@ def test_a_request_that_other_gateways_hold_up_is_charged_once() -> None:
             result = pool.send(of_tenant("a"))
             await asyncio.sleep(1.0)
             assert pool.worker.submitted.empty()
-            assert (await pool.remote.quotas.totals("t")).open == MOST
+            assert (await pool.remote.quotas.totals(pool.account)).open == MOST
             await pool.remote.inner.release(["theirs"])
             await pool.finish()
             await result

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from draftgate.gateway.dispatch.leases import LEASE_S
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.policies.quotas import Quota
 from tests.examples import examples
 from tests.gateway.test_guarded_quotas import Gateway
@@ -22,6 +23,7 @@ from tests.gateway.troubled_gateways import BACK_S, TroubledGateways, is_connect
 
 GATEWAYS = 3
 RATE, BURST, TOKENS_BURST = 60, 12, 300
+ACCOUNT = quota_account("t", "")
 QUOTA = Quota(RATE, RATE * 10, BURST, TOKENS_BURST)
 
 gateways = st.integers(0, GATEWAYS - 1)
@@ -189,10 +191,10 @@ class SharedQuotas(TroubledGateways):
         expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
         self.runner.run(self.end_trouble(BACK_S + max(2.0, expiry_s - self.now_s)))
         assert all(gateway.store.outage is None for gateway in self.gateways)
-        found = self.runner.run(self.inner.quotas.totals("t"))
+        found = self.runner.run(self.inner.quotas.totals(ACCOUNT))
         assert found.open == sum(made.tokens for made in self.open)
         for index, gateway in enumerate(self.gateways):
-            own = self.runner.run(gateway.store.quotas.totals("t"))
+            own = self.runner.run(gateway.store.quotas.totals(ACCOUNT))
             assert own.open == sum(made.tokens for made in self.open if made.gateway == index)
             assert not gateway.store.quotas._alone
             assert not gateway.store.quotas._pending
@@ -204,7 +206,7 @@ class SharedQuotas(TroubledGateways):
     def check_balance(self) -> None:
         """Check that each ledger balances."""
         for quotas in (self.inner.quotas, *(one.store.quotas for one in self.gateways)):
-            found = self.runner.run(quotas.totals("t"))
+            found = self.runner.run(quotas.totals(ACCOUNT))
             assert found.reserved == found.settled + found.released + found.open
             assert min(found) >= 0
 

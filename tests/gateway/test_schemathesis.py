@@ -50,7 +50,7 @@ CONDITIONS = {
     "at most one parameter sets the form of the output": r"cannot be combined with",
     "`min_tokens` is at most the maximum": r"min_tokens: must be at most the \d+ tokens",
     "an embedding has at least the dimensions": r"dimensions: must be between 1 and",
-    "the simulator has no embeddings": r"the backend 'sim' has no embeddings",
+    "the simulator has no embeddings": r"this model does not embed texts",
     "streams have no log probabilities of prompts": r"prompt_logprobs together with stream",
     "calls of tools have no log probabilities": r"(top_logprobs|include) together with tools",
     "a schema, grammar or regular expression is valid": r"^the [\w ]+ cannot be used: ",

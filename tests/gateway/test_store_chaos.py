@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from draftgate.gateway.app import Listening
-from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.quotas import Quotas, quota_account
 from draftgate.gateway.state.calls import DEADLINE_S
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
@@ -26,6 +26,7 @@ from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import leased_tokens, offer, report, reserve
 from tests.gateway.tcp_proxy import proxied
 
+ACCOUNT = quota_account("t", "")
 QUICK = Patience(failures=3, timeouts_span_s=0.1, first_pause_s=0.02, longest_pause_s=0.1)
 
 
@@ -288,12 +289,12 @@ async def wait_for_reservations(redis: RedisServer, tenants: list[Tenant]) -> To
             await tenant.beat()
         if any(tenant.store.outage for tenant in tenants):
             return False
-        totals = await reader.quotas.totals("t")
+        totals = await reader.quotas.totals(ACCOUNT)
         assert totals.reserved == totals.settled + totals.released + totals.open
         return totals.open == sum(sum(tenant.held.values()) for tenant in tenants)
 
     await eventually(same)
-    found = await reader.quotas.totals("t")
+    found = await reader.quotas.totals(ACCOUNT)
     await reader.close()
     return found
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.app import Listening, drain
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http import slow_readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
@@ -272,7 +273,7 @@ def received_texts(api: Api, received: list[Any]) -> list[str]:
 
 async def check_balanced(node: Node) -> None:
     """Assert that every reservation is settled or released."""
-    totals = await node.store.quotas.totals("")
+    totals = await node.store.quotas.totals(quota_account("", node.fleet.model_id))
     assert totals.open == 0
     assert totals.reserved == totals.settled + totals.released > 0
 

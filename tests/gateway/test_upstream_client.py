@@ -21,6 +21,7 @@ from draftgate.backends.upstream_testing import check_upstream
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node, start_workers
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.clients import openai_client
@@ -214,7 +215,7 @@ async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None
         assert json.loads(engine.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
         metrics = (await http.get("/metrics")).text
         quotas = gateway.node.store.quotas
-        assert (await quotas.totals("search")).settled == 9
+        assert (await quotas.totals(quota_account("search", ""))).settled == 9
     (requests,) = [line for line in metrics.splitlines() if "/v1/embeddings" in line]
     assert 'outcome="finished"' in requests
     assert 'tenant="search"} 9.0' in metrics

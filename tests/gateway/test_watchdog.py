@@ -99,7 +99,7 @@ def test_a_permanently_hung_worker_ends_its_streams() -> None:
             with pytest.raises(BackendFailed, match="completes no further step"):
                 await run_job(dispatched.dispatcher, make_job(), watch)
             assert now_s() < LATEST_S + 21.0
-            assert (await dispatched.store.quotas.totals("")).open == 0
+            assert (await dispatched.totals()).open == 0
         assert watch.losses == [(Cause.STALLED, GivenUp.NO_WORKER)]
 
     run_scenario(scenario())

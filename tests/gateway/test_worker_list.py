@@ -19,7 +19,7 @@ from tests.gateway.harness import ScriptedBackend, client, running, until
 from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, make_job
 from tests.gateway.troubles import dispatching, run_scenario
 
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0, "role": "any"}
+IDLE = {"model": "scripted", "running": 0, "waiting": 0, "kv_usage": 0.0, "role": "any"}
 
 
 def stream(request_id: str, tenant: str = "", worker_id: str = "w-0") -> RunningStream:
@@ -64,19 +64,19 @@ def test_stream_is_listed_on_its_worker_while_it_moves() -> None:
             async with dispatched.dispatcher.run(make_job(800, output_tokens=400)) as run:
                 count = 0
                 async for _ in run.deltas:
-                    (one,) = process_streams(moves, decisions).running
+                    (one,) = process_streams([moves], decisions).running
                     seen.append((one.worker_id, one.moving))
                     count += 1
                     if count == 20:
                         source = run.placed[0].worker
                         source.drained = True
-            assert process_streams(moves, decisions).running == []
+            assert process_streams([moves], decisions).running == []
             states = list(dict.fromkeys(seen))
             sink = next(one for one in dispatched.fleet.workers if one is not source)
             moving = (source.worker_id, True)
             assert states[:2] == [(source.worker_id, False), moving]
             assert states[-1] == (sink.worker_id, False)
-            (recent,) = process_streams(moves, decisions).moves
+            (recent,) = process_streams([moves], decisions).moves
             (first, _second) = reversed(decisions.latest(9))
             assert first.moves == (recent.move,)
             record = recent.move

@@ -44,12 +44,13 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.dispatch.run import UNWATCHED, Move, Resume, Run, Watch
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
-from draftgate.policies.quotas import Quota
+from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES, Cause, GivenUp
 
@@ -201,6 +202,10 @@ class Dispatched:
         views = (await self.store.snapshot()).workers
         leased = sum(view.leased_tokens + view.claimed_tokens for view in views)
         return not (busy or reserved or leased or len(self.dispatcher.queue))
+
+    async def totals(self, tenant: str = "") -> Totals:
+        """Return what a tenant has used of its quota."""
+        return await self.store.quotas.totals(quota_account(tenant, self.fleet.model_id))
 
 
 @asynccontextmanager

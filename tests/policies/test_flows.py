@@ -260,6 +260,15 @@ def test_idle_pool_refuses_no_flow() -> None:
     assert refuse_flow(1.8, division, own, [], busy, 0.5) is not None
 
 
+def test_hops_elsewhere_have_their_measured_time_and_no_queue_here() -> None:
+    """A later hop on another model counts its measured time, and no work for this model."""
+    own = HopForecast(1.0, 0.0, 100.0, 0.0, 0.0)
+    here, elsewhere = (HopForecast(1.0, 0.0, 300.0, 2.0, 0.0, other) for other in (False, True))
+    found = divide(12.0, own, [here, elsewhere], SPEED)
+    assert (found.own_s, found.later_served_s, found.later_here_s) == pytest.approx((1.0, 5.0, 3.0))
+    assert found.budget_s == pytest.approx(2.0)
+
+
 # --- history --------------------------------------------------------------------------------------
 
 
@@ -277,6 +286,15 @@ def test_history_predicts_the_later_hops_and_their_lengths() -> None:
     own = history.own("t", 1, PLAN)
     assert own is not None
     assert (own.prompt_tokens, own.output_tokens) == (100.0, 50.0)
+
+
+def test_history_tells_hops_on_another_model_apart() -> None:
+    """A later hop is elsewhere if it needs another model than the hop that has arrived."""
+    history = FlowHistory()
+    embed = HopKind("/v1/embeddings", "vectors")
+    history.add_flow("t", (hop(PLAN, 0.0, 1.0), hop(embed, 1.0, 1.1), hop(ANSWER, 1.1, 3.0)))
+    assert [one.elsewhere for one in history.later("t", 1, PLAN)] == [True, False]
+    assert [one.elsewhere for one in history.later("t", 2, embed)] == [True]
 
 
 def test_tenants_have_separate_histories() -> None:
