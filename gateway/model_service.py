@@ -100,7 +100,7 @@ class ModelService:
         self.config = config
         self.fleet = fleet
         self._first_worker = first_worker
-        self._used_s = loop_time_s()
+        self._used_s: float | None = None
         self.dispatcher = build_dispatcher(
             fleet,
             parts.store,
@@ -229,9 +229,11 @@ class ModelService:
 
     def lost_for_s(self) -> float:
         """Return the seconds for which a model of other nodes has had no worker and no request."""
-        if self.fleet.size or self.fleet.workers or len(self.dispatcher.queue):
-            self._used_s = loop_time_s()
-        return loop_time_s() - self._used_s
+        now_s = loop_time_s()
+        used = self.fleet.size or self.fleet.workers or len(self.dispatcher.queue)
+        if used or self._used_s is None:
+            self._used_s = now_s
+        return now_s - self._used_s
 
     async def start_later(self) -> None:
         """Wait for the first worker of a model that the pool has, and log that clients can use it.

@@ -172,6 +172,18 @@ async def test_metrics_of_models_are_separate() -> None:
     assert len(types) == len(set(types))
 
 
+async def test_a_flow_uses_several_models() -> None:
+    """Requests of a flow for different models are its first and second hop."""
+    headers = {"x-flow-id": "f", "x-flow-deadline-ms": "60000"}
+    async with running(models=(OTHER,)) as gateway, client(gateway) as http:
+        hops = []
+        for name in (SHIPPED_MODEL_ID, "other"):
+            body = {**BODY, "model": name}
+            reply = await http.post(COMPLETIONS, json=body, headers=headers)
+            hops.append(reply.json()["metrics"]["flow"]["hop"])
+    assert hops == [1, 2]
+
+
 async def test_a_node_fails_with_the_last_worker_of_any_model() -> None:
     """A supervisor then restarts the node, as after the loss of a node's only model."""
     one, two = ScriptedBackend(), named("two")
