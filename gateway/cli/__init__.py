@@ -138,6 +138,7 @@ BENCHES: Final = {
     "moves": "bench.gateway.moves",
     "readers": "bench.gateway.readers",
     "rag": "bench.gateway.rag",
+    "reindexing": "bench.gateway.reindexing",
     "store": "bench.gateway.store",
     "speculation": "bench.gateway.speculation",
     "sweep": "bench.gateway.sweep",
