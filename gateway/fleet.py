@@ -347,14 +347,14 @@ class Fleet:
         """The model's tokenizer."""
         return self.any.generating.tokenizer
 
-    async def start(self, name: str | None = None, first: int = 0) -> None:
+    async def start(self, name: str, first: int = 0) -> None:
         """Import the backend in a thread, and then build and start own workers concurrently.
 
         A worker that cannot start is a configuration error, so it fails the whole fleet. The caller
         must call `stop` also in that case.
 
         Args:
-            name: prefix of the workers' ids, or None to generate one.
+            name: prefix of the workers' ids.
             first: number of the first worker among those of the node.
 
         Raises:
@@ -365,7 +365,7 @@ class Fleet:
             return
         factory = await asyncio.to_thread(self._load_factory)
         epoch = new_epoch(time.time(), secrets.token_hex(4))
-        await self.start_with(factory, name or f"w-{secrets.token_hex(4)}", epoch, first)
+        await self.start_with(factory, name, epoch, first)
         models = sorted({worker.backend.card.model_id for worker in self.workers})
         if len(models) > 1 and not self.forwards:
             raise ValueError(f"the workers serve different models: {', '.join(models)}")

@@ -179,11 +179,11 @@ class ModelService:
         """The tasks that the model offers, or nothing while clients cannot use it."""
         return self.fleet.card.capabilities.tasks if self.is_known else ()
 
-    async def start(self, prefix: str | None = None) -> None:
+    async def start(self, prefix: str) -> None:
         """Load the model, or find a worker of another node.
 
         Args:
-            prefix: prefix of the ids of own workers, or None to generate one.
+            prefix: prefix of the ids of own workers.
 
         Raises:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
@@ -240,7 +240,7 @@ class ModelService:
 
         Run this method as a task.
         """
-        await self.start()
+        await self.start(prefix="")
         log(logging.INFO, "the pool has another model", model=self.name)
 
     def _described(self) -> ServedModel:

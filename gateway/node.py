@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -222,7 +223,7 @@ class Node:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         join = self.config.join
-        prefix = None if join is None else await self._advertise(join)
+        prefix = f"w-{secrets.token_hex(4)}" if join is None else await self._advertise(join)
         for model in self.models[:]:
             await model.start(prefix)
         await self._find_models()

@@ -74,6 +74,7 @@ const hasCard = (dot) => dot.hasAttribute("aria-describedby");
 /** Show a lane for each worker. */
 function drawLanes(workers, running) {
   const ids = new Set(workers.map((worker) => worker.worker_id));
+  const several = new Set(workers.map((worker) => worker.model)).size > 1;
   drop(lanes, ids, ({ element }) => element);
   workers.forEach((worker, index) => {
     const id = worker.worker_id;
@@ -81,7 +82,7 @@ function drawLanes(workers, running) {
     const { element, state, others, more } = lanes.get(id);
     place(element, byId("lanes"), index);
     element.dataset.status = worker.status;
-    write(state, describeWorker(worker));
+    write(state, [...(several ? [worker.model] : []), describeWorker(worker)].join(", "));
     const own = running.filter((stream) => stream.worker_id === id);
     const sequences = own.reduce((sum, stream) => sum + stream.sequences, 0);
     const foreign = Math.max(worker.running + worker.waiting - sequences, 0);

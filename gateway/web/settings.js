@@ -15,9 +15,9 @@ export function setUp() {
   byId("model").addEventListener("change", fit);
 }
 
-/** Offer models, as entries of `/v1/models`. */
+/** Offer the models that generate text, as entries of `/v1/models`. Upstreams do not report tasks. */
 export function offer(found) {
-  models = found;
+  models = found.filter(({ tasks }) => tasks?.includes("generate") ?? true);
   choices("model", models.map(({ id }) => [id, id]));
   fit();
 }

@@ -40,7 +40,7 @@ async def test_a_terminal_gets_a_bar_that_follows_the_workers(
     end."""
     monkeypatch.setattr(loading, "BAR_DELAY_S", 0.0)
     fleet = scripted_fleet(CONFIG, [scripted])
-    await fleet.start()
+    await fleet.start("w")
     screen = console.file
     async with loading_shown(fleet, CONFIG, console):
         for share in (0.25, 0.75):
@@ -68,7 +68,7 @@ async def test_loading_without_a_terminal_writes_log_lines(
     console = Console(file=io.StringIO())
     with caplog.at_level(logging.INFO, logger="draftgate"):
         async with loading_shown(fleet, CONFIG, console):
-            await fleet.start()
+            await fleet.start("w")
             scripted.progress = share
     assert console.file.getvalue() == ""
     lines = {record.message: record.draftgate_fields for record in caplog.records}
@@ -86,7 +86,7 @@ async def test_loading_without_a_terminal_logs_each_phase_once(
     scripted.progress = 0.0
     phases = ["reading weights", "compiling and testing operators", "measuring step costs"]
     with caplog.at_level(logging.INFO, logger="draftgate"):
-        await fleet.start()
+        await fleet.start("w")
         async with loading_shown(fleet, CONFIG, Console(file=io.StringIO())):
             for share, phase in zip((0.3, 0.75, 0.9), phases, strict=True):
                 scripted.progress = share

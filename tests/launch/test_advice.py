@@ -28,7 +28,7 @@ async def test_the_largest_advice_of_the_pool_counts() -> None:
         async with running(pool="p", api_keys=("k",), metrics_keys=(KEY,)) as other:
             for gateway, workers in ((one, 2), (other, 5)):
                 fixed = FixedAdvisor(ScalingAdvice(workers, ScalingReason.PRICE, 1.0))
-                gateway.node.scaling._advisor = fixed
+                gateway.node.models[0].scaling._advisor = fixed
                 gateway.node.take_sample()
             other.node.metrics.set(metric.DESIRED_WORKERS, 9, "another pool")
             advice = GatewayAdvice([one.url, f"{other.url}/"], "p", KEY, lines.append, clock)

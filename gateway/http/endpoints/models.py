@@ -85,6 +85,7 @@ def _described(model: ModelService) -> ModelReply:
         card.max_model_len,
         chat=served.tokenizer.tool_template is not None,
         proposers=model.fleet.proposers,
+        tasks=[task.value for task in model.tasks],
     )
 
 

@@ -280,8 +280,9 @@ class EmbeddingList(Struct):
 class ModelReply(Struct):
     """An entry of `/v1/models`.
 
-    The fields `chat` and `proposers` are extensions, which the model of an upstream lacks. `chat`
-    says whether the model has a chat template, and `proposers` names what its workers draft with.
+    The last fields are extensions, which the model of an upstream lacks. `chat` says whether the
+    model has a chat template, `proposers` names what its workers draft with, and `tasks` what the
+    model does: `generate`, `embed`, `score`.
     """
 
     id: str
@@ -292,6 +293,7 @@ class ModelReply(Struct):
     owned_by: str = "draftgate"
     chat: bool | UnsetType = UNSET
     proposers: list[str] | UnsetType = UNSET
+    tasks: list[str] | UnsetType = UNSET
 
 
 class ModelList(Struct):
