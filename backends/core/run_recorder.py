@@ -262,6 +262,11 @@ class RecordedWorkerCore(WorkerCore):
             self._run.add_pace(sequence, pace)
         super().set_pace(request_id, pace)
 
+    def interrupt(self) -> None:
+        """See `WorkerCore`."""
+        self._run.stop("another model used the device, and a recording contains one model")
+        super().interrupt()
+
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """See `WorkerCore`."""
         ticks = _ticks(now_s)

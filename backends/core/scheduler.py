@@ -31,7 +31,8 @@ from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.queues import Queues
 from draftgate.backends.core.sequence import Sequence, SequenceState
-from draftgate.backends.core.steps import PENDING, SequenceWork, StepBuilder, StepPlan, StepResult
+from draftgate.backends.core.steps import PENDING, StepBuilder, StepPlan, StepResult
+from draftgate.backends.core.urgency import urgency_of
 from draftgate.backends.types import FinishReason, Pace
 from draftgate.policies.batching import Slack
 from draftgate.policies.costs.speed import SpeedMeter
@@ -39,6 +40,7 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.costs.step_cost_fit import StepCostFit
 from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
 from draftgate.policies.speculation.revision import REVIEW_STEPS
+from draftgate.policies.turns import StepUrgency
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
@@ -58,18 +60,6 @@ class SchedulerConfig:
 
 
 DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
-
-_LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
-
-SPARING_STEPS: Final = 64
-"""Number of steps by which a sparing sequence is ranked after its last service. All others precede
-it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
-30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
-
-
-def _sparing_last(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of decodes when some sequences are sparing."""
-    return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.key
 
 
 class Scheduler:
@@ -196,6 +186,21 @@ class Scheduler:
             urgent=queues.num_urgent,
         )
 
+    def urgency(self, now_s: float) -> StepUrgency | None:
+        """Return the urgency of the next step, which may still be empty, or None without work."""
+        running, waiting = self._queues.running, self._queues.waiting
+        if not (running or waiting):
+            return None
+        tokens = min(len(running) + self._queues.prefill_tokens, self.config.max_step_tokens)
+        step_s = self.cost.seconds(tokens, self._decoding[1], len(running))
+        if not self._with_service:
+            return StepUrgency(step_s=step_s)
+        return urgency_of((*running, *waiting), now_s, step_s)
+
+    def interrupt(self) -> None:
+        """Record that other workers may use the device before the next step."""
+        self._ran_s = None
+
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, with blocks allocated, or None if the worker is idle.
 
@@ -252,7 +257,7 @@ class Scheduler:
         # A decode takes one block at most, and precedes all other work that takes blocks. So no
         # decode is preempted if each running sequence has a free block.
         if self.blocks.num_free < len(self._queues.running) or not all(
-            map(_continues_blindly, continuing)
+            work.continues_blindly for work in continuing
         ):
             return None
         if self._drafts.draft_pays(self.cost):
@@ -328,7 +333,7 @@ class Scheduler:
             for s in self._queues.running
             if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
         ]
-        decodes.sort(key=_sparing_last if self._queues.num_sparing else _LEAST_RECENTLY_SERVED)
+        decodes.sort(key=self._queues.decode_order)
         running, block_size = SequenceState.RUNNING, self.blocks.block_size
         for sequence in decodes:
             if step.budget <= 0:
@@ -438,11 +443,3 @@ class Scheduler:
         self._queues.note_fed(sequence, step.add_chunk(sequence))
         if sequence.next_ids and step.work[sequence.key].samples:
             step.attach_next(sequence.key, self._drafts.take_next(sequence, step.budget))
-
-
-def _continues_blindly(work: SequenceWork) -> bool:
-    """Return whether the next step can be planned whatever token this work samples."""
-    # The number of accepted draft tokens determines the positions of the next step.
-    if work.draft.token_ids:
-        return False
-    return work.sequence.grammar is None and not work.sequence.request.sampling.reads_output

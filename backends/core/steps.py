@@ -71,6 +71,14 @@ class SequenceWork(NamedTuple):
         """Number of logit rows: one after the last confirmed token and one per draft token."""
         return len(self.draft.token_ids) + 1 if self.samples else 0
 
+    @property
+    def continues_blindly(self) -> bool:
+        """Whether the next step can be planned whatever token this work samples."""
+        # The number of accepted draft tokens determines the positions of the next step.
+        if self.draft.token_ids:
+            return False
+        return self.sequence.grammar is None and not self.sequence.request.sampling.reads_output
+
 
 class ScoredRows(NamedTuple):
     """Rows of a prompt chunk that give the log probabilities of the tokens after them.

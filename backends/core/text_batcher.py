@@ -17,11 +17,13 @@ from draftgate.backends.core.accounting import Emission
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.core.urgency import urgency_of
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
 from draftgate.policies.costs.speed import SpeedMeter
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.costs.step_cost_fit import StepCostFit
+from draftgate.policies.turns import StepUrgency
 from draftgate.policies.types import BATCH_PRIORITY, WorkerLoad
 
 
@@ -130,6 +132,18 @@ class TextBatcher:
             urgent=sum(each.request.service.priority < 0 for each in self._open.values()),
         )
 
+    def urgency(self, now_s: float) -> StepUrgency | None:
+        """Return the urgency of the next step, or None if no text waits."""
+        if not self._waiting:
+            return None
+        priority, _, first = self._waiting[0]
+        tokens = max(first.prompt_tokens, min(self._waiting_tokens, self._step_tokens(priority)))
+        # Only the first text is in the step in any case.
+        return urgency_of([first], now_s, self.cost.seconds(tokens))
+
+    def interrupt(self) -> None:
+        """Ignore that other workers may use the device, because no cost depends on the host."""
+
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, or None if the worker is idle.
 
@@ -152,8 +166,8 @@ class TextBatcher:
         """Remove the texts of the next step from the queue. They are of one class."""
         if not self._waiting:
             return
-        batch, limits = self._waiting[0][0] >= BATCH_PRIORITY, self._limits
-        budget = limits.batch_step_tokens if batch else limits.max_step_tokens
+        batch = self._waiting[0][0] >= BATCH_PRIORITY
+        budget = self._step_tokens(self._waiting[0][0])
         tokens = 0
         while self._waiting:
             priority, _, sequence = self._waiting[0]
@@ -167,6 +181,11 @@ class TextBatcher:
             sequence.move_to(SequenceState.RUNNING)
             sequence.scheduled_s = self._now_s
             yield sequence
+
+    def _step_tokens(self, priority: int) -> int:
+        """Return the maximum tokens of a step of a class, unless a single text is longer."""
+        batch = priority >= BATCH_PRIORITY
+        return self._limits.batch_step_tokens if batch else self._limits.max_step_tokens
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return None, so that a text that arrives during a step can join the next one."""

@@ -25,6 +25,7 @@ from draftgate.backends.types import (
     Task,
     TokenLogprob,
 )
+from draftgate.policies.turns import StepUrgency
 from draftgate.policies.types import WorkerLoad
 
 
@@ -116,6 +117,14 @@ class WorkerCore:
     def load(self) -> WorkerLoad:
         """Return the load."""
         return self._scheduler.load()
+
+    def urgency(self, now_s: float) -> StepUrgency | None:
+        """Return the urgency of the next step, which may still be empty, or None without work."""
+        return self._scheduler.urgency(now_s)
+
+    def interrupt(self) -> None:
+        """Record that other workers may use the device before the next step."""
+        self._scheduler.interrupt()
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, or None if the worker is idle.

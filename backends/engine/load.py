@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.text_batcher import TextBatcher
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.device_turns import DeviceTurns, shared_turns
 from draftgate.backends.engine.encoder.config import is_encoder
 from draftgate.backends.engine.encoder.load import load_encoder
 from draftgate.backends.engine.encoder.runner import EncoderRunner
@@ -89,6 +90,7 @@ class LoadedEngine:
         proposers: by name, cheapest first.
         save_costs: stores the current step costs for the next start.
         recording: records drafts to a file, or None.
+        turns: the turns of the engines on its device.
     """
 
     worker: WorkerCore | TextBatcher
@@ -98,6 +100,7 @@ class LoadedEngine:
     proposers: dict[str, Proposer]
     save_costs: Callable[[], None] = lambda: None
     recording: AcceptanceRecording | None = None
+    turns: DeviceTurns = field(default_factory=DeviceTurns)
 
 
 def load_engine(
@@ -120,8 +123,11 @@ def load_engine(
     device = _prepared_device(config)
     directory = find_checkpoint(config.model)
     if is_encoder(directory):
-        return _loaded_encoder(config, directory, device, progress)
-    return _loaded_decoder(config, directory, draft_directory, device, progress)
+        engine = _loaded_encoder(config, directory, device, progress)
+    else:
+        engine = _loaded_decoder(config, directory, draft_directory, device, progress)
+    # Workers with different indices share the cores of a CPU (`WorkerConfig.threads`), not turns.
+    return replace(engine, turns=shared_turns(f"{device.type}:{config.device_index}"))
 
 
 def _loaded_decoder(

@@ -1,7 +1,8 @@
 """The worker's thread: runs commands and steps, and reports deltas.
 
 This thread makes all torch calls of a worker. The event loop only appends commands and receives a
-single batch of deltas per step.
+single batch of deltas per step. Engines of one device take turns (`device_turns.py`). While the
+thread waits for its turn, it runs commands, so that an urgent request counts immediately.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.engine.device_turns import EngineTurns
 from draftgate.backends.engine.served import THREAD_NAME, ServedModel
 from draftgate.backends.errors import BackendError
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.turns import QueuedOperation, TransferTurns
 from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.policies.turns import StepUrgency
 from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
@@ -74,6 +77,8 @@ class EngineLoop(threading.Thread):
         self._transfers: deque[QueuedOperation] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._turns: EngineTurns | None = None  # from the end of loading on
+        self._reported = False  # whether the load of the idle worker is reported
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
@@ -119,6 +124,8 @@ class EngineLoop(threading.Thread):
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        if self._turns is not None:
+            self._turns.leave()  # a step that hangs stops no other engine
 
     def run(self) -> None:
         """Load, then run steps until stopped. Report any error through `LoopEvents.failed`."""
@@ -138,6 +145,8 @@ class EngineLoop(threading.Thread):
                 logger.exception("the engine failed")
             self._events.failed(error)
         finally:
+            if self._turns is not None:
+                self._turns.leave()
             if engine is not None and engine.recording is not None:
                 engine.recording.close()
 
@@ -160,32 +169,39 @@ class EngineLoop(threading.Thread):
             if engine.recording is not None:
                 engine.recording.observe(batch)
 
+        def urgency() -> StepUrgency | None:
+            self._run_commands(engine)
+            return worker.urgency(time.monotonic())
+
+        self._turns = engine.turns.join(urgency, self._wake_up)
         pipeline = Pipeline(
-            worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
+            worker, engine.executor, deliver, engine.executor.launcher, time.monotonic, self._turns
         )
-        turns = TransferTurns(engine.exchange, self._transfers, time.monotonic)
-        reported = False  # whether the load of the idle worker is reported, which transfers keep
+        transfers = TransferTurns(engine.exchange, self._transfers, time.monotonic)
         while not self._stopping:
-            if self._run_commands(engine):
-                reported = False
+            self._run_commands(engine)
             if pipeline.step():
-                turns.take_busy()
-                reported = False
-            elif not turns.take_idle():
-                if not reported:
+                transfers.take_busy()
+                self._reported = False
+            elif not transfers.take_idle():  # transfers keep the load
+                if not self._reported:
                     self._events.stepped([], worker.load())
-                reported = True
+                self._reported = True
                 self._sleep()
 
-    def _run_commands(self, engine: LoadedEngine) -> bool:
-        """Run the queued commands, and return whether there were any."""
-        ran = False
+    def _run_commands(self, engine: LoadedEngine) -> None:
+        """Run the queued commands."""
         while self._commands:
             self._commands.popleft()(engine)
-            ran = True
-        return ran
+            self._reported = False
+
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _sleep(self) -> None:
+        """Wait for a command, a transfer, a turn or the end."""
+        assert self._turns is not None
         with self._wake:
-            while not (self._commands or self._transfers or self._stopping):
+            while not (self._commands or self._transfers or self._stopping or self._turns.held):
                 self._wake.wait()

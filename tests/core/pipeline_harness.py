@@ -7,7 +7,7 @@ from itertools import count
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
-from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.core.pipeline import OWN_DEVICE, Pipeline, Turns
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
@@ -131,6 +131,7 @@ class PipelineHarness:
         is_wrong: Callable[[int, int], bool] = lambda key, place: (key + place) % 3 == 0,
         branches: float = 0.3,
         step_s: float = 1e-3,
+        turns: Turns = OWN_DEVICE,
     ) -> None:
         self.blocks = KvBlocks(num_blocks, BLOCK)
         self.device = device or FakeDevice()
@@ -148,7 +149,7 @@ class PipelineHarness:
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
         launcher = self.device if asynchronous else None
         self.pipeline = Pipeline(
-            self.worker, self.device, self._deliver, launcher, self.device.now_s
+            self.worker, self.device, self._deliver, launcher, self.device.now_s, turns
         )
         self.sequences = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.backends.core.scheduler import SPARING_STEPS
+from draftgate.backends.core.queues import SPARING_STEPS
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import FinishReason, Pace
 from draftgate.policies.registry import speculation_policy
