@@ -72,7 +72,7 @@ class TextBatcher:
         self._open: dict[str, Sequence] = {}
         self._waiting: list[tuple[int, int, Sequence]] = []  # a heap by priority and arrival
         self._running = 0  # texts of the step in progress
-        self._waiting_tokens = 0
+        self._waiting_tokens = {False: 0, True: 0}  # by whether they are batch work
         self._step = 0
         self._now_s = 0.0
 
@@ -96,7 +96,7 @@ class TextBatcher:
         sequence = Sequence.for_choice(next(self._keys), request, choice)
         sequence.queued_s = self._now_s if now_s is None else now_s
         self._open[request.request_id] = sequence
-        self._waiting_tokens += sequence.prompt_tokens
+        self._waiting_tokens[_is_batch(sequence)] += sequence.prompt_tokens
         heappush(self._waiting, (request.service.priority, sequence.key, sequence))
 
     def cancel(self, request_id: str) -> None:
@@ -107,7 +107,7 @@ class TextBatcher:
         if sequence.state is SequenceState.WAITING:
             self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
             heapify(self._waiting)
-            self._waiting_tokens -= sequence.prompt_tokens
+            self._waiting_tokens[_is_batch(sequence)] -= sequence.prompt_tokens
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = FinishReason.ABORT
 
@@ -126,7 +126,7 @@ class TextBatcher:
             proposers=(),
             step_cost_error=self._fit.relative_error,
             max_sequences=self._limits.max_sequences,
-            prompt_tokens=self._waiting_tokens,
+            prompt_tokens=sum(self._waiting_tokens.values()),
             speed=self._speed.speed(self.cost, 0, 0),
             steps=self._step,
             urgent=sum(each.request.service.priority < 0 for each in self._open.values()),
@@ -136,8 +136,9 @@ class TextBatcher:
         """Return the urgency of the next step, or None if no text waits."""
         if not self._waiting:
             return None
-        priority, _, first = self._waiting[0]
-        tokens = max(first.prompt_tokens, min(self._waiting_tokens, self._step_tokens(priority)))
+        first = self._waiting[0][2]
+        tokens = min(self._waiting_tokens[_is_batch(first)], self._step_tokens(first))
+        tokens = max(tokens, first.prompt_tokens)
         # Only the first text is in the step in any case.
         return urgency_of([first], now_s, self.cost.seconds(tokens))
 
@@ -166,26 +167,25 @@ class TextBatcher:
         """Remove the texts of the next step from the queue. They are of one class."""
         if not self._waiting:
             return
-        batch = self._waiting[0][0] >= BATCH_PRIORITY
-        budget = self._step_tokens(self._waiting[0][0])
-        tokens = 0
+        first = self._waiting[0][2]
+        tokens, budget = 0, self._step_tokens(first)
         while self._waiting:
-            priority, _, sequence = self._waiting[0]
+            sequence = self._waiting[0][2]
             tokens += sequence.prompt_tokens
             if sequence.prompt_tokens < tokens and tokens > budget:
                 return  # the first text always runs
-            if (priority >= BATCH_PRIORITY) is not batch:
+            if _is_batch(sequence) is not _is_batch(first):
                 return
             heappop(self._waiting)
-            self._waiting_tokens -= sequence.prompt_tokens
+            self._waiting_tokens[_is_batch(sequence)] -= sequence.prompt_tokens
             sequence.move_to(SequenceState.RUNNING)
             sequence.scheduled_s = self._now_s
             yield sequence
 
-    def _step_tokens(self, priority: int) -> int:
-        """Return the maximum tokens of a step of a class, unless a single text is longer."""
-        batch = priority >= BATCH_PRIORITY
-        return self._limits.batch_step_tokens if batch else self._limits.max_step_tokens
+    def _step_tokens(self, first: Sequence) -> int:
+        """Return the maximum tokens of a step with this first text, which may be longer."""
+        limits = self._limits
+        return limits.batch_step_tokens if _is_batch(first) else limits.max_step_tokens
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return None, so that a text that arrives during a step can join the next one."""
@@ -223,3 +223,7 @@ class TextBatcher:
                 delta = Delta(0, (), "", finish_reason=reason, pooled=sequence.pooled)
                 deltas.append((request_id, delta))
         return deltas
+
+
+def _is_batch(sequence: Sequence) -> bool:
+    return sequence.request.service.priority >= BATCH_PRIORITY
