@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.pair_encoder import PairEncoder
 from draftgate.backends.token_bounds import token_bound
 
 FILES: Final = (
@@ -26,6 +27,9 @@ FILES: Final = (
 BRIEF_TOKENS: Final = 1024
 """Number of tokens up to which decoding keeps the GIL, which blocks other threads for 0.1 ms (one
 core, Zen 4, 2026-11-21)."""
+
+_INPUTS: Final = ("input_ids", "token_type_ids", "attention_mask")
+"""Inputs of a model whose tokenizer does not list them, as of a BERT."""
 
 _REPLACEMENT: Final = "\ufffd"
 
@@ -78,6 +82,7 @@ class Tokenizer:
         self.texts_with_special = TokenTexts(with_special, decoder, anchor)
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
+        self._marks_segments = "token_type_ids" in (settings.get("model_input_names") or _INPUTS)
         self._directory = directory
         sources = template_sources(directory, settings)
         try:
@@ -108,6 +113,10 @@ class Tokenizer:
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
+
+    def pairs(self, first: str, max_tokens: int) -> PairEncoder:
+        """Return an encoder of pairs that begin with a text, of at most `max_tokens` each."""
+        return PairEncoder(self._fast, first, max_tokens, marks_segments=self._marks_segments)
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that a text has at least, without tokenising it.

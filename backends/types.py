@@ -181,6 +181,8 @@ class GenerationRequest:
             trace of the request, or empty without a trace.
         prediction_ids: tokens of the output that the client predicts, from which the worker drafts,
             or empty without a prediction. They never change the output.
+        second_segment: index of the prompt's first token of the second segment, which a BERT marks
+            in pairs of texts, or 0 if the prompt has a single segment.
     """
 
     request_id: str
@@ -197,6 +199,7 @@ class GenerationRequest:
     block_hashes: tuple[bytes, ...] = ()
     trace_context: tuple[tuple[str, str], ...] = ()
     prediction_ids: tuple[int, ...] = ()
+    second_segment: int = 0
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan."""

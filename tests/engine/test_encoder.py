@@ -32,12 +32,22 @@ TEXTS = [[RNG.randrange(VOCABULARY) for _ in range(length)] for length in LENGTH
 MODULE = "sentence_transformers.models."
 
 
-def save_model(directory: Path, kind: str = "bert", **fields: Any) -> Any:
-    """Save a random encoder with a tokenizer of words, and return the model of transformers."""
-    from transformers import AutoModel, BertConfig, RobertaConfig
+def save_model(directory: Path, kind: str = "bert", *, labels: int = 0, **fields: Any) -> Any:
+    """Save a random encoder with a tokenizer of words, and return the model of transformers.
+
+    Args:
+        labels: labels of the classification head, or 0 for no head.
+    """
+    from transformers import (
+        AutoModel,
+        AutoModelForSequenceClassification,
+        BertConfig,
+        RobertaConfig,
+        XLMRobertaConfig,
+    )
 
     torch.manual_seed(0)
-    kinds = {"bert": BertConfig, "roberta": RobertaConfig}
+    kinds = {"bert": BertConfig, "roberta": RobertaConfig, "xlm-roberta": XLMRobertaConfig}
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -48,13 +58,16 @@ def save_model(directory: Path, kind: str = "bert", **fields: Any) -> Any:
         "initializer_range": 0.5,
         "attn_implementation": "eager",
     }
-    model = AutoModel.from_config(kinds[kind](**{**shape, **fields})).eval()
+    if labels:
+        shape["num_labels"] = labels
+    auto = AutoModelForSequenceClassification if labels else AutoModel
+    model = auto.from_config(kinds[kind](**{**shape, **fields})).eval()
     model.save_pretrained(directory)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="w2 $A w3", special_tokens=[("w2", 2), ("w3", 3)]
+        single="w2 $A w3", pair="w2 $A w3 $B:1 w3:1", special_tokens=[("w2", 2), ("w3", 3)]
     )
     # Files of embedding models truncate, which must not hide that a text is too long.
     tokenizer.enable_truncation(8)
@@ -164,7 +177,7 @@ def test_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
         assert vectors(engine, TEXTS) == alone
         assert vectors(engine, TEXTS[::-1]) == alone[::-1]
     assert engine.served.card.capabilities.exact
-    assert rows_are_exact(engine.executor, 64)
+    assert rows_are_exact(engine.executor.encoder, 64)
 
 
 def test_too_long_text_is_rejected(tmp_path: Path) -> None:
@@ -217,7 +230,7 @@ DENSE = {"in_features": HIDDEN, "out_features": 8}
         ("config.json", {"vocab_size": 50}, "has vocab_size 50"),
         ("config.json", {"intermediate_size": 70}, "config.json requires"),
         ("config.json", {"num_hidden_layers": 3}, "encoder.layer.2.* is missing"),
-        ("config.json", {"architectures": ["BertForSequenceClassification"]}, "head"),
+        ("config.json", {"architectures": ["BertForSequenceClassification"]}, "bert.pooler"),
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling by max_tokens"),
         ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt must be true"),
         ("modules.json", [{"path": "", "type": MODULE + "WordWeights"}], "'WordWeights'"),

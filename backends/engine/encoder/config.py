@@ -9,7 +9,6 @@ from typing import Final
 
 from draftgate.backends.engine.config import MAX_LAYERS
 from draftgate.backends.engine.fields import Fields
-from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 BERT: Final = "bert"
@@ -23,7 +22,8 @@ class EncoderConfig:
 
     Attributes:
         head_dim: width of one attention head.
-        max_tokens: the longest text in tokens.
+        num_segments: token types that texts use: BERT marks the second text of a pair, and RoBERTa
+            does not.
         first_position: index of the first token's position embedding. RoBERTa's table begins with
             the positions of padding.
         activation: one of `ACTIVATIONS`.
@@ -38,6 +38,7 @@ class EncoderConfig:
     head_dim: int
     num_positions: int
     num_token_types: int
+    num_segments: int
     first_position: int
     layer_norm_eps: float
     activation: str
@@ -81,6 +82,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
     first = 0 if kind == BERT else fields.count("pad_token_id", 1, minimum=0) + 1
     if first >= positions:
         raise fields.error("max_position_embeddings", f"must exceed {first}, not {positions}")
+    token_types = fields.count("type_vocab_size", 2)
     return EncoderConfig(
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
@@ -89,7 +91,8 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
         num_heads=heads,
         head_dim=hidden // heads,
         num_positions=positions,
-        num_token_types=fields.count("type_vocab_size", 2),
+        num_token_types=token_types,
+        num_segments=min(token_types, 2) if kind == BERT else 1,
         first_position=first,
         layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
         activation=str(fields.get("hidden_act") or ACTIVATIONS[0]),
@@ -113,19 +116,3 @@ def _require_encoder(fields: Fields) -> None:
         raise fields.error("position_embedding_type", f"must be 'absolute', not {shown}")
     if fields.flag("is_decoder"):
         raise fields.error("is_decoder", "must be false, because an encoder has no causal mask")
-
-
-def embeds_texts(directory: Path) -> None:
-    """Check that a checkpoint is no cross-encoder, whose head scores pairs of texts.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    path = directory / "config.json"
-    names = read_json(path).get("architectures") or []
-    heads = [str(name) for name in names if "ForSequenceClassification" in str(name)]
-    if heads:
-        raise CheckpointError(
-            f"{path}: the engine does not support {heads[0]}; choose a checkpoint without a "
-            "classification head"
-        )

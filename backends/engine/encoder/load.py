@@ -14,7 +14,8 @@ import torch
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID, checkpoint_id
 from draftgate.backends.core.text_batcher import TextBatcher, TextLimits
 from draftgate.backends.engine.checkpoint import checkpoint_hash
-from draftgate.backends.engine.encoder.config import embeds_texts, read_encoder_config
+from draftgate.backends.engine.encoder.config import read_encoder_config
+from draftgate.backends.engine.encoder.cross_encoder import find_head, read_head
 from draftgate.backends.engine.encoder.model import Encoder
 from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts, read_sentence_modules
@@ -68,7 +69,6 @@ def load_encoder(
         CheckpointError: the model cannot be loaded.
         ValueError: a setting is invalid.
     """
-    embeds_texts(directory)
     shape, tokenizer = read_encoder_config(directory), Tokenizer(directory)
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
@@ -76,15 +76,20 @@ def load_encoder(
             f"{tokenizer.vocab_size - 1}, but config.json has vocab_size {shape.vocab_size}"
         )
     dtype = choose_dtype(config.dtype, directory, device.type)
-    modules = read_sentence_modules(directory, shape.hidden_size, device)
-    prompts = read_prompts(directory)
+    head = find_head(directory)
+    modules = (
+        read_sentence_modules(directory, shape.hidden_size, device)
+        if head is None
+        else read_head(directory, head, shape.hidden_size, device)
+    )
+    task = Task.EMBED if head is None else Task.SCORE
     weights = load_encoder_weights(
         directory, shape, dtype, device, exact=config.exact, progress=progress
     )
     limits = (config.max_model_len, modules.max_tokens, shape.max_tokens)
     max_model_len = min(limit for limit in limits if limit is not None)
     runner = EncoderRunner(Encoder(shape, weights), modules)
-    test = partial(rows_are_exact, runner, max_model_len)
+    test = partial(rows_are_exact, runner.encoder, max_model_len)
     exact = is_exact(test, dtype, device, required=config.exact)
     worker = TextBatcher(
         TextLimits(
@@ -95,6 +100,7 @@ def load_encoder(
         ),
         tokenizer,
         _measured_cost(runner, max_model_len),
+        task,
     )
     digest = f"{checkpoint_hash(directory)}-{modules.digest}"
     library = f"torch-{torch.__version__}"
@@ -107,19 +113,28 @@ def load_encoder(
         Capabilities(
             exact=exact,
             speculation=False,
-            tasks=(Task.EMBED,),
-            embedding_size=modules.size(shape.hidden_size),
+            tasks=(task,),
+            embedding_size=modules.size(shape.hidden_size) if task is Task.EMBED else 0,
         ),
-        prompts=prompts,
+        prompts=read_prompts(directory),
     )
     return worker, runner, card
 
 
-def rows_are_exact(runner: EncoderRunner, max_tokens: int) -> bool:
-    """Return whether texts have bit-identical embeddings alone and together, in any order."""
+@torch.inference_mode()
+def rows_are_exact(encoder: Encoder, max_tokens: int) -> bool:
+    """Return whether texts have bit-identical states alone and together, in any order.
+
+    The modules after the encoder run for each text alone.
+    """
     texts = [_text(min(length, max_tokens)) for length in PROBE_LENGTHS]
-    alone = [runner.embed([text])[0] for text in texts]
-    return alone == runner.embed(texts) and alone[::-1] == runner.embed(texts[::-1])
+    alone = [encoder.hidden([text])[0] for text in texts]
+    together, reverse = encoder.hidden(texts), encoder.hidden(texts[::-1])[::-1]
+    return all(
+        torch.equal(one, other)
+        for found in (together, reverse)
+        for one, other in zip(alone, found, strict=True)
+    )
 
 
 def _text(tokens: int) -> Sequence[int]:
@@ -132,12 +147,12 @@ def _measured_cost(runner: EncoderRunner, max_tokens: int) -> StepCost:
     measured_s = []
     for tokens in buckets:
         text = [_text(tokens)]
-        runner.embed(text)  # the first run compiles kernels
+        runner.pooled(text)  # the first run compiles kernels
         measured_s.append(min(_timed_s(runner, text) for _ in range(TIMED_RUNS)))
     return StepCost(tuple(buckets), tuple(accumulate(measured_s, max)))
 
 
 def _timed_s(runner: EncoderRunner, texts: list[Sequence[int]]) -> float:
     started_s = time.perf_counter()
-    runner.embed(texts)
+    runner.pooled(texts)
     return time.perf_counter() - started_s

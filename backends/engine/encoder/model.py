@@ -39,11 +39,15 @@ class Encoder:
         self._activation = ACTIVATIONS[config.activation]
         self.device = weights.words.device
 
-    def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    def hidden(
+        self, texts: Sequence[Sequence[int]], second_segments: Sequence[int] = ()
+    ) -> tuple[Tensor, ...]:
         """Return the last hidden states of each text.
 
         Args:
             texts: token ids, each 1 to `max_tokens` long.
+            second_segments: for each text, the index at which its second segment begins, or 0 for
+                a single segment. Empty if all texts have a single one.
 
         Returns:
             One tensor [tokens, hidden_size] for each text.
@@ -54,8 +58,9 @@ class Encoder:
         # Few rows take another kernel, so products get padding as in the decoder.
         padding = [0] * (padded_rows(tokens) - tokens)
         lengths += [len(padding)] * bool(padding)
+        starts = [*(second_segments or [0] * len(texts)), 0]
         ids = torch.tensor([*chain.from_iterable(texts), *padding], device=self.device)
-        places = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        places = torch.cat(list(map(self._places, lengths, starts)))
         embedded = functional.embedding(ids, weights.words) + weights.positions[places]
         hidden = weights.norm(embedded, eps)
         for layer in weights.layers:
@@ -64,6 +69,13 @@ class Encoder:
             hidden = layer.output_norm(self._mlp(layer, hidden, lengths) + hidden, eps)
         states: tuple[Tensor, ...] = hidden.split(lengths)
         return states[: len(texts)]
+
+    def _places(self, length: int, second_segment: int) -> Tensor:
+        """Return the rows of a text in the table of positions: [length]."""
+        places = torch.arange(length, device=self.device)
+        if second_segment and self.config.num_segments > 1:
+            places[second_segment:] += self.config.max_tokens
+        return places
 
     def _attend(self, fused: Tensor, lengths: list[int]) -> Tensor:
         """Return the attention of each text to itself: [rows, hidden_size]."""

@@ -20,19 +20,27 @@ class EncoderRunner:
     launcher: Final = None
 
     def __init__(self, encoder: Encoder, modules: SentenceModules) -> None:
-        self._encoder = encoder
+        self.encoder = encoder
         self._modules = modules
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Embed the texts of a step, each of which is a whole entry of `plan.work`."""
+        """Compute the texts of a step, each of which is a whole entry of `plan.work`."""
         started_s = time.perf_counter()
-        pooled = self.embed([work.token_ids for work in plan.work])
+        texts = [work.token_ids for work in plan.work]
+        segments = [work.sequence.request.second_segment for work in plan.work]
+        pooled = self.pooled(texts, segments)
         nothing: list[tuple[()]] = [()] * len(plan.work)
         return StepResult(nothing, nothing, time.perf_counter() - started_s, pooled)
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[bytes]:
-        """Return the embedding of each text, not normalised, as little-endian float32."""
-        states = self._encoder.hidden(texts)
+    def pooled(
+        self, texts: Sequence[Sequence[int]], second_segments: Sequence[int] = ()
+    ) -> list[bytes]:
+        """Return the result of each text (`Delta.pooled`), as little-endian float32.
+
+        Args:
+            second_segments: as for `Encoder.hidden`.
+        """
+        states = self.encoder.hidden(texts, second_segments)
         pooled = torch.stack([self._modules.pool(each) for each in states])
         return pooled_bytes(pooled.cpu()) or []

@@ -42,6 +42,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "Tanh": torch.tanh,
     "GELU": torch.nn.functional.gelu,
     "ReLU": torch.relu,
+    "Sigmoid": torch.sigmoid,
 }
 """The activations of dense layers, by the names of their classes in `torch.nn`."""
 
@@ -120,7 +121,9 @@ def read_sentence_modules(
             files += [place / "config.json", place / "model.safetensors"]
     settings = _folder(listed, pooling) / "config.json"
     mode = _pooling_mode(settings)
-    return SentenceModules(mode, tuple(dense), _max_tokens(directory), _digest([*files, settings]))
+    return SentenceModules(
+        mode, tuple(dense), max_text_tokens(directory), digest_of([*files, settings])
+    )
 
 
 def _folder(listed: Path, path: str) -> Path:
@@ -150,21 +153,58 @@ def _read_dense(directory: Path, width: int, device: torch.device) -> Dense:
     if inputs != width:
         raise fields.error("in_features", f"must be {width}, not {inputs}")
     named = str(fields.get("activation_function") or "torch.nn.modules.activation.Tanh")
+    activation = activation_of(fields, "activation_function", named)
+    bias, shape = fields.flag("bias", default=True), (outputs, inputs)
+    linear = load_linear(Checkpoint(directory), "linear", shape, device, bias=bias)
+    return Dense(linear, activation)
+
+
+def activation_of(fields: Fields, field: str, named: str) -> Callable[[Tensor], Tensor]:
+    """Return the activation of a class of `torch.nn`.
+
+    Args:
+        field: the field with the name of the class.
+
+    Raises:
+        CheckpointError: the engine does not support the activation.
+    """
     activation = ACTIVATIONS.get(named.rpartition(".")[2])
     if activation is None:
         known = ", ".join(ACTIVATIONS)
-        raise fields.error("activation_function", f"{reprlib.repr(named)} is not one of {known}")
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
-    if fields.flag("bias", default=True):
-        shapes["linear.bias"] = (outputs,)
-    checkpoint = Checkpoint(directory)
+        raise fields.error(field, f"{reprlib.repr(named)} is not one of {known}")
+    return activation
+
+
+def load_linear(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    bias: bool = True,
+) -> Linear:
+    """Load a linear layer in float32.
+
+    Args:
+        shape: outputs and inputs.
+
+    Raises:
+        CheckpointError: a tensor is missing, damaged, or of the wrong shape or dtype.
+    """
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape}
+    if bias:
+        shapes[f"{name}.bias"] = shape[:1]
     checkpoint.require(shapes)
     with TensorReader(checkpoint, torch.float32, lambda _bytes: None) as reader:
-        weight, *bias = (reader.read([name]).to(device) for name in shapes)
-    return Dense(Linear(weight, *bias), activation)
+        return Linear(*(reader.read([each]).to(device) for each in shapes))
 
 
-def _max_tokens(directory: Path) -> int | None:
+def max_text_tokens(directory: Path) -> int | None:
+    """Return the maximum length of a text in tokens, or None for the limit of the encoder.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
     for name in TRANSFORMER_FILES:
         path = directory / name
         fields = Fields(read_json(path, missing={}), str(path))
@@ -173,7 +213,8 @@ def _max_tokens(directory: Path) -> int | None:
     return None
 
 
-def _digest(paths: list[Path]) -> str:
+def digest_of(paths: list[Path]) -> str:
+    """Return 12 hex digits that identify files by name and content, whether or not they exist."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.name.encode() + b"\0")

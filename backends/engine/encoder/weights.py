@@ -57,8 +57,8 @@ class EncoderWeights:
 
     Attributes:
         words: [vocab_size, hidden_size].
-        positions: [max_tokens, hidden_size]. The embedding of the first token type is added,
-            because a single text has no other one.
+        positions: [num_segments * max_tokens, hidden_size], the positions of each segment. The
+            embedding of the segment's token type is added.
     """
 
     words: Tensor
@@ -118,7 +118,8 @@ def load_encoder_weights(
             norm(at + OUTPUT_NORM),
         )
 
-    positions = read(POSITIONS)[config.first_position :] + read(TOKEN_TYPES)[0]
+    token_types = read(TOKEN_TYPES)[: config.num_segments, None]
+    positions = (token_types + read(POSITIONS)[config.first_position :]).flatten(0, 1)
     layers = tuple(map(layer, range(config.num_layers)))
     return EncoderWeights(read(WORDS), positions, norm(NORM), layers)
 
