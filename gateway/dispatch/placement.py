@@ -306,6 +306,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         traced=job.traced,
         task=job.task,
         prediction_ids=job.prediction_ids,
+        second_segment=job.second_segments[index] if job.second_segments else 0,
     )
     worker.generating.check(request)
     return request

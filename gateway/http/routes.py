@@ -37,6 +37,7 @@ from draftgate.gateway.http.endpoints import (
     live,
     models,
     page,
+    rerank,
     stored_responses,
     worker_role,
 )
@@ -104,6 +105,7 @@ def _routes() -> list[web.RouteDef]:
         web.delete(stored_responses.PATH, stored_responses.delete_response),
         web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
         web.post(embeddings.PATH, embeddings.EMBEDDINGS.handle),
+        *(web.post(path, rerank.RERANK.handle) for path in rerank.PATHS),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.get_model),
         web.post("/tokenize", models.tokenize),

@@ -231,7 +231,7 @@ async def test_every_number_has_a_documented_bound(served_document: dict[str, An
     """The document contains a bound for every number and every entry of the bounds' tables."""
     schemas = served_document["components"]["schemas"]
     bounded = set()
-    for name in (*BODIES, "SpeculationOptions"):
+    for name in (*BODIES, "RerankBody", "SpeculationOptions"):
         for field, schema in schemas[name]["properties"].items():
             for branch in branches(schema):
                 if branch.get("type") in {"integer", "number"}:

@@ -203,7 +203,7 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
     paths = {route.resource.canonical.rstrip("/") or "/" for route in routes}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/v1/embeddings", "/tokenize", "/detokenize",
+        "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
         "/live", "/workers", "/workers/{worker_id}/role", "/", "/web/{name}",
         "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",

@@ -21,15 +21,15 @@ import numpy.typing as npt
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.types import ModelCard, SamplingParams, Task
-from draftgate.gateway.dispatch.job import Job
+from draftgate.backends.types import ModelCard, Task
 from draftgate.gateway.embedding_cache import EmbeddingCache, embedding_key
 from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
+from draftgate.gateway.http.pooling import pooled_results, pooling_job
 from draftgate.gateway.http.replies.rendering import encode
-from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
-from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
+from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, PromptUsage
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS, Range, check_ranges
 from draftgate.gateway.http.requests.prompt_encoding import too_long
 from draftgate.gateway.http.requests.schemas import (
@@ -43,7 +43,7 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.policies.types import BATCH_PRIORITY, SpeculationMode
+from draftgate.policies.types import BATCH_PRIORITY
 from draftgate.policies.values import replace
 
 PATH: Final = "/v1/embeddings"
@@ -52,7 +52,6 @@ INLINE_STATE_BYTES: Final = 64 << 10
 """Longer responses are encoded in a thread. 16384 numbers take 0.8 ms as decimals, or 0.2 ms as
 base64 (one core of an AMD EPYC Zen 4, 2026-11-21)."""
 
-_NOTHING_TO_SAMPLE: Final = SamplingParams(max_tokens=0, seed=0, temperature=0.0)
 _decoder: Final = msgspec.json.Decoder(EmbeddingBody)
 _WIRE: Final = np.dtype("<f4")
 
@@ -110,19 +109,7 @@ def parse_embeddings(
         if len(prompt) > served.max_model_len:
             name = f"input[{index}]" if len(prompts) > 1 else "input"
             raise too_long(name, served.max_model_len, str(len(prompt)))
-    job = Job(
-        sender.request_id,
-        prompts,
-        _NOTHING_TO_SAMPLE,
-        max_tokens=0,
-        mode=SpeculationMode.OFF,
-        service=sender.service_level(_priority(wire)),
-        tenant=sender.account.name,
-        share=sender.account.share,
-        fingerprint=sender.fingerprint,
-        retries=sender.retries,
-        task=Task.EMBED,
-    )
+    job = pooling_job(Task.EMBED, prompts, sender, _priority(wire))
     return ParsedRequest(job, served, body=wire)
 
 
@@ -144,7 +131,7 @@ async def _states(
     """
     job, numerics = parsed.job, model.fleet.card.numerics_class
     if not cache.is_on or numerics is None:
-        return await _computed(model, job, watch)
+        return await pooled_results(model, job, watch, "input")
     wire = parsed.body
     assert isinstance(wire, EmbeddingBody)
     kind = wire.input_type or ""
@@ -157,33 +144,14 @@ async def _states(
     model.metrics.add(metric.EMBEDDING_HITS, hits)
     model.metrics.add(metric.EMBEDDING_MISSES, len(keys) - hits)
     if missing:
-        computed = await _computed(model, replace(job, prompts=tuple(missing.values())), watch)
+        rest = replace(job, prompts=tuple(missing.values()))
+        computed = await pooled_results(model, rest, watch, "input")
         for key, state in zip(missing, computed, strict=True):
             states[key] = state
             if np.isfinite(np.frombuffer(state, _WIRE)).all():  # the next attempt may succeed
                 cache.put(key, state)
         model.metrics.set(metric.EMBEDDING_BYTES, cache.num_bytes)
     return [states[key] for key in keys]
-
-
-async def _computed(model: ModelService, job: Job, watch: RequestWatch) -> list[bytes]:
-    """Return the pooled hidden state of each text from a worker.
-
-    Raises:
-        RequestRejected: a text can never be embedded.
-        Overloaded, QuotaExceeded: the request is rejected for now.
-        BackendFailed: a worker failed.
-    """
-    states: dict[int, bytes] = {}
-    with RenamedParams({"prompt": "input"}):
-        async with model.dispatcher.run(job, watch.span, watch) as run:
-            async for delta in run.deltas:
-                watch.observe(delta)
-                if delta.pooled is not None:
-                    states[delta.choice] = delta.pooled
-    if len(states) < len(job.prompts):
-        raise BackendFailed("the worker ended the stream too early")
-    return [states[index] for index in range(len(job.prompts))]
 
 
 def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_tokens: int) -> bytes:
@@ -207,7 +175,7 @@ def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_toke
         else:
             shown = encode(vector.tolist())
         data.append(EmbeddingReply(index, msgspec.Raw(shown)))
-    usage = EmbeddingUsage(prompt_tokens, prompt_tokens)
+    usage = PromptUsage(prompt_tokens, prompt_tokens)
     return encode(EmbeddingList(data, parsed.served.name, usage))
 
 

@@ -83,9 +83,9 @@ def _described(model: ModelService) -> ModelReply:
         card.created_s,
         card.root,
         card.max_model_len,
+        tasks=card.capabilities.tasks,
         chat=served.tokenizer.tool_template is not None,
         proposers=model.fleet.proposers,
-        tasks=[task.value for task in model.tasks],
     )
 
 

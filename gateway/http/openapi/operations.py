@@ -13,6 +13,7 @@ from draftgate.gateway.http.context import MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
+from draftgate.gateway.http.endpoints.rerank import PATHS as RERANK_PATHS
 from draftgate.gateway.http.endpoints.stored_responses import (
     DEFAULT_ITEMS,
     ITEMS_PATH,
@@ -40,6 +41,7 @@ from draftgate.gateway.http.replies.shapes import (
     ModelList,
     ModelReply,
     ReadyReply,
+    RerankReply,
     TokenizeReply,
     VersionReply,
 )
@@ -50,6 +52,7 @@ from draftgate.gateway.http.requests.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    RerankBody,
     TokenizeBody,
     WorkerRoleBody,
 )
@@ -91,6 +94,7 @@ class Operation:
         error: the body of its errors.
         parameters: parameters of path and query, as OpenAPI describes them.
         examples: bodies by name, each of which works with any model.
+        alias: whether the path is another name of the operation before it.
     """
 
     method: str
@@ -105,6 +109,7 @@ class Operation:
     error: type = ErrorReply
     parameters: tuple[Mapping[str, Any], ...] = ()
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    alias: bool = False
 
     @property
     def generates(self) -> bool:
@@ -115,7 +120,7 @@ class Operation:
     def name(self) -> str:
         """A unique name."""
         words = [w for w in self.path.replace("{", "").replace("}", "").split("/") if w != "v1"]
-        return "_".join([self.method.lower(), *filter(None, words)])
+        return "_".join([self.method.lower(), *filter(None, words), *["alias"] * self.alias])
 
 
 def _in_path(name: str, **schema: Any) -> dict[str, Any]:
@@ -292,6 +297,18 @@ OPERATIONS: Final = (
         EmbeddingList,
         EmbeddingBody,
         errors=OF_GENERATION,
+    ),
+    *(
+        Operation(
+            "POST",
+            path,
+            "Sort documents by their relevance to a query, according to a cross-encoder.",
+            RerankReply,
+            RerankBody,
+            errors=OF_GENERATION,
+            alias=path != RERANK_PATHS[0],
+        )
+        for path in RERANK_PATHS
     ),
     Operation("GET", "/v1/models", "List the model.", ModelList, errors=(503,)),
     Operation(

@@ -28,6 +28,7 @@ from draftgate.gateway.http.requests.schemas import (
     ONLY_IN_COMPLETIONS,
     UnsupportedEmbeddingFields,
     UnsupportedFields,
+    UnsupportedRerankFields,
 )
 from draftgate.gateway.http.requests.tools import CHOICES
 from draftgate.gateway.served_model import ServedModel
@@ -49,6 +50,7 @@ _NEUTRAL_ONLY: Final = {
     "CompletionBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS),
     "ChatBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS),
     "EmbeddingBody": UnsupportedEmbeddingFields.__struct_fields__,
+    "RerankBody": UnsupportedRerankFields.__struct_fields__,
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
     "MessagesBody": UnsupportedMessageFields.__struct_fields__,
     "CountTokensBody": UnsupportedMessageFields.__struct_fields__,

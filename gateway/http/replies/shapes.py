@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from draftgate.backends.types import Task
 from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics
+from draftgate.gateway.http.requests.schemas import RerankDocument
 
 
 class PromptTokensDetails(Struct):
@@ -261,8 +263,8 @@ class EmbeddingReply(Struct):
     object: str = "embedding"
 
 
-class EmbeddingUsage(Struct):
-    """The token usage of an embedding request."""
+class PromptUsage(Struct):
+    """The token usage of a request without output."""
 
     prompt_tokens: int
     total_tokens: int
@@ -273,16 +275,37 @@ class EmbeddingList(Struct):
 
     data: list[EmbeddingReply]
     model: str
-    usage: EmbeddingUsage
+    usage: PromptUsage
     object: str = "list"
+
+
+class RerankResult(Struct):
+    """A document with its score.
+
+    The field `index` is its place in the request. The field `document` is absent if the request has
+    `return_documents: false`.
+    """
+
+    index: int
+    relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
+
+
+class RerankReply(Struct):
+    """The response of `/v1/rerank`, with the highest score first."""
+
+    id: str
+    model: str
+    usage: PromptUsage
+    results: list[RerankResult]
 
 
 class ModelReply(Struct):
     """An entry of `/v1/models`.
 
-    The last fields are extensions, which the model of an upstream lacks. `chat` says whether the
-    model has a chat template, `proposers` names what its workers draft with, and `tasks` what the
-    model does: `generate`, `embed`, `score`.
+    The fields `tasks`, `chat` and `proposers` are extensions, which the model of an upstream lacks.
+    `tasks` names what the model does, `chat` says whether the model has a chat template, and
+    `proposers` names what its workers draft with.
     """
 
     id: str
@@ -291,9 +314,9 @@ class ModelReply(Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "draftgate"
+    tasks: Sequence[Task] | UnsetType = UNSET
     chat: bool | UnsetType = UNSET
     proposers: list[str] | UnsetType = UNSET
-    tasks: list[str] | UnsetType = UNSET
 
 
 class ModelList(Struct):

@@ -29,7 +29,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
 
-_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking"})
+_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking", "use_activation"})
 
 _ON_IF_GIVEN = frozenset({"web_search_options"})
 """Fields that switch a feature on with any value but null, such as an empty object."""

@@ -38,6 +38,13 @@ MAX_EMBEDDED_TEXTS: Final = 2048
 MAX_SEQUENCES: Final = 128
 """Maximum choices of all prompts of a request together, which is twice a default batch."""
 
+MAX_RERANKED_DOCUMENTS: Final = 1000
+"""The largest number that Cohere recommends for a request."""
+
+MAX_RERANKED_TOKENS: Final = 1 << 19
+"""Maximum tokens of all pairs of a request, each of which repeats the query. They are those of 1024
+pairs at the usual maximum of 512 tokens."""
+
 RANDOM_SEED: Final = -1
 """The seed that requests a random seed, as in vLLM and llama.cpp."""
 
@@ -92,6 +99,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "max_draft_tokens": Range(0),
     "max_output_tokens": Range(1),
     "max_tokens": Range(0),
+    "max_tokens_per_doc": Range(0),
     "max_tool_calls": Range(1),
     "min_p": Range(0.0, 1.0),
     "min_tokens": Range(0),
@@ -105,6 +113,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "temperature": Range(0.0),
     "top_k": Range(-1),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "top_n": Range(0),
     "top_p": Range(0.0, 1.0),
     "truncate_prompt_tokens": Range(FIT_CONTEXT),
 }
@@ -172,6 +181,8 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "truncate_prompt_tokens": {"integer": {"not": {"const": 0}}},
     "dimensions": {"integer": {"minimum": 1}},
+    "RerankBody.query": {"string": {"minLength": 1}},
+    "RerankBody.documents": {"array": {"minItems": 1, "maxItems": MAX_RERANKED_DOCUMENTS}},
     "guided_choice": _CHOICES,
     "StructuredOutputs.choice": _CHOICES,
     "guided_json": _SCHEMA_TEXT,

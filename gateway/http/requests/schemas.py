@@ -325,6 +325,34 @@ class EmbeddingBody(UnsupportedEmbeddingFields):
     user: str | None = None
 
 
+class UnsupportedRerankFields(Struct):
+    """Fields that change a score, and are not supported."""
+
+    max_tokens_per_query: Any = None
+    rank_fields: Any = None
+    truncate_prompt_tokens: Any = None
+    use_activation: Any = None
+
+
+class RerankDocument(Struct):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(UnsupportedRerankFields, kw_only=True):
+    """Body of `POST /v1/rerank`."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
+    priority: int | None = None
+    user: str | None = None
+
+
 class TokenizeBody(Struct):
     """Body of `POST /tokenize`, with a prompt or with messages and the tools on offer."""
 
