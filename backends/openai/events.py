@@ -170,6 +170,9 @@ def usage_in(text: bytes) -> TokenUsage | None:
         return None
     named = value.keys() & {"input_tokens", "output_tokens"}
     prompt, output = ("input", "output") if named else ("prompt", "completion")
+    if not value.keys() & {f"{prompt}_tokens", f"{output}_tokens"}:
+        # The usage of a rerank request in Jina's format.
+        return TokenUsage(_count(value.get("total_tokens")), 0, 0)
     details = value.get(f"{prompt}_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
     # Anthropic's input tokens include neither tokens from the cache nor tokens that it stores.

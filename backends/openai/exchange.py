@@ -12,8 +12,9 @@ from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 
-_TAIL_BYTES: Final = 16 << 10
-"""Number of bytes kept from the end of a complete response, which contains `usage`."""
+_KEPT_BYTES: Final = 16 << 10
+"""Number of bytes kept from each end of a complete response. One of them contains `usage`, which
+follows the outputs of a model, and precedes the documents of a rerank request."""
 
 _NOT_PASSED_ON: Final = frozenset({
     # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
@@ -47,7 +48,7 @@ class HttpExchange:
         self.last_s = 0.0
         self._response = response
         self._clock = clock
-        self._tail = b""
+        self._head = self._tail = b""
         self._usage: TokenUsage | None = None  # of the blocks so far, once computed
 
     @property
@@ -63,7 +64,8 @@ class HttpExchange:
     def usage(self) -> TokenUsage:
         """Return the token counts so far."""
         if self._usage is None:
-            found = self.scan.usage() if self.streaming else usage_in(self._tail)
+            whole = usage_in(self._tail) or usage_in(self._head)
+            found = self.scan.usage() if self.streaming else whole
             self._usage = found or TokenUsage(0, 0, self.scan.outputs)
         return self._usage
 
@@ -101,7 +103,8 @@ class HttpExchange:
     def _passing(self, block: bytes) -> bytes:
         self._usage = None
         if not self.streaming:
-            self._tail = (self._tail + block)[-_TAIL_BYTES:]
+            self._head += block[: _KEPT_BYTES - len(self._head)]
+            self._tail = (self._tail + block)[-_KEPT_BYTES:]
             return block
         try:
             passing = self.scan.feed(block)

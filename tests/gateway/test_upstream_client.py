@@ -221,6 +221,27 @@ async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None
     assert 'tenant="search"} 9.0' in metrics
 
 
+@pytest.mark.parametrize("usage", [{"total_tokens": 9}, {"prompt_tokens": 9, "total_tokens": 9}])
+async def test_rerank_is_forwarded_and_charged(usage: dict[str, int], tmp_path: Path) -> None:
+    """A quota counts the usage of a rerank response, which precedes any number of documents."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000}]")
+    results = [{"index": 0, "document": {"text": "x" * 100_000}, "relevance_score": 0.5}]
+    reply = {"id": "rerank-1", "model": "theirs", "usage": usage, "results": results}
+    async with (
+        upstream(refusal(200, json.dumps(reply).encode())) as engine,
+        forwarding(engine, served_model_name="ours", api_keys_file=str(keys)) as gateway,
+        client(gateway) as http,
+    ):
+        http.headers["Authorization"] = "Bearer k"
+        body = {"model": "ours", "query": "q", "documents": ["x"]}
+        response = await http.post("/v2/rerank", json=body)
+        assert (response.status_code, response.json()) == (200, reply)
+        assert engine.requests[0].path == "/v2/rerank"
+        assert json.loads(engine.bodies[0])["model"] == "theirs"
+        assert (await gateway.node.store.quotas.totals("search")).settled == 9
+
+
 async def test_openapi_document_needs_no_local_model(gateway: Listening) -> None:
     """The gateway serves `/openapi.json` without a tokenizer."""
     async with client(gateway) as http:

@@ -148,6 +148,7 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
             TokenUsage(5, 2, 4),
         ),
         (b'{"usage": {"output_tokens": 4}}', TokenUsage(0, 0, 4)),
+        (b'{"usage": {"total_tokens": 9}, "results": []}', TokenUsage(9, 0, 0)),
         (b'{"usage": null}', None),
         (b'{"usage": {"prompt_tokens": 3', None),
         (b'{"text": "\\"usage\\": {}", "usage": {}}', TokenUsage(0, 0, 0)),
