@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,22 @@ async def test_model_lists_its_task(http: httpx.AsyncClient) -> None:
     """The entry of the model names what the model does."""
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["tasks"], model["max_model_len"]) == (["score"], LONGEST)
+
+
+async def test_pairs_are_encoded_in_a_thread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop does not encode the pairs of a short body, which may be many."""
+    threads = []
+
+    def spy(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    parse = rerank.parse_rerank
+    monkeypatch.setattr(rerank, "parse_rerank", spy)
+    await ranked(http, documents=["w5"])
+    assert threads != [threading.main_thread()]
 
 
 @pytest.mark.parametrize("priority", [None, -2, BATCH_PRIORITY])

@@ -317,3 +317,17 @@ def test_cases_of_embeddings_get_documented_responses() -> None:
         tally = send_cases(url, {"POST /v1/embeddings": Count(800, 300)}, Count(1, 1))
     assert not tally.wrong, "\n\n".join(tally.wrong)
     assert "the simulator has no embeddings" not in tally.conditions
+
+
+@pytest.mark.long
+@needs_engine
+def test_cases_of_rerank_requests_get_documented_responses(tmp_path: Path) -> None:
+    """A cross-encoder accepts every valid case of `/v1/rerank`."""
+    from tests.engine.test_cross_encoder import save_cross_encoder
+
+    save_cross_encoder(tmp_path)
+    with node_in_a_thread(backend="engine", model=str(tmp_path), threads=1) as url:
+        tally = send_cases(url, {"POST /v1/rerank": Count(300, 150)}, Count(1, 1))
+    wrong = [message for message in tally.wrong if "rerank:" in message]  # the only task
+    assert not wrong, "\n\n".join(wrong)
+    assert "the simulator has no scores" not in tally.conditions
