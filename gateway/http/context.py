@@ -110,8 +110,8 @@ async def requested_model(
 ) -> ModelService:
     """Return the model that a request names.
 
-    A request without a name gets the first model that offers its task. A body that cannot be read
-    gets the first model, whose endpoint explains what is wrong.
+    A request without a name gets the first model whose main task it needs, or else that offers the
+    task. A body that cannot be read gets the first model, whose endpoint explains what is wrong.
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
@@ -126,7 +126,7 @@ async def requested_model(
         return first
     if name is None:
         offering = (model for model in node.models if task in model.tasks)
-        return next(offering, first)
+        return min(offering, key=lambda model: model.tasks.index(task), default=first)
     model = node.model_named(name)
     if model is None:
         raise ModelNotFound(name, *(model.name for model in node.models if model.is_known))

@@ -91,9 +91,12 @@ async def test_an_unknown_name_is_refused_with_all_names(path: str, body: dict[s
         assert "'other'" in message
 
 
-async def test_a_request_without_a_name_gets_the_first_model_with_its_endpoint() -> None:
-    """A completion goes to the language model, and an embedding to the embedder."""
+async def test_a_request_without_a_name_gets_a_model_for_its_endpoint() -> None:
+    """A completion goes to the language model, and an embedding to the embedder, although the
+    language model also embeds."""
     generator, vectors = ScriptedBackend(), embedder()
+    both = Capabilities(tasks=(Task.GENERATE, Task.EMBED), embedding_size=4)
+    generator.card = replace(generator.card, capabilities=both)
     async with (
         running(backends=[generator], further={"vectors": vectors}) as gateway,
         client(gateway) as http,
