@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from draftgate.backends.core.run_recorder import RecordedWorkerCore, RunRecorder
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.text_batcher import TextBatcher
 from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.device_turns import DeviceTurns, shared_turns
 from draftgate.backends.engine.encoder.config import is_encoder
@@ -33,7 +34,7 @@ from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
-from draftgate.backends.engine.memory import measured_kv_bytes, peak_bytes
+from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
     check_cpu_isa,
@@ -144,10 +145,12 @@ def _loaded_decoder(
     longest = model.max_position_embeddings
     max_model_len = min(config.max_model_len or longest, longest)
     decoder, draft = _compiled(Decoder(model, weights, max_model_len)), None
+    checkpoints = [directory]
     if draft_directory and config.proposer in {None, "draft_model"}:
         draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
         draft = _compiled(Decoder(*draft_weights, max_model_len))
-    num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
+        checkpoints.append(draft_directory)
+    num_blocks = _num_blocks(config, decoder, max_model_len, dtype, checkpoints)
     pool = KvPool(model, num_blocks, dtype, device)
     verify = VERIFICATIONS[config.verify]
     runner = runner_for(
@@ -292,23 +295,23 @@ def runner_for(
 
 
 def _num_blocks(
-    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
+    config: WorkerConfig,
+    decoder: Decoder,
+    max_model_len: int,
+    dtype: torch.dtype,
+    checkpoints: Iterable[Path],
 ) -> int:
-    """Return the number of KV blocks to allocate.
+    """Return the number of KV blocks to allocate, after the weights of `checkpoints` are loaded.
 
     Raises:
         ValueError: the memory is smaller than a block.
     """
-    model, device = decoder.config, decoder.device
-    kv_bytes = config.kv_bytes
-    if kv_bytes is None:
-        spare_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
-        kv_bytes = measured_kv_bytes(
-            device, config.gpu_memory_utilization, config.num_workers, spare_bytes
-        )
+    weight_bytes = sum(Checkpoint(one).num_parameters for one in checkpoints) * dtype.itemsize
+    step_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
+    kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
-    return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
+    return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize), most)
 
 
 def _compiled(decoder: Decoder) -> Decoder:
@@ -323,10 +326,10 @@ def _largest_step_bytes(
 ) -> int:
     """Return the peak memory of the largest step on a GPU, in bytes.
 
-    CUDA graphs need the same amount again. On a CPU the result is 0, because the KV cache takes
-    only a share of the available memory.
+    The result is 0 on a CPU, whose KV cache takes only a share of the available memory, and if the
+    configuration sets the memory of the KV cache.
     """
-    if decoder.device.type != "cuda":
+    if decoder.device.type != "cuda" or config.kv_bytes is not None:
         return 0
     tokens = min(config.max_step_tokens, max_model_len)
     pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)

@@ -1,4 +1,4 @@
-"""Measures the memory that a KV cache may take."""
+"""Decides how much memory a KV cache takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
+
+from draftgate.backends.worker_config import WorkerConfig
 
 CPU_SHARE: Final = 0.5
 """Share of available CPU memory that the workers of a process take for KV caches.
@@ -19,22 +21,51 @@ first use.
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def measured_kv_bytes(
-    device: torch.device, utilization: float, num_workers: int, spare_bytes: int = 0
+def kv_cache_bytes(
+    device: torch.device, config: WorkerConfig, weight_bytes: int, step_bytes: int
 ) -> int:
-    """Return the bytes that a KV cache may take after the weights are loaded.
+    """Return the bytes of a KV cache after the weights are loaded.
 
     Args:
         device: the device of the cache.
-        utilization: share of a GPU's memory that the worker may take in total.
-        num_workers: workers that share a CPU's memory and load at the same time.
-        spare_bytes: bytes of a GPU's memory to leave free.
+        config: the settings of its worker. Without `kv_bytes`, the cache takes free memory. The
+            workers of a CPU share it and load at the same time.
+        weight_bytes, step_bytes: as in `gpu_kv_bytes`.
     """
+    if config.kv_bytes is not None:
+        return int(config.memory_share * config.kv_bytes)
     if device.type != "cuda":
-        return int(CPU_SHARE * available_bytes() / num_workers)
+        share = CPU_SHARE * config.memory_share / config.num_workers
+        return int(share * available_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    # Memory that torch caches now counts as used, because the largest step will need it again.
-    return max(0, int(utilization * total) - (total - free) - spare_bytes)
+    utilization, share = config.gpu_memory_utilization, config.memory_share
+    return gpu_kv_bytes(free, total, utilization, share, weight_bytes, step_bytes)
+
+
+def gpu_kv_bytes(
+    free: int,
+    total: int,
+    utilization: float,
+    memory_share: float,
+    weight_bytes: int,
+    step_bytes: int,
+) -> int:
+    """Return the bytes of a GPU that a KV cache may take.
+
+    Args:
+        free, total: free bytes and all bytes of the GPU.
+        utilization: share of the GPU's memory that its workers may take in total.
+        memory_share: the worker's share of that memory.
+        weight_bytes: bytes of the worker's weights.
+        step_bytes: peak memory of its largest step. CUDA graphs need the same amount again.
+    """
+    used = total - free
+    if memory_share < 1.0:
+        # Other models use memory too, or will. Memory that torch caches counts as the worker's,
+        # because the largest step will need it again.
+        used = weight_bytes + step_bytes
+    allowed = int(memory_share * utilization * total) - used - step_bytes
+    return max(0, min(allowed, free - step_bytes))
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:

@@ -260,13 +260,14 @@ def proposer_names(wanted: str | None, profile: Profile, recording: Recording) -
     return chosen
 
 
-def num_blocks(kv_bytes: int | None, profile: Profile) -> int:
-    """Return how many KV blocks fit the memory, or the memory of the profile for None.
+def num_blocks(config: WorkerConfig, profile: Profile) -> int:
+    """Return how many KV blocks fit the worker's share of the memory.
 
     Raises:
         ValueError: not even one block fits.
     """
-    available = profile.kv_bytes if kv_bytes is None else kv_bytes
+    kv_bytes = profile.kv_bytes if config.kv_bytes is None else config.kv_bytes
+    available = int(config.memory_share * kv_bytes)
     block_bytes = BLOCK_TOKENS * profile.kv_token_bytes
     if available < block_bytes:
         raise ValueError(f"kv_bytes is {available}, but one KV block needs {block_bytes} bytes")
@@ -284,7 +285,7 @@ def _scheduler(
 ) -> Scheduler:
     return make(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, eos_ids),
-        KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS),
+        KvBlocks(num_blocks(config, profile), BLOCK_TOKENS),
         policy,
         proposers,
         cost,

@@ -296,6 +296,19 @@ def test_card_describes_the_simulated_model() -> None:
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 
 
+@pytest.mark.parametrize(("kv_bytes", "whole"), [(SMALL_POOL, 12), (None, 53_900_000_000)])
+def test_worker_takes_its_share_of_the_memory(kv_bytes: int | None, whole: int) -> None:
+    """A model that shares a device has its part of the KV blocks, and its own name."""
+
+    async def scenario(backend):
+        return backend.card.model_id, backend.load().kv_blocks_total
+
+    profile = "cpu-demo" if kv_bytes else "h100-8b"
+    config = WorkerConfig(profile=profile, kv_bytes=kv_bytes, memory_share=0.25, model_id="b")
+    blocks = whole if kv_bytes else whole // (16 * 131072)
+    assert run_with(config, scenario) == ("b", blocks // 4)
+
+
 def test_worker_sleeps_while_all_requests_are_paused() -> None:
     """The worker plans no step during the pause and continues after a change of pace."""
 

@@ -1,0 +1,116 @@
+"""The memory of KV caches of models that share a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine import memory
+from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.memory import CPU_SHARE, gpu_kv_bytes, kv_cache_bytes
+from draftgate.backends.worker_config import WorkerConfig
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 1 << 30
+
+
+def gpu_of(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+
+
+def test_kv_bytes_are_divided_by_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker takes its share of --kv-bytes on any device, however much memory is free."""
+    gpu_of(monkeypatch, 0, 80 * GIB)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 0)
+    for device in (CPU, GPU):
+        for share, expected in ((1.0, 1000), (0.25, 250)):
+            config = WorkerConfig(kv_bytes=1000, memory_share=share, num_workers=2)
+            assert kv_cache_bytes(device, config, 5, 5) == expected
+
+
+def test_cpu_memory_is_divided_by_workers_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a CPU take equal parts of the available memory, and models their shares."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * GIB)
+    config = WorkerConfig(memory_share=0.75, num_workers=2)
+    assert kv_cache_bytes(CPU, config, 0, 0) == CPU_SHARE * 8 * GIB * 0.75 / 2
+    assert kv_cache_bytes(CPU, WorkerConfig(), 0, 0) == CPU_SHARE * 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("share", "free", "expected"),
+    [
+        # A single model: 0.9 x 80 = 72, less 20 in use and 2 for graphs.
+        (1.0, 60, 50),
+        # Half of 72 is 36, less 16 of its own weights and 2 x 2 for steps. Other models do not
+        # count, whether they are loaded (60 free) or not (62 free).
+        (0.5, 60, 16),
+        (0.5, 62, 16),
+        (0.25, 60, 0),  # 18 do not hold its weights and steps
+        (0.5, 10, 8),  # another program uses the memory, and a step needs 2
+    ],
+)
+def test_gpu_memory_is_divided_by_models(
+    share: float, free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model takes its share of a GPU, less its own weights and steps."""
+    gpu_of(monkeypatch, free * GIB, 80 * GIB)
+    config = WorkerConfig(gpu_memory_utilization=0.9, memory_share=share)
+    assert kv_cache_bytes(GPU, config, 16 * GIB, 2 * GIB) == pytest.approx(expected * GIB, abs=1)
+
+
+BYTES = st.integers(0, 1000)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10), BYTES, BYTES), min_size=2, max_size=4),
+    st.floats(0.1, 1.0),
+)
+def test_models_of_a_gpu_stay_within_its_utilization(
+    models: list[tuple[int, int, int]], utilization: float
+) -> None:
+    """Weights, steps and KV caches of models that fit their shares take at most the utilization, in
+    whatever order the models load."""
+    total, parts = 10_000, sum(part for part, _, _ in models)
+    used = 0
+    for part, weights, step in models:
+        used += weights + step
+        kv = gpu_kv_bytes(total - used, total, utilization, part / parts, weights, step)
+        own = weights + 2 * step
+        assert kv == 0 or own + kv <= part / parts * utilization * total + 1
+        used += kv + step
+
+
+def loaded(**settings: object) -> LoadedEngine:
+    return load_engine(WorkerConfig(device="cpu", threads=1, max_model_len=512, **settings))
+
+
+def test_shipped_model_takes_its_share() -> None:
+    """A loaded worker has the blocks of its share, and a share below a block is an error."""
+    block_bytes = read_model_config(SHIPPED_MODEL).kv_bytes_per_token(4) * BLOCK_TOKENS
+    settings = {"dtype": "float32", "kv_bytes": 40 * block_bytes}
+    card = loaded(memory_share=0.25, **settings).served.card
+    assert card.pool_tokens == 10 * BLOCK_TOKENS
+    with pytest.raises(ValueError, match=f"at least {block_bytes}, one block"):
+        loaded(memory_share=0.02, **settings)
+
+
+def test_weights_of_the_draft_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model include those of its draft model."""
+    seen = []
+
+    def noted(*arguments: object) -> int:
+        seen.append(arguments[2])
+        return 1 << 24
+
+    monkeypatch.setattr("draftgate.backends.engine.load.kv_cache_bytes", noted)
+    loaded(dtype="float32")
+    loaded(dtype="float32", proposer="ngram")
+    both, alone = seen
+    assert alone == 4 * Checkpoint(SHIPPED_MODEL).num_parameters
+    assert both > alone
