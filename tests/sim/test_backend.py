@@ -296,17 +296,20 @@ def test_card_describes_the_simulated_model() -> None:
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 
 
-@pytest.mark.parametrize(("kv_bytes", "whole"), [(SMALL_POOL, 12), (None, 53_900_000_000)])
-def test_worker_takes_its_share_of_the_memory(kv_bytes: int | None, whole: int) -> None:
+@pytest.mark.parametrize(
+    ("profile", "kv_bytes", "whole"),
+    [("cpu-demo", SMALL_POOL, 12), ("h100-8b", None, 53_900_000_000 // (16 * 131072))],
+)
+def test_worker_takes_its_share_of_the_memory(
+    profile: str, kv_bytes: int | None, whole: int
+) -> None:
     """A model that shares a device has its part of the KV blocks, and its own name."""
 
     async def scenario(backend):
         return backend.card.model_id, backend.load().kv_blocks_total
 
-    profile = "cpu-demo" if kv_bytes else "h100-8b"
     config = WorkerConfig(profile=profile, kv_bytes=kv_bytes, memory_share=0.25, model_id="b")
-    blocks = whole if kv_bytes else whole // (16 * 131072)
-    assert run_with(config, scenario) == ("b", blocks // 4)
+    assert run_with(config, scenario) == ("b", whole // 4)
 
 
 def test_worker_sleeps_while_all_requests_are_paused() -> None:
