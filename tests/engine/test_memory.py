@@ -42,6 +42,12 @@ def test_cpu_memory_is_divided_by_workers_and_models(monkeypatch: pytest.MonkeyP
     assert kv_cache_bytes(CPU, WorkerConfig(), 0, 0) == CPU_SHARE * 8 * GIB
 
 
+def test_cpu_memory_is_measured() -> None:
+    """The KV cache of a CPU worker takes a part of the memory that is available now."""
+    kv_bytes = kv_cache_bytes(CPU, WorkerConfig(num_workers=4), 0, 0)
+    assert 0 < kv_bytes < memory.available_bytes() / 4
+
+
 @pytest.mark.parametrize(
     ("share", "free", "expected"),
     [
