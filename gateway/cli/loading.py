@@ -40,7 +40,8 @@ async def loading_shown(
         console: the terminal for the bar, or None for stderr. Stdout holds the command's output.
     """
     console = console or Console(stderr=True)
-    what = config.model or ", ".join(config.upstream) or "the shipped model"
+    first = config.model or ", ".join(config.upstream) or "the shipped model"
+    what = ", ".join([first, *config.models, *config.embedders])
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"
     single = not (config.models or config.embedders)  # several models are in different phases

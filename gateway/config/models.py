@@ -48,6 +48,8 @@ def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
     """
     more = [*_named(config.models), *_named(config.embedders)]
     if not more:
+        if config.memory_shares:
+            raise ValueError("--memory-share needs --model or --embedder")
         return (ModelPlan(None, config),)
     _check(config)
     first = config.served_model_name or checkpoint_id(config.model)

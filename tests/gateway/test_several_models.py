@@ -220,6 +220,7 @@ def test_the_settings_of_a_further_model() -> None:
         ({"models": (f"{SHIPPED_MODEL_ID}=b",)}, "two models have the name"),
         ({"models": ("a=b",), "own_process": True}, "--own-process"),
         ({"models": ("a=b",), "upstream": ("http://localhost:1",)}, "--upstream"),
+        ({"memory_shares": ("x=0.5",)}, "--memory-share needs --model"),
         ({"models": ("a=b",), "memory_shares": ("x=0.5",)}, "'x' is none of"),
         ({"models": ("a=b",), "memory_shares": ("a=1.5",)}, "at most 1"),
         ({"models": ("a=b",), "memory_shares": ("a=1.0",)}, "exceed 1"),
