@@ -95,8 +95,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Device of the engine."""
 
     kv_bytes: Size | None = None
-    """Memory of a worker's KV cache, such as 512MiB, or of all models of its device together (default:
-    from the free memory)."""
+    """Memory of a worker's KV cache, or of all models of its device together, such as 512MiB
+    (default: from the free memory)."""
 
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights, activations and KV cache may use without --kv-bytes."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftgate.gateway.accounts import ANONYMOUS, Account
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.forwarded import (
     DEFAULT_OUTPUT_TOKENS,
@@ -199,5 +200,5 @@ async def test_quota_is_used_without_reported_usage(
     ):
         await http.post("/v1/completions", json=body, headers=KEY)
         quotas = gateway.node.store.quotas
-        assert (await quotas.totals("slow")).settled == used
-        assert (await quotas.totals("slow")).open == 0
+        assert (await quotas.totals(quota_account("slow", ""))).settled == used
+        assert (await quotas.totals(quota_account("slow", ""))).open == 0

@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http.endpoints import rerank
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_DOCUMENTS
 from draftgate.gateway.http.requests.sender import Sender
@@ -328,7 +329,8 @@ async def test_pairs_are_capped_and_charged_to_their_account(
             assert [result["index"] for result in found["results"]] == [1, 0]
             assert [result["relevance_score"] for result in found["results"]] == [0.5, 0.25]
             assert found["usage"]["total_tokens"] == tokens
-            assert await gateway.node.store.quotas.totals("search") == (tokens, tokens, 0, 0)
+            account = quota_account("search", gateway.node.fleet.model_id)
+            assert await gateway.node.store.quotas.totals(account) == (tokens, tokens, 0, 0)
             many = await http.post("/v1/rerank", json={**body, "documents": ["x"] * 12})
             never = await http.post("/v1/rerank", json={**body, "documents": ["x"] * 50})
         assert (many.status_code, many.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -239,7 +239,7 @@ async def test_rerank_is_forwarded_and_charged(usage: dict[str, int], tmp_path: 
         assert (response.status_code, response.json()) == (200, reply)
         assert engine.requests[0].path == "/v2/rerank"
         assert json.loads(engine.bodies[0])["model"] == "theirs"
-        assert (await gateway.node.store.quotas.totals("search")).settled == 9
+        assert (await gateway.node.store.quotas.totals(quota_account("search", ""))).settled == 9
 
 
 async def test_openapi_document_needs_no_local_model(gateway: Listening) -> None:
