@@ -73,10 +73,7 @@ class DeviceTurns:
             if self._holder is engine:
                 return True
             if self._holder is None and not self._waiting and engine in self._engines:
-                self._holder = engine
-                if len(self._engines) > 1:
-                    self._since_s = self._clock()
-                    self._order.choose({engine: _ANY_STEP}, self._since_s)
+                self._begin_step(engine)
                 return True
         urgency = engine.urgency()
         with self._lock:
@@ -90,17 +87,21 @@ class DeviceTurns:
             launched: whether its next step runs already. The engine then keeps the turn.
         """
         with self._lock:
-            if len(self._engines) == 1 and self._holder is engine:
+            if self._holder is not engine:
+                return False  # it has left
+            if len(self._engines) > 1:
+                self._order.charge(engine, self._clock() - self._since_s)
+            if not self._waiting:
+                self._begin_step(engine)
                 return True
-        urgency = None if launched else engine.urgency()
+            if launched:
+                self._since_s = self._clock()
+                return True
+        urgency = engine.urgency()
         with self._lock:
             if self._holder is engine:
-                now_s = self._clock()
-                self._order.charge(engine, now_s - self._since_s)
-                self._since_s = now_s
-                if not launched:
-                    self._holder = None
-                    self._wait(engine, urgency)
+                self._holder = None
+                self._wait(engine, urgency)
             return self._holder is engine
 
     def give_back(self, engine: EngineTurns) -> None:
@@ -118,6 +119,13 @@ class DeviceTurns:
             if self._holder is engine:
                 self._holder = None
             self._wait(engine, None)
+
+    def _begin_step(self, engine: EngineTurns) -> None:
+        """Give the turn to an engine while no other one waits."""
+        self._holder = engine
+        if len(self._engines) > 1:
+            self._since_s = self._clock()
+            self._order.choose({engine: _ANY_STEP}, self._since_s)
 
     def _wait(self, engine: EngineTurns, urgency: StepUrgency | None) -> None:
         """Let an engine wait with this urgency, or no longer with None."""

@@ -18,6 +18,9 @@ from tests.core.fakes import request
 from tests.core.pipeline_harness import FakeDevice, PipelineHarness
 from tests.examples import examples
 
+ROUNDS = 1000
+"""Steps after which all workers must be idle."""
+
 
 class OneDevice(FakeDevice):
     """A worker's view of a device that runs the steps of one worker at a time."""
@@ -57,9 +60,11 @@ class Workers:
         return self.harnesses[index].worker.urgency(0.0)
 
     def run(self) -> None:
-        """Step all workers until they are idle."""
-        while any(harness.step() for harness in self.harnesses):
-            pass
+        """Step all workers until they are idle. A worker that gets the turn wakes up."""
+        for _ in range(ROUNDS):
+            stepped = [harness.step() for harness in self.harnesses]
+            if not any(stepped) and self.turns.holder is None:
+                break
         assert self.turns.holder is None
         assert not self.turns.awaited
         for harness in self.harnesses:

@@ -295,6 +295,21 @@ def test_replay_of_another_step_names_it(tmp_path: Path) -> None:
         replay_exactly(RecordedRun(structs.replace(file, calls=tuple(calls))))
 
 
+def test_run_beside_another_model_has_texts_without_a_replay(tmp_path: Path) -> None:
+    """Steps of other models between those of the worker end the record of calls, with a reason."""
+    server = RecordedServer(tmp_path / "run.json", "fixed:2")
+    server.submit("r0", (3, 4, 5), 20)
+    server.step()
+    server.worker.interrupt()
+    while server.step():
+        pass
+    file = server.close()
+    assert len(file.texts) == 1
+    assert "another model used the device" in str(file.gap)
+    with pytest.raises(ValueError, match="another model used the device"):
+        RecordedRun(file)
+
+
 @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(st.integers(1_000, 30_000))
 def test_file_never_exceeds_its_size(max_bytes: int) -> None:
