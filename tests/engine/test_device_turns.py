@@ -256,14 +256,30 @@ def test_engine_that_is_alone_states_no_urgency() -> None:
     assert not turns.held
 
 
-def test_engine_pays_only_for_steps_beside_others() -> None:
-    """An engine that was alone for long owes nothing to an engine that joins."""
+def test_engine_beside_an_idle_one_keeps_its_turn() -> None:
+    """An engine that nobody waits for is not interrupted, not even when it becomes idle."""
+    device = DeviceTurns()
+    engine = device.join(lambda: None, lambda: None)
+    device.join(lambda: None, lambda: None)
+    assert engine.take()
+    assert engine.end_step()
+    engine.give_back()
+    assert device.holder is None
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_engine_owes_nothing_for_steps_that_nobody_waited_for(joined: bool) -> None:
+    """An engine that ran for long while the other one was idle, or had not joined, shares the
+    device equally afterwards."""
     now_s = [0.0]
     device = DeviceTurns(lambda: now_s[0])
     first = device.join(StepUrgency, lambda: None)
+    second = device.join(StepUrgency, lambda: None) if joined else None
     assert first.take()
-    now_s[0] = 1000.0
-    second = device.join(StepUrgency, lambda: None)
+    for _ in range(1000):
+        now_s[0] += 0.1
+        assert first.end_step()
+    second = second or device.join(StepUrgency, lambda: None)
     assert not second.take()
     served = {first: 0, second: 0}
     for _ in range(100):
