@@ -123,7 +123,7 @@ def test_the_second_start_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         return True
 
     monkeypatch.setattr(load, "measure_step_cost", measure)
-    monkeypatch.setattr(load, "exactness", probe)
+    monkeypatch.setattr(load, "steps_are_exact", probe)
     first = load.load_engine(config)
     assert measured == ["exact", "cost"]
     second = load.load_engine(config)
