@@ -1,4 +1,4 @@
-"""Locations of checkpoints: the shipped model, directories, and the cache of the Hugging Face hub.
+"""Locations of checkpoints: the shipped models, directories, and the cache of the Hugging Face hub.
 
 `huggingface_hub` resolves hub names and reads its own environment variables: `HF_TOKEN` for gated
 models, `HF_HOME` for the cache, `HF_HUB_OFFLINE` and `HF_ENDPOINT`. Cached models need no network.
@@ -36,6 +36,16 @@ After 100 to 240 tokens, the shares are 77% and 49% with any window.
 SHIPPED_MODEL_ID: Final = "draftgate-demo"
 """Name by which clients request the shipped model."""
 
+SHIPPED_DOCUMENTS_ID: Final = "draftgate-documents"
+SHIPPED_QUERIES_ID: Final = "draftgate-queries"
+"""Names of the shipped towers, which embed documents and queries in one space."""
+
+SHIPPED_TOWERS: Final = {
+    SHIPPED_DOCUMENTS_ID: SHIPPED_MODEL.parent / "documents",
+    SHIPPED_QUERIES_ID: SHIPPED_MODEL.parent / "queries",
+}
+"""Directories of the shipped towers, in the layout of sentence-transformers."""
+
 _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 
 _SETTINGS: Final = ("*.json", "*.jinja")
@@ -51,8 +61,8 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     stderr is a terminal.
 
     Args:
-        name: a directory, or `organisation/model` on the hub with an optional `@revision` (branch,
-            tag or commit). None is the shipped model.
+        name: a directory, one of `SHIPPED_TOWERS`, or `organisation/model` on the hub with an
+            optional `@revision` (branch, tag or commit). None is the shipped language model.
         weights: whether to download weights, not only tokenizer and configuration.
 
     Raises:
@@ -64,10 +74,13 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory
+    if name in SHIPPED_TOWERS:
+        return SHIPPED_TOWERS[name]
     hub = _HUB_NAME.fullmatch(name)
     if hub is None:
         raise CheckpointError(
-            f"no checkpoint: {directory} is neither a directory nor organisation/model on the hub"
+            f"no checkpoint: {directory} is neither a directory nor organisation/model on the hub; "
+            f"shipped: {', '.join(SHIPPED_TOWERS)}"
         )
     patterns = (*_SETTINGS, _WEIGHTS) if weights else _SETTINGS
     directory = _download(name, hub["repo"], hub["revision"], patterns)
@@ -81,7 +94,11 @@ def checkpoint_id(name: str | None) -> str:
     if name is None:
         return SHIPPED_MODEL_ID
     directory, hub = Path(name).expanduser(), _HUB_NAME.fullmatch(name)
-    return hub["repo"] if hub and not directory.is_dir() else directory.resolve().name
+    if directory.is_dir():
+        return directory.resolve().name
+    if name in SHIPPED_TOWERS:
+        return name
+    return hub["repo"] if hub else directory.resolve().name
 
 
 def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -1,0 +1,91 @@
+"""Shapes and training recipes of the towers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from training.towers.examples import COMMENT, DETAIL, NAME, SENTENCE, SUMMARY
+
+KIND_WEIGHTS: Final = {SUMMARY: 4.0, DETAIL: 1.0, SENTENCE: 1.0, NAME: 1.0, COMMENT: 0.5}
+"""Weights of the kinds in random draws. The test collection has summaries only, so they count more.
+Half of all examples are comments, which are the noisiest."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a tower.
+
+    Attributes:
+        dense: size of the embedding if a dense layer follows the pooling, else 0.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    dense: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape and training of a tower. Learning rates are peak values.
+
+    Attributes:
+        stdlib_only: whether to train without the packages.
+        share: share of the packages' files to train on, 0..1.
+        lexical_steps: steps of the first phase, which trains word embeddings only.
+        steps: steps of the second phase, which trains all weights.
+    """
+
+    shape: Shape
+    share: float = 1.0
+    lexical_steps: int = 1500
+    lexical_batch: int = 512
+    lexical_rate: float = 0.01
+    steps: int = 450
+    batch: int = 256
+    matrix_rate: float = 0.004
+    other_rate: float = 0.001
+    kind_weights: dict[str, float] = field(default_factory=lambda: dict(KIND_WEIGHTS))
+
+
+@dataclass(frozen=True)
+class QueryRecipe:
+    """Shape and distillation of the query tower. Learning rates are peak values.
+
+    Attributes:
+        passages: passages whose order the query tower should keep.
+    """
+
+    shape: Shape
+    passages: int = 20_000
+    lexical_steps: int = 3000
+    lexical_batch: int = 1024
+    lexical_rate: float = 0.01
+    steps: int = 3000
+    batch: int = 512
+    matrix_rate: float = 0.004
+    other_rate: float = 0.002
+    kind_weights: dict[str, float] = field(default_factory=lambda: dict(KIND_WEIGHTS))
+
+
+LARGE: Final = Shape(hidden=256, layers=6, heads=4, inner=256)
+MEDIUM: Final = Shape(hidden=192, layers=3, heads=3, inner=384)
+SMALL: Final = Shape(hidden=128, layers=2, heads=2, inner=256)
+
+QUERIES: Final = QueryRecipe(Shape(hidden=128, layers=1, heads=2, inner=256, dense=LARGE.hidden))
+"""One layer of half the width. The engine then takes a fifth of the time of the large shape, whose
+six layers are narrow for the same reason: a short query takes as long as its number of layers."""
+
+ARMS: Final = {
+    "large": Recipe(LARGE),
+    "medium": Recipe(MEDIUM),
+    "small": Recipe(SMALL),
+    "small-stdlib": Recipe(SMALL, share=0.0),
+    "small-tenth": Recipe(SMALL, share=0.1),
+    "small-third": Recipe(SMALL, share=0.33),
+}
+"""The arms of the scaling study: by size with all texts, and by texts with the small size."""
+
+SHIPPED_ARM: Final = "large"
