@@ -115,6 +115,7 @@ BENCHES: Final = {
     "streams": "bench.engine.streams",
     "kernels": "bench.engine.kernels",
     "kv": "bench.engine.kv",
+    "retrieval": "bench.engine.retrieval",
     "simulator": "bench.simulation.prediction",
     "policies": "bench.simulation.policies",
     "evidence": "bench.simulation.evidence",

@@ -403,3 +403,14 @@ async def test_state_that_is_not_finite_is_an_error() -> None:
     for bad in (np.nan, np.inf):
         with pytest.raises(BackendFailed, match="not finite"):
             unit_vector(np.array([1.0, bad], "<f4").tobytes(), None)
+
+
+async def test_shipped_tower_is_served_by_its_name() -> None:
+    """`draftgate serve draftgate-documents` needs no hub, and returns vectors of unit length."""
+    async with (
+        running(backend="engine", model="draftgate-documents", threads=1) as listening,
+        openai_client(listening.url) as api,
+    ):
+        found = await api.embeddings.create(model="draftgate-documents", input=[TEXT, "a"])
+        lengths = [np.linalg.norm(entry.embedding) for entry in found.data]
+        assert lengths == pytest.approx([1.0, 1.0], abs=1e-6)

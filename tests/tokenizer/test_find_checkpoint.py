@@ -136,6 +136,7 @@ def test_directory_takes_precedence_over_hub(
     ("name", "expected"),
     [
         (None, SHIPPED_MODEL_ID),
+        ("draftgate-queries", "draftgate-queries"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B"),
         ("/models/mine/", "mine"),

@@ -23,8 +23,8 @@ from training.towers import tokenization
 from training.towers.recipes import Shape
 
 MAX_TOKENS: Final = 512
-"""Maximum length of a text. Few training texts are longer than 256, so further positions begin at
-zero and change little."""
+"""Maximum length of a text. Training texts have at most 192 tokens, so later positions stay
+zero."""
 
 MICRO_TOKENS: Final = 8192
 """Tokens per forward pass, including padding."""
@@ -106,7 +106,7 @@ class Tower(nn.Module):
         return (states.float() * weights).sum(1) / weights.sum(1)
 
     def _finish(self, pooled: Tensor) -> Tensor:
-        projected = pooled if self.dense is None else self.dense(pooled)
+        projected: Tensor = pooled if self.dense is None else self.dense(pooled)
         return functional.normalize(projected, dim=-1)
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> None:

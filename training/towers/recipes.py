@@ -43,10 +43,10 @@ class Recipe:
     lexical_steps: int = 1500
     lexical_batch: int = 512
     lexical_rate: float = 0.01
-    steps: int = 450
-    batch: int = 256
-    matrix_rate: float = 0.004
-    other_rate: float = 0.001
+    steps: int = 300
+    batch: int = 128
+    matrix_rate: float = 0.003
+    other_rate: float = 0.0005
     kind_weights: dict[str, float] = field(default_factory=lambda: dict(KIND_WEIGHTS))
 
 
@@ -55,19 +55,20 @@ class QueryRecipe:
     """Shape and distillation of the query tower. Learning rates are peak values.
 
     Attributes:
+        kind_weights: without comments, because embedding them with the large tower takes longest.
         passages: passages whose order the query tower should keep.
     """
 
     shape: Shape
-    passages: int = 20_000
-    lexical_steps: int = 3000
+    passages: int = 5000
+    lexical_steps: int = 1500
     lexical_batch: int = 1024
     lexical_rate: float = 0.01
-    steps: int = 3000
+    steps: int = 1200
     batch: int = 512
     matrix_rate: float = 0.004
     other_rate: float = 0.002
-    kind_weights: dict[str, float] = field(default_factory=lambda: dict(KIND_WEIGHTS))
+    kind_weights: dict[str, float] = field(default_factory=lambda: {**KIND_WEIGHTS, COMMENT: 0.0})
 
 
 LARGE: Final = Shape(hidden=256, layers=6, heads=4, inner=256)

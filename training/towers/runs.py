@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from training.towers.data import Batches, EncodedExample, Ids
+from training.towers.data import MOST_PASSAGE_TOKENS, Batches, EncodedExample, Ids
 from training.towers.losses import MOST_SCALE, contrastive, distillation
 from training.towers.model import Tower, embed
 from training.towers.recipes import QueryRecipe, Recipe
@@ -24,7 +24,7 @@ WARMUP: Final = 0.05
 INITIAL_SCALE: Final = 20.0
 """Initial factor of the cosines: a temperature of 0.05, which is usual."""
 
-LOG_TIMES: Final = 4
+LOG_TIMES: Final = 8
 """Validations of each phase."""
 
 LEXICAL, ALL = "lexical", "all"
@@ -71,7 +71,10 @@ def lexical_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW for the word embeddings, and with a third of the rate for other weights."""
     words, *rest = tower.lexical_parameters()
-    groups = [{"params": [words]}, {"params": [*rest, *others], "lr": rate / 3}]
+    groups: list[dict[str, Any]] = [
+        {"params": [words]},
+        {"params": [*rest, *others], "lr": rate / 3},
+    ]
     return [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
@@ -171,12 +174,14 @@ class QueryRun:
         self.history: list[dict[str, Any]] = []
         self._scale = scale
         self._rng = Random(seed)
-        self._queries = [example.query for example in training]
-        self._weights = [recipe.kind_weights[example.kind] for example in training]
+        chosen = [example for example in training if recipe.kind_weights[example.kind]]
+        self._queries = [example.query for example in chosen]
+        self._weights = [recipe.kind_weights[example.kind] for example in chosen]
         self._wanted = embed(teacher, self._queries)
-        passages = [e.passage for e in training if recipe.kind_weights[e.kind] >= 1.0]
-        chosen = self._rng.sample(passages, min(recipe.passages, len(passages)))
-        self._passages = embed(teacher, chosen)
+        drawn = self._rng.sample(chosen, min(recipe.passages, len(chosen)))
+        self._passages = embed(
+            teacher, [example.passage[:MOST_PASSAGE_TOKENS] for example in drawn]
+        )
         self._validation = [example.query for example in validation]
         self._validation_passages = embed(teacher, [example.passage for example in validation])
         self._validation_wanted = embed(teacher, self._validation)

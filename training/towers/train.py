@@ -18,6 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -97,7 +98,7 @@ def tokenizer_stage(folder: Path, _seed: int) -> None:
     (folder / "examples.npz").unlink(missing_ok=True)
 
 
-def arm_stage(name: str, folder: Path, seed: int) -> None:
+def arm_stage(folder: Path, seed: int, *, name: str) -> None:
     """Train an arm of the scaling study."""
     corpus, recipe = open_corpus(folder), ARMS[name]
     training = corpus.training(recipe.share)
@@ -165,7 +166,7 @@ def card_stage(_folder: Path, _seed: int) -> None:
 
 STAGES: Final[dict[str, Callable[[Path, int], None]]] = {
     "tokenizer": tokenizer_stage,
-    **{name: lambda folder, seed, name=name: arm_stage(name, folder, seed) for name in ARMS},
+    **{name: partial(arm_stage, name=name) for name in ARMS},
     "queries": queries_stage,
     "ship": ship_stage,
 }
