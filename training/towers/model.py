@@ -23,7 +23,7 @@ from training.towers import tokenization
 from training.towers.recipes import Shape
 
 MAX_TOKENS: Final = 512
-"""Maximum length of a text. Training texts have at most 192 tokens, so later positions stay
+"""Maximum length of a text. Training texts have at most 256 tokens, so later positions stay
 zero."""
 
 MICRO_TOKENS: Final = 8192

@@ -43,10 +43,10 @@ class Recipe:
     lexical_steps: int = 1500
     lexical_batch: int = 512
     lexical_rate: float = 0.01
-    steps: int = 300
+    steps: int = 160
     batch: int = 128
-    matrix_rate: float = 0.003
-    other_rate: float = 0.0005
+    matrix_rate: float = 0.001
+    other_rate: float = 0.0002
     kind_weights: dict[str, float] = field(default_factory=lambda: dict(KIND_WEIGHTS))
 
 
@@ -55,20 +55,22 @@ class QueryRecipe:
     """Shape and distillation of the query tower. Learning rates are peak values.
 
     Attributes:
-        kind_weights: without comments, because embedding them with the large tower takes longest.
+        kind_weights: without names and comments, which the large tower would take longest to embed.
         passages: passages whose order the query tower should keep.
     """
 
     shape: Shape
     passages: int = 5000
-    lexical_steps: int = 1500
+    lexical_steps: int = 1000
     lexical_batch: int = 1024
     lexical_rate: float = 0.01
-    steps: int = 1200
+    steps: int = 800
     batch: int = 512
     matrix_rate: float = 0.004
     other_rate: float = 0.002
-    kind_weights: dict[str, float] = field(default_factory=lambda: {**KIND_WEIGHTS, COMMENT: 0.0})
+    kind_weights: dict[str, float] = field(
+        default_factory=lambda: {**KIND_WEIGHTS, NAME: 0.0, COMMENT: 0.0}
+    )
 
 
 LARGE: Final = Shape(hidden=256, layers=6, heads=4, inner=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -96,6 +97,8 @@ def all_optimizers(
 class DocumentRun:
     """The training of a document tower, which also embeds the queries of its training.
 
+    The result has the weights of the validation with the lowest loss.
+
     Attributes:
         history: losses and recall of each validation.
     """
@@ -114,6 +117,7 @@ class DocumentRun:
         self.log_scale = nn.Parameter(torch.tensor(INITIAL_SCALE).log())
         self.history: list[dict[str, Any]] = []
         self._batches = Batches(training, recipe.kind_weights, seed)
+        self._best = self.tower.state_dict()
         self._validation = validation
 
     @property
@@ -128,6 +132,7 @@ class DocumentRun:
         self._train(LEXICAL, Phase(rates, recipe.lexical_steps), recipe.lexical_batch)
         rates = all_optimizers(self.tower, scale, recipe.matrix_rate, recipe.other_rate)
         self._train(ALL, Phase(rates, recipe.steps), recipe.batch)
+        self.tower.load_state_dict(self._best)
 
     def _train(self, name: str, phase: Phase, batch: int) -> None:
         encode = self.tower.lexical if name == LEXICAL else self.tower
@@ -151,6 +156,9 @@ class DocumentRun:
             "validation_nats": round(contrastive(query, passage, self.log_scale).item(), 4),
             "validation_recall": recall(query @ passage.T),
         }
+        # The layers begin to fit the training pairs only, so the best weights may be earlier ones.
+        if all(facts["validation_nats"] < earlier["validation_nats"] for earlier in self.history):
+            self._best = copy.deepcopy(self.tower.state_dict())
         self.history.append(facts)
         logger.info("scale %.1f, %s", self.scale, facts)
 
