@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -21,7 +22,7 @@ from training.towers import train
 from training.towers.card import CARD, METRICS, render
 from training.towers.data import read_examples
 from training.towers.examples import COMMENT, DETAIL, NAME, SENTENCE, SUMMARY, source_examples
-from training.towers.model import embed, load
+from training.towers.model import Tower, embed, load
 from training.towers.recipes import QUERIES, SHIPPED_ARM, Recipe, Shape
 from training.towers.texts import (
     CopyFilter,
@@ -118,6 +119,20 @@ def test_validation_units_are_a_small_fixed_share() -> None:
     """One in twelve units validates, whatever else exists."""
     share = sum(is_validation(f"module_{n}") for n in range(4000)) / 4000
     assert share == pytest.approx(1 / 12, abs=0.02)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, QUERY_SHAPE])
+def test_the_lexical_phase_trains_the_tower_that_the_next_phase_continues(shape: Shape) -> None:
+    """A new tower gives the same vectors with its layers as in the shortcut of the first phase."""
+    torch.manual_seed(0)
+    tower = Tower(shape, 50).eval()
+    last = tower.bert.encoder.layer[-1].output.LayerNorm
+    torch.nn.init.normal_(last.weight)
+    torch.nn.init.normal_(last.bias)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(50, size=length).astype(np.uint16) for length in (1, 2, 9, 30, 4)]
+    with torch.no_grad():
+        torch.testing.assert_close(tower(texts), tower.lexical(texts), atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
