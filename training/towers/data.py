@@ -40,8 +40,9 @@ NEIGHBOURS: Final = 4
 """Consecutive examples of a batch. They come from the same file mostly, so a tower learns to
 distinguish functions of one module."""
 
-WORD_DROPOUT: Final = 0.1
-"""Share of the tokens of a training text that are left out."""
+WORD_DROPOUT: Final = 0.3
+"""Share of the tokens of a training text that are left out. After 1,000 steps of the first phase,
+the loss on validation is 2.036 with 0.3 and 2.080 nats with 0.1 (Zen 5, 2026-11-27)."""
 
 
 Ids: TypeAlias = NDArray[np.uint16]
