@@ -63,9 +63,11 @@ class Tower(nn.Module):
         return weight
 
     @property
-    def size(self) -> int:
-        """The size of an embedding."""
-        return self.shape.dense or self.shape.hidden
+    def is_lexical(self) -> bool:
+        """Whether all layers are the identity, so that `lexical` returns the same vectors."""
+        layers = self.bert.encoder.layer
+        outputs = [dense for layer in layers for dense in (layer.attention.output, layer.output)]
+        return not any(weight.any() for each in outputs for weight in each.dense.parameters())
 
     def forward(self, texts: Texts) -> Tensor:
         """Return unit vectors, [B, D]. Texts of similar length share a forward pass."""
@@ -103,7 +105,8 @@ class Tower(nn.Module):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.training):
             states = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask[..., None].float()
-        return (states.float() * weights).sum(1) / weights.sum(1)
+        pooled: Tensor = (states.float() * weights).sum(1) / weights.sum(1)
+        return pooled
 
     def _finish(self, pooled: Tensor) -> Tensor:
         projected: Tensor = pooled if self.dense is None else self.dense(pooled)
@@ -162,8 +165,8 @@ def load(folder: Path, shape: Shape) -> Tower:
 @torch.no_grad()
 def embed(tower: Tower, texts: Texts, *, batch: int = 512) -> Tensor:
     """Return the unit vectors of many texts, [B, D]."""
-    parts = [tower(texts[at : at + batch]) for at in range(0, len(texts), batch)]
-    return torch.cat(parts)
+    encode = tower.lexical if tower.is_lexical else tower
+    return torch.cat([encode(texts[at : at + batch]) for at in range(0, len(texts), batch)])
 
 
 def _config(shape: Shape, vocab_size: int) -> BertConfig:

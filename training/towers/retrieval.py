@@ -20,8 +20,3 @@ def recall(scores: Tensor) -> dict[str, float]:
     right = scores.diagonal()[:, None]
     better = (scores >= right).sum(1) - 1
     return {str(cut): round((better < cut).float().mean().item(), 4) for cut in CUTS}
-
-
-def scores_of(queries: Tensor, passages: Tensor) -> Tensor:
-    """Return the cosines of unit vectors, [queries, passages]."""
-    return torch.mm(queries, passages.T)
