@@ -71,7 +71,7 @@ class EngineEncoder:
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """Return the unit vectors of texts, [texts, size]."""
-        found = [self._runner.embed([self.tokens(text)])[0] for text in texts]
+        found = [self._runner.pooled([self.tokens(text)])[0] for text in texts]
         vectors = np.stack([np.frombuffer(vector, "<f4") for vector in found])
         unit: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
@@ -79,7 +79,7 @@ class EngineEncoder:
     def step_s(self, ids: list[int]) -> float:
         """Return the seconds that one text takes, without its tokenisation."""
         started_s = time.perf_counter()
-        self._runner.embed([ids])
+        self._runner.pooled([ids])
         return time.perf_counter() - started_s
 
     def multiply_adds(self, tokens: int) -> int:

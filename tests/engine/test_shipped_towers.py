@@ -34,7 +34,7 @@ def vectors(engine: LoadedEngine, texts: list[str]) -> np.ndarray:
     """Return unit vectors."""
     limit, encode = engine.served.card.max_model_len, engine.worker.tokenizer.encode
     found = np.stack(
-        [np.frombuffer(engine.executor.embed([encode(text)[:limit]])[0], "<f4") for text in texts]
+        [np.frombuffer(engine.executor.pooled([encode(text)[:limit]])[0], "<f4") for text in texts]
     )
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 

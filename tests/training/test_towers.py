@@ -171,7 +171,7 @@ def test_the_engine_reads_what_training_writes(trained: tuple[Path, dict[str, Sh
     for name, shape in shapes.items():
         engine = load_engine(WorkerConfig(model=str(folder / name), threads=1))
         ids = engine.worker.tokenizer.encode("def readConfig_file(path): return 1")
-        found = np.frombuffer(engine.executor.embed([ids])[0], "<f4")
+        found = np.frombuffer(engine.executor.pooled([ids])[0], "<f4")
         expected = embed(load(folder / name, shape), [np.array(ids, np.uint16)])[0].numpy()
         assert found / np.linalg.norm(found) == pytest.approx(expected, abs=1e-4)
 

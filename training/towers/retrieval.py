@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 CUTS: Final = (1, 5, 20)
