@@ -243,13 +243,8 @@ def _arm_facts(name: str, arms: Sequence[Path]) -> dict[str, Any]:
     for path in arms:
         if path.name == name:
             stored = json.loads((path / "facts.json").read_text())
-            last = stored["history"][-1]
-            return {
-                "examples": stored["examples"],
-                "training_nats": last["training_nats"],
-                "validation_nats": last["validation_nats"],
-                "validation_recall": last["validation_recall"],
-            }
+            best = min(stored["history"], key=lambda row: row["validation_nats"])
+            return {"examples": stored["examples"], "validation": best}
     return {}
 
 

@@ -6,13 +6,16 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from training.towers.examples import Example
-from training.towers.recipes import ARMS, QUERIES, SHIPPED_ARM, Shape
+from training.towers.recipes import ARMS, QUERIES, SHIPPED_ARM
 from training.towers.texts import is_validation, licences, stdlib_sources
 from training.towers.tokenization import VOCAB_SIZE
+
+_SHAPE: Final = "{layers} x {hidden} ({inner})"
 
 METRICS, CARD = "metrics.json", "MODEL_CARD.md"
 
@@ -21,7 +24,7 @@ _TEMPLATE: Final = """\
 
 The towers are two small BERT-type encoders for retrieval over Python code and documentation.
 `draftgate-documents` embeds documents and queries. `draftgate-queries` embeds queries only, in the
-same space, for less than a fifth of the time. Use them to try and measure retrieval offline. Larger
+same space, for about a fifth of the time. Use them to try and measure retrieval offline. Larger
 models with general training, such as E5 or BGE, suit other texts.
 
 | | documents | queries |
@@ -82,6 +85,10 @@ bag of words. The second phase trains all weights. The document tower learns to 
 a query among those of its batch (InfoNCE). The query tower learns the document tower's vectors of
 queries, and its order of passages (KL).
 
+The document tower has the weights of step {best[step]:,} of phase `{best[phase]}`, whose loss on
+validation is the lowest. After the phase `lexical`, all layers are still the identity, and the
+vector of a text is the mean of its word embeddings.
+
 | phase | step | training nats | validation nats | validation recall@5 |
 | --- | --- | --- | --- | --- |
 {history}
@@ -105,6 +112,10 @@ def collect(examples: Sequence[Example], folder: Path, facts_file: str) -> dict[
     return {
         "documents": json.loads((folder / SHIPPED_ARM / facts_file).read_text()),
         "queries": json.loads((folder / "queries" / facts_file).read_text()),
+        "shapes": {
+            "documents": asdict(ARMS[SHIPPED_ARM].shape),
+            "queries": asdict(QUERIES.shape),
+        },
         "corpus": {
             "python": platform.python_version(),
             "examples": len(training),
@@ -130,9 +141,9 @@ def render(metrics: dict[str, Any]) -> str:
     return _TEMPLATE.format(
         documents=metrics["documents"],
         queries=metrics["queries"],
-        document_shape=_shape(ARMS[SHIPPED_ARM].shape),
-        query_shape=_shape(QUERIES.shape),
-        size=QUERIES.shape.dense,
+        document_shape=_SHAPE.format(**metrics["shapes"]["documents"]),
+        query_shape=_SHAPE.format(**metrics["shapes"]["queries"]),
+        size=metrics["shapes"]["queries"]["dense"],
         vocabulary=VOCAB_SIZE,
         document_cost=costs["draftgate-documents"],
         query_cost=costs["draftgate-queries"],
@@ -149,6 +160,7 @@ def render(metrics: dict[str, Any]) -> str:
             f"| {name} | {facts['licence']} | {facts['examples']:,} |"
             for name, facts in corpus["packages"].items()
         ),
+        best=min(metrics["documents"]["history"], key=lambda row: row["validation_nats"]),
         history="\n".join(_history_row(row) for row in metrics["documents"]["history"]),
     )
 
@@ -158,10 +170,6 @@ def write(metrics: dict[str, Any], folder: Path) -> None:
     (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     if "retrieval" in metrics:
         (folder / CARD).write_text(render(metrics))
-
-
-def _shape(shape: Shape) -> str:
-    return f"{shape.layers} x {shape.hidden} ({shape.inner})"
 
 
 def _recall_row(row: dict[str, Any]) -> str:
