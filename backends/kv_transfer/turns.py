@@ -41,7 +41,7 @@ class TransferTurns:
         """Run the operations of a queue to which any thread may append.
 
         Args:
-            exchange: runs the operations, or None if the worker has no KV blocks, so that nobody
+            exchange: runs the operations, or None if the worker has no KV blocks, so that no node
                 queues any.
         """
         self._exchange = exchange

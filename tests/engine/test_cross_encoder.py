@@ -24,7 +24,7 @@ from draftgate.backends.types import Delta, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import embedding_request, request
-from tests.engine.test_encoder import MODULE, loaded, save_model, write
+from tests.engine.test_encoder import MODULE, change, loaded, save_model, write
 
 LONGEST = 40
 QUERY = "w5 w6 w7"
@@ -186,10 +186,7 @@ def test_unsupported_cross_encoder_is_named(
 ) -> None:
     """An error names the file, and what the engine supports."""
     save_cross_encoder(tmp_path)
-    path = tmp_path / file
-    if file == "config.json":
-        value = {**json.loads(path.read_text()), **dict(value)}  # type: ignore[call-overload]
-    write(path, value)
+    change(tmp_path, file, value)
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path)
 

@@ -81,6 +81,14 @@ def write(path: Path, value: object) -> None:
     path.write_text(json.dumps(value))
 
 
+def change(directory: Path, file: str, value: object) -> None:
+    """Write a file of a checkpoint, or change settings of its `config.json`."""
+    path = directory / file
+    if file == "config.json":
+        value = {**json.loads(path.read_text()), **dict(value)}  # type: ignore[call-overload]
+    write(path, value)
+
+
 def write_modules(directory: Path, *kinds: str) -> None:
     """List modules whose folders are numbered, as sentence-transformers does."""
     paths = ["", *(f"{index}_{kind}" for index, kind in enumerate(kinds) if index)]
@@ -246,10 +254,7 @@ def test_unsupported_checkpoint_is_named(
 ) -> None:
     """An error names the file, and what is wrong with it."""
     save_model(tmp_path)
-    path = tmp_path / file
-    if file == "config.json":
-        value = {**json.loads(path.read_text()), **dict(value)}  # type: ignore[call-overload]
-    write(path, value)
+    change(tmp_path, file, value)
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path)
 
