@@ -49,6 +49,9 @@ Splitwise's measurements on 2, 4 and 8 GPUs."""
 DRAFT_DEPTH_S: Final = 0.8e-3
 """Seconds of a depth of an EAGLE head besides its reads: 1.32 ms in `h100-8b` less the reads."""
 
+SPARSE_TOKENS: Final = 512
+"""KV tokens that a depth of sparse self-speculation reads, as in `h100-8b`."""
+
 LOOKUP_S: Final = 4.5e-6
 """Seconds of an n-gram lookup, which the host computes. The value is measured (`h100-8b`)."""
 
@@ -138,6 +141,7 @@ GPUS: Final = {
 }
 
 MODELS: Final = {
+    "7b": Model("Llama-2-7B", 6.74e9, 32, 4096, 32, 32, 128, 32_000),
     "8b": Model("Llama-3.1-8B", 8.03e9, 32, 4096, 32, 8, 128, 128_256),
     "13b": Model("Llama-2-13B", 13.02e9, 40, 5120, 40, 40, 128, 32_000),
     "70b": Model("Llama-3.1-70B", 70.55e9, 80, 8192, 64, 8, 128, 128_256),
@@ -166,6 +170,9 @@ def derived_profile(name: str) -> dict[str, Any] | None:
     fixed_s, token_s = _step(gpu, model, group)
     reads = group * READ_SHARE * gpu.read_bytes_s
     draft_s = _draft_depth_s(gpu, model, group)
+    kv_token_s = model.kv_token_bytes / reads
+    # The host launches all depths at once, so its time is left out, as in `h100-8b`.
+    sparse_s = token_s + SPARSE_TOKENS * kv_token_s
     pair_flop = 4 * model.layers * model.heads * model.head_size
     return {
         "format": "profile/2",
@@ -175,7 +182,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "source": _source(gpu, model, group),
         "token_buckets": TOKEN_BUCKETS,
         "step_s": [fixed_s + token_s * tokens for tokens in TOKEN_BUCKETS],
-        "kv_token_s": model.kv_token_bytes / reads,
+        "kv_token_s": kv_token_s,
         "sequence_s": 0.0,
         "prefill_attention_s": pair_flop / (group * ATTENTION_SHARE * gpu.flop_s),
         "draft": {
@@ -184,6 +191,10 @@ def derived_profile(name: str) -> dict[str, Any] | None:
             "draft_model": {
                 "sequences": DRAFT_SEQUENCES,
                 "depth_s": [draft_s + token_s / 8 * (n - 1) for n in DRAFT_SEQUENCES],
+            },
+            "sparse_self": {
+                "sequences": TOKEN_BUCKETS,
+                "depth_s": [fixed_s - HOST_S + sparse_s * n for n in TOKEN_BUCKETS],
             },
         },
         "kv_token_bytes": model.kv_token_bytes,

@@ -121,6 +121,7 @@ BENCHES: Final = {
     "evidence": "bench.simulation.evidence",
     "capacity": "bench.simulation.capacity",
     "gaps": "bench.simulation.gaps",
+    "long-context": "bench.simulation.long_context",
     "herd": "bench.simulation.herd",
     "routing": "bench.simulation.routing",
     "rescheduling": "bench.simulation.rescheduling",
