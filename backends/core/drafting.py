@@ -100,7 +100,7 @@ class Drafting:
                 continue
             for name in self._allowed_names(sequence):
                 if not self._gate.looks_up[name]:
-                    self._exploration.add_candidate(name, DraftRequest(sequence, most))
+                    self._exploration.add_candidate(name, sequence)
                 if admits_all or may_be_worthwhile(sequence, name, terms):
                     requested.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in requested.items():
@@ -248,9 +248,10 @@ class Drafting:
     def _explore(self, used: Container[str], terms: DraftTerms) -> None:
         """Draft one token with unused proposers, as far as the saved time allows."""
         cost = terms.drafting
-        for name, request in self._exploration.spend_on_unused(used, self._proposers, cost):
-            self.step_work.explored_s = (self.step_work.explored_s or 0.0) + cost.calling_s(name, 1)
-            for _ in self._compute(name, [request]):
+        for name, requests in self._exploration.spend_on_unused(used, self._proposers, cost):
+            calling_s = cost.calling_s(name, len(requests))
+            self.step_work.explored_s = (self.step_work.explored_s or 0.0) + calling_s
+            for _ in self._compute(name, requests):
                 pass  # recorded in `_proposed`, from which `learn` takes it
 
     def _found(self, sequence: Sequence, source: str, draft: Draft) -> DraftOffer:

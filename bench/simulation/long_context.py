@@ -84,9 +84,9 @@ VARIANTS: Final = (
 )
 """Policies with their proposers. MagicDec drafts 3 tokens, or 4 with the largest batches."""
 
-BATCH_OUTPUT: Final = 256
-"""Output tokens of a request, as many steps as `auto` needs to learn the acceptance several times
-over."""
+BATCH_OUTPUT: Final = 512
+"""Output tokens of a request. `auto` begins without knowing the acceptance, and learns it in the
+first tenth of the steps."""
 
 AT_ONCE_RPS: Final = 1e5
 
@@ -165,7 +165,7 @@ class Study(NamedTuple):
             ValueError: a request was refused.
         """
         longest = max(row.prompt_tokens + row.output_tokens for row in drawn.rows)
-        tokens = (longest // BLOCK_TOKENS + 1) * BLOCK_TOKENS * config.max_num_seqs
+        tokens = (longest + SLOTS + 2 * BLOCK_TOKENS) * config.max_num_seqs
         config = structs.replace(
             config,
             profile=self.profile,

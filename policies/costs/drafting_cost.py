@@ -40,6 +40,12 @@ HOST_SHARE: Final = 0.05
 """Initial standard deviation of each part, as a share of the shortest step. This value matters only
 for parts that always occur together, because they share their measured time."""
 
+SEQUENCE_SHARE: Final = HOST_SHARE / 16
+"""Initial standard deviation of the times per sequence of planning and of computing a draft. A lone
+sequence shows only the sum of a time per step and a time per sequence. With equal deviations, half
+of an error in the predicted time of its draft would be charged to each sequence of a batch.
+Planning takes 59 microseconds per step and 4.2 per sequence (bench/results/host-zen4.json)."""
+
 FOUND_RATE: Final = 1 / 64
 """Weight of the latest step with lookups in the share of lookups that find a draft."""
 
@@ -125,9 +131,10 @@ class DraftingMeter:
         """
         self.cost = NO_DRAFTING_COST
         self._proposers = tuple(proposers)
-        parts = len(self._parts(StepDrafting()))
-        spread = np.full(parts, HOST_SHARE * max(step_s, 1e-9))
-        self._regression = NonNegativeRegression(np.zeros(parts), spread)
+        per_sequence = np.array(self._parts(StepDrafting(sequences=1, computed=1))) > 0
+        per_sequence[0] = False  # the part of every step
+        shares = np.where(per_sequence, SEQUENCE_SHARE, HOST_SHARE)
+        self._regression = NonNegativeRegression(np.zeros(len(shares)), shares * max(step_s, 1e-9))
         self._found_share = 1.0
         self._measured: list[tuple[StepDrafting, float, float]] = []
 

@@ -31,14 +31,23 @@ WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)
 
 
 class CountingProposer(FakeProposer):
-    """A proposer that counts the requests for each sequence."""
+    """A proposer that records the sequences of each call.
 
-    def __init__(self, is_wrong=RIGHT, **options) -> None:
+    Each further sequence of a call takes `further_s` per depth.
+    """
+
+    def __init__(self, is_wrong=RIGHT, *, further_s: float = 0.0, **options) -> None:
         super().__init__(is_wrong=is_wrong, **options)
+        self.calls: list[list[int]] = []
         self.requested_keys: list[int] = []
+        self._further_s = further_s
+
+    def depth_s(self, sequences: int) -> float:
+        return super().depth_s(sequences) + self._further_s * (sequences - 1)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        self.requested_keys += [request.sequence.key for request in requests]
+        self.calls.append([request.sequence.key for request in requests])
+        self.requested_keys += self.calls[-1]
         return super().propose(requests)
 
 
@@ -204,8 +213,20 @@ def test_exploration_stays_within_its_share_of_time() -> None:
     steps = 2000
     run(drafting, batch, DraftTerms(step_s=step_s), steps)
     most = EXPLORED_SHARE * step_s * steps / 1e-3
-    assert 0.8 * most <= len(expensive.requested_keys) <= most
-    assert set(expensive.requested_keys) == {0}
+    assert 0.8 * most <= len(expensive.calls) <= most
+
+
+@pytest.mark.parametrize(("further_s", "explored"), [(0.0, 16), (2e-4, 6), (1.1e-3, 1)])
+def test_exploration_drafts_for_as_many_sequences_as_double_its_cost(
+    further_s: float, explored: int
+) -> None:
+    """A call drafts for the 16 oldest sequences or fewer, in at most twice the time of one."""
+    proposer, step_s, steps = CountingProposer(depth_s=1e-3, further_s=further_s), 1e-2, 2000
+    drafting = Drafting({"draft_model": proposer})
+    run(drafting, sequences(20, "draft_model")[::-1], DraftTerms(step_s=step_s), steps)
+    assert {tuple(call) for call in proposer.calls} == {tuple(range(explored))}
+    most = EXPLORED_SHARE * step_s * steps / proposer.depth_s(explored)
+    assert 0.8 * most <= len(proposer.calls) <= most
 
 
 def test_exploration_skips_drafts_above_the_saved_limit() -> None:
