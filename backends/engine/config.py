@@ -3,81 +3,19 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from draftgate.backends.engine.fields import Fields
-from draftgate.backends.engine.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    Rope,
-    YarnScaling,
-    yarn_attention_factor,
-)
+from draftgate.backends.engine.families import FAMILIES, Family
+from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
+from draftgate.backends.engine.rope import Rope
+from draftgate.backends.engine.rope_fields import read_rope
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 MAX_LAYERS: Final = 1 << 12
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-UPSTREAM_HINT: Final = (
-    "to serve the model with vLLM or SGLang, use `--backend openai --upstream URL`"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The features of an architecture, and the defaults of its config.
-
-    Attributes:
-        biases: whether queries, keys and values have a bias, and whether the attention output has
-            one. None if `attention_bias` sets both.
-        mlp_bias: whether `mlp_bias` may be set.
-        qk_norm: whether each head normalises its queries and keys.
-        windows: `all` if `sliding_window` applies to all layers, `some` if the Qwen fields select
-            the layers, or `none`.
-        defaults: values of absent fields, as in `transformers`. A null field is not absent.
-    """
-
-    biases: tuple[bool, bool] | None
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: str = "none"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_QWEN_DEFAULTS: Final = MappingProxyType(
-    {
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    }
-)
-
-FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": _Family(
-            biases=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}
-        ),
-        "MistralForCausalLM": _Family(
-            biases=(False, False),
-            windows="all",
-            defaults={
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 4096,
-            },
-        ),
-        "Qwen2ForCausalLM": _Family(biases=(True, False), windows="some", defaults=_QWEN_DEFAULTS),
-        "Qwen3ForCausalLM": _Family(
-            biases=None, qk_norm=True, windows="some", defaults={**_QWEN_DEFAULTS, "head_dim": 128}
-        ),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +85,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     return _parse(fields, family, eos_ids)
 
 
-def _family(fields: Fields) -> _Family:
+def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures") or ["(none named)"]
     name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(name, str) or name not in FAMILIES:
@@ -172,7 +110,7 @@ def _family(fields: Fields) -> _Family:
     return FAMILIES[name]
 
 
-def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelConfig:
+def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConfig:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -187,7 +125,7 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
     layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
-    rope, positions = _rope(fields)
+    rope, positions = read_rope(fields)
     attention_bias = family.biases is None and fields.flag("attention_bias")
     qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)
     return ModelConfig(
@@ -211,7 +149,7 @@ def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelCon
     )
 
 
-def _windows(fields: Fields, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
     if family.windows == "none":
         return (None,) * layers
     if family.windows == "all":
@@ -243,67 +181,6 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
                 f"supported: {', '.join(LAYER_TYPES)}; {UPSTREAM_HINT}",
             )
     return types
-
-
-def _rope(fields: Fields) -> tuple[Rope, int]:
-    """Return the rotation and the longest context.
-
-    Newer checkpoints have the settings in `rope_parameters`, older ones in `rope_scaling` and
-    `rope_theta`.
-    """
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    settings = fields.section(name)
-    theta = settings.number(
-        "rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0
-    )
-    for holder in (fields, settings):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise holder.error("partial_rotary_factor", f"is not supported; {UPSTREAM_HINT}")
-    if settings.nested:
-        raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind not in ROPE_TYPES:
-        raise settings.error(
-            "rope_type",
-            f"{reprlib.repr(kind)} is not supported; "
-            f"supported: {', '.join(ROPE_TYPES)}; {UPSTREAM_HINT}",
-        )
-    positions = fields.count("max_position_embeddings")
-    if kind == "default":
-        return Rope(theta), positions
-    if kind == "linear":
-        return Rope(theta, LinearScaling(settings.number("factor"))), positions
-    # The top-level field takes precedence if a checkpoint has both, as in transformers.
-    holder = fields if "original_max_position_embeddings" in fields else settings
-    original = holder.count("original_max_position_embeddings", positions)
-    if kind == "llama3":
-        return Rope(theta, _llama3(settings, original)), positions
-    yarn = _yarn(settings, original, positions)
-    # The field of some published YaRN checkpoints holds the context before its extension.
-    return Rope(theta, yarn), max(positions, int(original * yarn.factor))
-
-
-def _llama3(settings: Fields, original: int) -> Llama3Scaling:
-    low = settings.number("low_freq_factor")
-    high = settings.number("high_freq_factor", above=low)
-    return Llama3Scaling(settings.number("factor"), low, high, original)
-
-
-def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:
-    factor = settings.number("factor", positions / original)
-    mscale = [
-        settings.number(name) if name in settings else None for name in ("mscale", "mscale_all_dim")
-    ]
-    return YarnScaling(
-        factor=factor,
-        beta_fast=settings.number("beta_fast", 32.0),
-        beta_slow=settings.number("beta_slow", 1.0),
-        attention_factor=settings.number(
-            "attention_factor", yarn_attention_factor(factor, *mscale)
-        ),
-        truncate=settings.flag("truncate", default=True),
-        original_positions=original,
-    )
 
 
 def _eos_ids(path: Path) -> frozenset[int]:

@@ -15,6 +15,11 @@ from draftgate.backends.errors import CheckpointError
 MAX_COUNT: Final = 1 << 24
 """Upper bound on counts. A larger count means that the file is damaged."""
 
+UPSTREAM_HINT: Final = (
+    "to serve the model with vLLM or SGLang, use `--backend openai --upstream URL`"
+)
+"""The end of an error about a model that the engine does not support."""
+
 
 class Fields:
     """The fields of a JSON object. A null field counts as missing."""

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.checkpoint import Checkpoint, checkpoint_hash
-from draftgate.backends.engine.config import FAMILIES, read_model_config
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.families import FAMILIES
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.numerics import choose_dtype
 from draftgate.backends.engine.weights import load_weights

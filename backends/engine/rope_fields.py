@@ -1,0 +1,78 @@
+"""Reads the rotary embedding of a model from its config."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Final
+
+from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
+from draftgate.backends.engine.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+    yarn_attention_factor,
+)
+
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(fields: Fields) -> tuple[Rope, int]:
+    """Return the rotation and the longest context.
+
+    Newer checkpoints have the settings in `rope_parameters`, older ones in `rope_scaling` and
+    `rope_theta`.
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    settings = fields.section(name)
+    theta = settings.number(
+        "rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0
+    )
+    for holder in (fields, settings):
+        if holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.error("partial_rotary_factor", f"is not supported; {UPSTREAM_HINT}")
+    if settings.nested:
+        raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise settings.error(
+            "rope_type",
+            f"{reprlib.repr(kind)} is not supported; "
+            f"supported: {', '.join(ROPE_TYPES)}; {UPSTREAM_HINT}",
+        )
+    positions = fields.count("max_position_embeddings")
+    if kind == "default":
+        return Rope(theta), positions
+    if kind == "linear":
+        return Rope(theta, LinearScaling(settings.number("factor"))), positions
+    # The top-level field takes precedence if a checkpoint has both, as in transformers.
+    holder = fields if "original_max_position_embeddings" in fields else settings
+    original = holder.count("original_max_position_embeddings", positions)
+    if kind == "llama3":
+        return Rope(theta, _llama3(settings, original)), positions
+    yarn = _yarn(settings, original, positions)
+    # The field of some published YaRN checkpoints holds the context before its extension.
+    return Rope(theta, yarn), max(positions, int(original * yarn.factor))
+
+
+def _llama3(settings: Fields, original: int) -> Llama3Scaling:
+    low = settings.number("low_freq_factor")
+    high = settings.number("high_freq_factor", above=low)
+    return Llama3Scaling(settings.number("factor"), low, high, original)
+
+
+def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:
+    factor = settings.number("factor", positions / original)
+    mscale = [
+        settings.number(name) if name in settings else None for name in ("mscale", "mscale_all_dim")
+    ]
+    return YarnScaling(
+        factor=factor,
+        beta_fast=settings.number("beta_fast", 32.0),
+        beta_slow=settings.number("beta_slow", 1.0),
+        attention_factor=settings.number(
+            "attention_factor", yarn_attention_factor(factor, *mscale)
+        ),
+        truncate=settings.flag("truncate", default=True),
+        original_positions=original,
+    )
