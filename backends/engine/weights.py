@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.numerics import CPU
 from draftgate.backends.engine.operators.products import multiplies_in_c
+from draftgate.backends.engine.stored_linear import FusedModules, read_linear
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
@@ -170,20 +171,16 @@ class _Loader:
         return linear, self.tensor(embedding)
 
     def layer(self, index: int) -> LayerWeights:
-        config = self._config
+        config, products = self._config, layer_products(self._config)
         prefix = f"model.layers.{index}."
         with self._reader() as reader:
 
-            def read(names: list[str]) -> Tensor:
-                return reader.read([f"{prefix}{name}" for name in names]).to(self._device)
-
-            def linear(modules: tuple[str, ...], *, bias: bool) -> Linear:
-                weights = read([f"{module}.weight" for module in modules])
-                offsets = read([f"{module}.bias" for module in modules]) if bias else None
-                return Linear(weights, offsets, exact=self._exact)
+            def linear(modules: FusedModules) -> Linear:
+                fused = modules.below(prefix)
+                return read_linear(reader, fused, self._device, exact=self._exact)
 
             def norm(module: str) -> Tensor:
-                return read([f"{module}.weight"])
+                return reader.read([f"{prefix}{module}.weight"]).to(self._device)
 
             qk_norm = None
             if config.qk_norm:
@@ -192,12 +189,12 @@ class _Loader:
                 qk_norm = torch.cat([p.expand(n, -1) for n, p in zip(heads, parts, strict=True)])
             return LayerWeights(
                 input_norm=norm("input_layernorm"),
-                qkv=linear(QKV, bias=config.qkv_bias),
+                qkv=linear(products.qkv),
                 qk_norm=qk_norm,
-                output=linear(OUTPUT, bias=config.output_bias),
+                output=linear(products.output),
                 mlp_norm=norm("post_attention_layernorm"),
-                gate_up=linear(GATE_UP, bias=config.mlp_bias),
-                down=linear(DOWN, bias=config.mlp_bias),
+                gate_up=linear(products.gate_up),
+                down=linear(products.down),
             )
 
     def _reader(self) -> TensorReader:
@@ -208,22 +205,33 @@ class _Loader:
         self._on_bytes(self._done_bytes)
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor of the layers in a checkpoint."""
+class LayerProducts(NamedTuple):
+    """The matrix products of one layer, in the order of their application."""
+
+    qkv: FusedModules
+    output: FusedModules
+    gate_up: FusedModules
+    down: FusedModules
+
+
+def layer_products(config: ModelConfig) -> LayerProducts:
+    """Return the products of any layer, with names relative to the layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    products = [
-        (QKV, (queries, keys, keys), hidden, config.qkv_bias),
-        (OUTPUT, (hidden,), queries, config.output_bias),
-        (GATE_UP, (inner, inner), hidden, config.mlp_bias),
-        (DOWN, (hidden,), inner, config.mlp_bias),
-    ]
+    return LayerProducts(
+        qkv=FusedModules(QKV, (queries, keys, keys), hidden, config.qkv_bias),
+        output=FusedModules(OUTPUT, (hidden,), queries, config.output_bias),
+        gate_up=FusedModules(GATE_UP, (inner, inner), hidden, config.mlp_bias),
+        down=FusedModules(DOWN, (hidden,), inner, config.mlp_bias),
+    )
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every tensor of the layers in a checkpoint."""
+    hidden = config.hidden_size
     layer: dict[str, tuple[int, ...]] = {}
-    for modules, outputs, inputs, bias in products:
-        for module, rows in zip(modules, outputs, strict=True):
-            layer[f"{module}.weight"] = (rows, inputs)
-            if bias:
-                layer[f"{module}.bias"] = (rows,)
+    for modules in layer_products(config):
+        layer |= modules.shapes()
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if config.qk_norm:
         norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
