@@ -33,6 +33,8 @@ class ModelConfig:
         mlp_bias: whether all products of the MLP have a bias.
         qk_norm: whether each head normalises its queries and keys before their rotation.
         tied_embeddings: whether the LM head is the embedding.
+        fused_products: whether the checkpoint stores queries, keys and values as one matrix, and
+            gate and up as another one.
     """
 
     vocab_size: int
@@ -52,6 +54,7 @@ class ModelConfig:
     qk_norm: bool
     tied_embeddings: bool
     eos_ids: frozenset[int]
+    fused_products: bool = False
 
     @property
     def query_group(self) -> int:
@@ -125,7 +128,7 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
     layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
-    rope, positions = read_rope(fields)
+    rope, positions = read_rope(fields, family, head_dim)
     attention_bias = family.biases is None and fields.flag("attention_bias")
     qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)
     return ModelConfig(
@@ -146,6 +149,7 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
         qk_norm=family.qk_norm,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         eos_ids=eos_ids,
+        fused_products=family.fused,
     )
 
 

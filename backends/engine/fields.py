@@ -75,7 +75,20 @@ class Fields:
         Raises:
             CheckpointError: the field has another value, or is missing and has no default.
         """
-        value = self._value(name, default)
+        return self._number(name, self._value(name, default), above)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Return a field that must list `count` finite numbers greater than 0.
+
+        Raises:
+            CheckpointError: the field has another value, or is missing.
+        """
+        values = self._value(name, None)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(name, f"must list {count} numbers, not {reprlib.repr(values)}")
+        return tuple(self._number(name, value, 0.0) for value in values)
+
+    def _number(self, name: str, value: object, above: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, f"must be a number, not {reprlib.repr(value)}")
         if not (math.isfinite(value) and value > above):

@@ -22,12 +22,19 @@ class Decoder:
         self._weights = weights
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
+        self._rope_variant = config.rope.variant(max_model_len)
 
     @property
     def arithmetic(self) -> str:
-        """Library and version of the operators besides torch, a part of the numerics class."""
+        """Library and version of the operators besides torch, a part of the numerics class.
+
+        The name also has the variant of a rotation that depends on the longest context.
+        """
         products = (linear.library for layer in self._weights.layers for linear in layer.linears)
-        return next(filter(None, (self._weights.lm_head.library, *products)), self.operators.name)
+        library = next(
+            filter(None, (self._weights.lm_head.library, *products)), self.operators.name
+        )
+        return library if self._rope_variant is None else f"{library}-{self._rope_variant}"
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to `kv`, and return the logits of the sampled rows.

@@ -100,23 +100,84 @@ def yarn_attention_factor(
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """The scaling of LongRoPE (arXiv 2402.13753): a factor per wave, for short or long contexts.
+
+    A context has one set of factors from its first token on, because cached keys keep their
+    rotation. The longest context that a worker serves therefore decides for all its contexts, as in
+    vLLM. `transformers` rotates short texts with the short factors and long ones with the long
+    factors, also within one generation.
+
+    Attributes:
+        short_factors: factors of a worker whose contexts fit in the original context.
+        long_factors: factors of any other worker.
+        attention_factor: factor on cosines and sines.
+        original_positions: context length of the original training, in tokens.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float
+    original_positions: int
+
+    def is_long(self, positions: int) -> bool:
+        """Return whether a worker of contexts up to `positions` tokens uses the long factors."""
+        return positions > self.original_positions
+
+    def frequencies(self, plain: Tensor, positions: int) -> Tensor:
+        """Return the scaled frequencies, [rotated dimensions / 2]."""
+        long = self.is_long(positions)
+        return plain / torch.tensor(self.long_factors if long else self.short_factors)
+
+
+def longrope_attention_factor(factor: float, original_positions: int) -> float:
+    """Return the attention factor of a LongRoPE checkpoint that does not specify it.
+
+    Args:
+        factor: the longest context divided by the original context.
+        original_positions: context length of the original training, in tokens.
+    """
+    return math.sqrt(1 + math.log(factor) / math.log(original_positions)) if factor > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotation of queries and keys by their position (RoPE, arXiv 2104.09864)."""
+    """Rotation of queries and keys by their position (RoPE, arXiv 2104.09864).
+
+    Attributes:
+        theta: base of the wavelengths.
+        scaling: the extension of the context, or None.
+        share: share of a head's dimensions that rotate, the first ones.
+    """
 
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    share: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of dimensions of a head that rotate."""
+        return int(head_dim * self.share)
 
     def tables(self, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of all positions, [positions, head_dim / 2] each."""
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        """Return cosines and sines of all positions, [positions, rotated dimensions / 2] each."""
+        width = self.rotated(head_dim)
+        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
         frequencies = 1.0 / self.theta**exponents
         scale = 1.0
-        if self.scaling is not None:
+        if isinstance(self.scaling, LongRopeScaling):
+            frequencies = self.scaling.frequencies(frequencies, positions)
+        elif self.scaling is not None:
             frequencies = self.scaling.frequencies(frequencies, self.theta)
-        if isinstance(self.scaling, YarnScaling):
+        if isinstance(self.scaling, YarnScaling | LongRopeScaling):
             scale = self.scaling.attention_factor
         angles = torch.outer(torch.arange(positions).float(), frequencies)
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+    def variant(self, positions: int) -> str | None:
+        """Return the part of the numerics class that `positions` decides, or None."""
+        if not isinstance(self.scaling, LongRopeScaling):
+            return None
+        return "longrope-long" if self.scaling.is_long(positions) else "longrope-short"
 
 
 def _blend(stretched: Tensor, plain: Tensor, kept: Tensor) -> Tensor:

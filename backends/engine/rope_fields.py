@@ -5,19 +5,22 @@ from __future__ import annotations
 import reprlib
 from typing import Final
 
+from draftgate.backends.engine.families import Family
 from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
 from draftgate.backends.engine.rope import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     Rope,
     YarnScaling,
+    longrope_attention_factor,
     yarn_attention_factor,
 )
 
-ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def read_rope(fields: Fields) -> tuple[Rope, int]:
+def read_rope(fields: Fields, family: Family, head_dim: int) -> tuple[Rope, int]:
     """Return the rotation and the longest context.
 
     Newer checkpoints have the settings in `rope_parameters`, older ones in `rope_scaling` and
@@ -25,40 +28,75 @@ def read_rope(fields: Fields) -> tuple[Rope, int]:
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     settings = fields.section(name)
+    if settings.nested:
+        raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
+    share = _share(fields, settings, family, head_dim)
     theta = settings.number(
         "rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0
     )
-    for holder in (fields, settings):
-        if holder.number("partial_rotary_factor", 1.0) != 1.0:
-            raise holder.error("partial_rotary_factor", f"is not supported; {UPSTREAM_HINT}")
-    if settings.nested:
-        raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
+    kind = _kind(settings, family)
+    positions = fields.count("max_position_embeddings")
+    if kind == "default":
+        return Rope(theta, share=share), positions
+    if kind == "linear":
+        return Rope(theta, LinearScaling(settings.number("factor")), share), positions
+    # The top-level field takes precedence if a checkpoint has both, as in transformers.
+    holder = fields if "original_max_position_embeddings" in fields else settings
+    original = holder.count("original_max_position_embeddings", positions)
+    if kind == "llama3":
+        return Rope(theta, _llama3(settings, original), share), positions
+    if kind == "longrope":
+        factor = settings.number("factor", positions / original)
+        waves = Rope(theta, share=share).rotated(head_dim) // 2
+        return Rope(theta, _longrope(settings, original, factor, waves), share), positions
+    yarn = _yarn(settings, original, positions)
+    # The field of some published YaRN checkpoints holds the context before its extension.
+    return Rope(theta, yarn, share), max(positions, int(original * yarn.factor))
+
+
+def _kind(settings: Fields, family: Family) -> str:
     kind = settings.get("rope_type") or settings.get("type") or "default"
+    if isinstance(kind, str):
+        kind = family.rope_types.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise settings.error(
             "rope_type",
             f"{reprlib.repr(kind)} is not supported; "
             f"supported: {', '.join(ROPE_TYPES)}; {UPSTREAM_HINT}",
         )
-    positions = fields.count("max_position_embeddings")
-    if kind == "default":
-        return Rope(theta), positions
-    if kind == "linear":
-        return Rope(theta, LinearScaling(settings.number("factor"))), positions
-    # The top-level field takes precedence if a checkpoint has both, as in transformers.
-    holder = fields if "original_max_position_embeddings" in fields else settings
-    original = holder.count("original_max_position_embeddings", positions)
-    if kind == "llama3":
-        return Rope(theta, _llama3(settings, original)), positions
-    yarn = _yarn(settings, original, positions)
-    # The field of some published YaRN checkpoints holds the context before its extension.
-    return Rope(theta, yarn), max(positions, int(original * yarn.factor))
+    return str(kind)
+
+
+def _share(fields: Fields, settings: Fields, family: Family, head_dim: int) -> float:
+    """Return the share of a head's dimensions that rotate."""
+    holder = settings if "partial_rotary_factor" in settings else fields
+    share = holder.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.partial_rotation:
+        raise holder.error("partial_rotary_factor", f"is not supported; {UPSTREAM_HINT}")
+    rotated = int(head_dim * min(share, 1.0))
+    if share > 1.0 or rotated % 2 or not rotated:
+        raise holder.error(
+            "partial_rotary_factor",
+            f"must rotate an even number of {head_dim} dimensions, not {share:g} of them",
+        )
+    return share
 
 
 def _llama3(settings: Fields, original: int) -> Llama3Scaling:
     low = settings.number("low_freq_factor")
     high = settings.number("high_freq_factor", above=low)
     return Llama3Scaling(settings.number("factor"), low, high, original)
+
+
+def _longrope(settings: Fields, original: int, factor: float, waves: int) -> LongRopeScaling:
+    return LongRopeScaling(
+        short_factors=settings.numbers("short_factor", waves),
+        long_factors=settings.numbers("long_factor", waves),
+        attention_factor=settings.number(
+            "attention_factor", longrope_attention_factor(factor, original)
+        ),
+        original_positions=original,
+    )
 
 
 def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:

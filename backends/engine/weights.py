@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,6 +22,8 @@ QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
 GATE_UP: Final = ("mlp.gate_proj", "mlp.up_proj")
 DOWN: Final = ("mlp.down_proj",)
+FUSED_QKV: Final = ("self_attn.qkv_proj",)
+FUSED_GATE_UP: Final = ("mlp.gate_up_proj",)
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
@@ -218,11 +220,17 @@ def layer_products(config: ModelConfig) -> LayerProducts:
     """Return the products of any layer, with names relative to the layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return LayerProducts(
+    products = LayerProducts(
         qkv=FusedModules(QKV, (queries, keys, keys), hidden, config.qkv_bias),
         output=FusedModules(OUTPUT, (hidden,), queries, config.output_bias),
         gate_up=FusedModules(GATE_UP, (inner, inner), hidden, config.mlp_bias),
         down=FusedModules(DOWN, (hidden,), inner, config.mlp_bias),
+    )
+    if not config.fused_products:
+        return products
+    return products._replace(
+        qkv=replace(products.qkv, names=FUSED_QKV, outputs=(queries + 2 * keys,)),
+        gate_up=replace(products.gate_up, names=FUSED_GATE_UP, outputs=(2 * inner,)),
     )
 
 

@@ -47,7 +47,7 @@ int main(void) {
 #elif defined CALL_ROTATE_AND_STORE
     const int64_t *positions = argument[4];
     Rotation rotation = {positions, positions + n[0], argument[5], argument[6], n[0], n[1],
-                         n[2],      n[3],             n[4],        1.0f,        1e-5f};
+                         n[2],      n[3],             n[4],        n[5],        1.0f, 1e-5f};
     rotate_and_store(argument[1], argument[2], argument[3], NULL, &rotation, 1);
     write_argument(1);
     write_argument(2);

@@ -25,9 +25,9 @@ class Table:
         self.block_table = blocks
 
 
-def runner_of(directory: Path, num_blocks: int = 256) -> Runner:
+def runner_of(directory: Path, num_blocks: int = 256, max_model_len: int = 2048) -> Runner:
     """Load a checkpoint in float32 with its own KV pool."""
-    decoder = _load(directory)
+    decoder = _load(directory, max_model_len)
     return Runner(decoder, KvPool(decoder.config, num_blocks, torch.float32))
 
 
@@ -42,9 +42,9 @@ def _shipped() -> Decoder:
     return _load(SHIPPED_MODEL)
 
 
-def _load(directory: Path) -> Decoder:
+def _load(directory: Path, max_model_len: int = 2048) -> Decoder:
     config = read_model_config(directory)
-    return Decoder(config, load_weights(directory, config, torch.float32), 2048)
+    return Decoder(config, load_weights(directory, config, torch.float32), max_model_len)
 
 
 def blocks_of(index: int, tokens: int) -> Table:

@@ -184,7 +184,7 @@ DAMAGE = {
 UNSUPPORTED = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        r"architectures 'Mamba\w+' is not supported; supported: Llama\w+, Mistral\w+, Qwen2\w+, Q",
+        r"architectures 'Mamba\w+' is not supported; supported: Llama\w+, Mistral\w+, Phi3\w+, Qw",
     ),
     "no architecture": ({"architectures": None}, r"architectures '\(none named\)' is not"),
     "architecture of numbers": ({"architectures": [7]}, "architectures 7 is not supported"),
@@ -208,6 +208,8 @@ UNSUPPORTED = {
     ),
 }
 
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
@@ -256,6 +258,22 @@ ABSURD = {
     "bands the wrong way round": (
         {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
         r"rope_parameters\.high_freq_factor must be a finite number above 1, not 1",
+    ),
+    "factors of too few waves": (
+        {**PHI3, "rope_parameters": {**LONGROPE, "short_factor": [1.0]}},
+        r"rope_parameters\.short_factor must list 16 numbers, not \[1\.0\]",
+    ),
+    "factor of text": (
+        {**PHI3, "rope_parameters": {**LONGROPE, "long_factor": ["2"] * 16}},
+        r"rope_parameters\.long_factor must be a number, not '2'",
+    ),
+    "rotation of more than a head": (
+        {**PHI3, "partial_rotary_factor": 1.5},
+        "partial_rotary_factor must rotate an even number of 32 dimensions, not 1.5 of them",
+    ),
+    "rotation of nothing": (
+        {**PHI3, "partial_rotary_factor": 0.01},
+        "partial_rotary_factor must rotate an even number of 32 dimensions",
     ),
     "types of too few layers": (
         {**QWEN2, "layer_types": ["full_attention"]},

@@ -16,12 +16,20 @@ from safetensors.torch import load_file, save_file
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.weights import load_weights
 from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 
 TOKENS = 150
 """A length beyond every window and every original context below."""
@@ -37,6 +45,7 @@ SHAPE = {
     "initializer_range": 0.2,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 40, "num_hidden_layers": 3}
@@ -47,6 +56,11 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 1.8, 2.0, 2.2, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 9.0, 12.0],
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -74,6 +88,29 @@ VARIANTS = {
     "mistral-windows": ("mistral", {"sliding_window": 40}),
     "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
     "mistral-without-windows": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3-multi-head": ("phi3", {"num_key_value_heads": 4}),
+    "phi3-windows": ("phi3", {"sliding_window": 40, "num_key_value_heads": None}),
+    "phi3-some-dimensions-rotate": ("phi3", rope({"partial_rotary_factor": 0.75})),
+    "phi3-wide-heads-rotate-in-part": (
+        "phi3",
+        {
+            "hidden_size": 128,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            **rope({"partial_rotary_factor": 0.75}),
+        },
+    ),
+    "phi3-longrope": ("phi3", {"original_max_position_embeddings": 64, **rope(LONGROPE)}),
+    "phi3-longrope-with-its-attention-factor": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "num_attention_heads": 2,  # as Phi-4-mini: 16 of 32 dimensions
+            **rope({**LONGROPE, "attention_factor": 1.3, "partial_rotary_factor": 0.5}),
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-some-layers-slide": ("qwen2", {**SLIDING, "max_window_layers": 1}),
@@ -124,16 +161,16 @@ def oracle(directory: Path) -> PreTrainedModel:
     )
 
 
-def check_logits(directory: Path) -> None:
+def check_logits(directory: Path, length: int = TOKENS, max_model_len: int = 2048) -> None:
     """Compare the logits of a sequence in uneven steps with those of transformers."""
     model = oracle(directory)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, model.config.vocab_size, (TOKENS,), generator=generator)
+    tokens = torch.randint(0, model.config.vocab_size, (length,), generator=generator)
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
-    steps = [0, 1, 2, 60, 65, 130, TOKENS]
-    table = blocks_of(0, TOKENS)
-    logits = logits_in_steps(runner_of(directory), table, tokens.tolist(), steps)
+    steps = [0, 1, 2, *(edge for edge in (60, 65, 130) if edge < length), length]
+    table, runner = blocks_of(0, length), runner_of(directory, max_model_len=max_model_len)
+    logits = logits_in_steps(runner, table, tokens.tolist(), steps)
     assert (logits - expected).abs().max() < 1e-4
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
@@ -154,6 +191,7 @@ GREEDY = [
     "llama-llama3",
     "llama-attention-bias",
     "mistral-windows",
+    "phi3-some-dimensions-rotate",
     "qwen2-some-layers-slide",
     "qwen2-yarn",
     "qwen3",
@@ -214,7 +252,9 @@ def rewrite_config(directory: Path, change: Callable[[dict[str, object]], None])
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "qwen2-yarn", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama-linear", "llama-llama3", "phi3-longrope", "qwen2-yarn", "qwen3"]
+)
 def test_older_rope_field_names_are_read(variant: str, key: str, tmp_path: Path) -> None:
     """The loader reads `rope_scaling` beside `rope_theta`, as in older checkpoints."""
 
@@ -229,10 +269,32 @@ def test_older_rope_field_names_are_read(variant: str, key: str, tmp_path: Path)
     check_logits(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_older_names_of_longrope_are_read(kind: str, tmp_path: Path) -> None:
+    """The rotations `su` and `yarn` of early Phi-3 configs are LongRoPE."""
+    random_model("phi3-longrope").save_pretrained(tmp_path)
+    expected = read_model_config(tmp_path)
+    rewrite_config(tmp_path, lambda config: config["rope_parameters"].update(rope_type=kind))
+    assert read_model_config(tmp_path) == expected
+
+
+def test_longrope_uses_the_short_factors_if_all_contexts_are_short(tmp_path: Path) -> None:
+    """A worker whose contexts fit in the original context has the logits of transformers, and
+    another numerics class than a worker of longer contexts."""
+    random_model("phi3-longrope").save_pretrained(tmp_path)
+    check_logits(tmp_path, length=64, max_model_len=64)
+    config = read_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32)
+    names = [Decoder(config, weights, positions).arithmetic for positions in (64, 65)]
+    assert names[0].endswith("-longrope-short")
+    assert names[1].endswith("-longrope-long")
+
+
 SILENT = {
     "llama": ["num_key_value_heads", "attention_bias", "mlp_bias", "head_dim", "rope_parameters"],
     "mistral-windows": ["sliding_window", "rope_parameters", "rms_norm_eps"],
     "mistral-without-windows": ["tie_word_embeddings"],
+    "phi3": ["num_key_value_heads", "original_max_position_embeddings", "rope_parameters"],
     "qwen2": ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"],
     "qwen2-some-layers-slide": ["layer_types"],
     "qwen3-bias": ["layer_types", "tie_word_embeddings", "max_position_embeddings"],
@@ -244,7 +306,8 @@ def test_missing_config_fields_have_the_defaults_of_transformers(
     variant: str, tmp_path: Path
 ) -> None:
     """A config without optional fields describes the same model as in transformers."""
-    model = random_model("llama-multi-head" if variant == "llama" else variant)
+    full = {"llama": "llama-multi-head", "phi3": "phi3-multi-head"}
+    model = random_model(full.get(variant, variant))
     model.save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: [config.pop(name, None) for name in SILENT[variant]])
     check_logits(tmp_path)

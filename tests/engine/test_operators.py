@@ -21,6 +21,7 @@ from draftgate.backends.engine.operators.base import Operators, RotaryTables
 from draftgate.backends.engine.operators.choose import operators_for
 from draftgate.backends.engine.operators.native import native_operators
 from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
 from tests.engine.step_logits import blocks_of, logits_in_steps
@@ -96,12 +97,14 @@ def test_norms_equal_those_of_torch(
 @needs_gcc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "partial"), [(False, False), (True, False), (False, True)])
 def test_queries_keys_and_values_equal_those_of_torch(
-    normed: bool, shape: tuple[int, ...], dtype: torch.dtype
+    normed: bool, partial: bool, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Heads are normalised, rotated, scaled and written as in torch, and no other slot changes."""
     config = shaped(shape)
+    if partial:
+        config = replace(config, rope=Rope(1e4, share=16 / config.head_dim))
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
     positions = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(2))[:ROWS]

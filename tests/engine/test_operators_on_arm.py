@@ -21,6 +21,7 @@ from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.compiler import FLAGS, FOLDER
 from draftgate.backends.engine.operators.native import MAX_ROWS, chunks_of
 from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.rope import Rope
 from tests.engine.test_attention_in_c import SPANS, TILE, memory_of, queries_of, shaped, step_of
 from tests.engine.test_operators import DTYPES, random
 
@@ -143,12 +144,15 @@ def halves(data: bytes) -> tuple[bytes, bytes]:
     return data[: len(data) // 2], data[len(data) // 2 :]
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotation_on_arm_equals_that_of_torch(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Heads are rotated and written to their slots as in torch."""
+def test_rotation_on_arm_equals_that_of_torch(
+    dtype: torch.dtype, share: float, tmp_path: Path
+) -> None:
+    """Heads are rotated in whole or in part and written to their slots as in torch."""
     heads = num_heads, kv_heads, head_dim = 8, 4, 32
     rows, slots, positions = 6, 16, 40
-    config = shaped(heads)
+    config = replace(shaped(heads), rope=Rope(1e4, share=share))
     tables = RotaryTables(*config.rope.tables(head_dim, positions, dtype))
     operators = TorchOperators(config, tables)
     inputs = replace(
@@ -161,7 +165,8 @@ def test_rotation_on_arm_equals_that_of_torch(dtype: torch.dtype, tmp_path: Path
     memory = torch.zeros(2 * kv_heads, slots, head_dim, dtype=dtype)
     places = torch.cat([inputs.positions, inputs.slots])
     parts = (queries, memory, fused, places, *tables)
-    numbers = integers(rows, num_heads, kv_heads, head_dim, memory.stride(0))
+    half = tables.cosines.shape[1]
+    numbers = integers(rows, num_heads, kv_heads, head_dim, half, memory.stride(0))
     found = call(tmp_path, "layers.c", "rotate_and_store", dtype, numbers, *map(bytes_of, parts))
     size = len(bytes_of(queries))
     step = operators.begin(inputs)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.rope import Llama3Scaling, Rope, YarnScaling
+from draftgate.backends.engine.rope import Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from draftgate.backends.engine.weights import layer_shapes
 
 LLAMA3_ROPE = {
@@ -56,6 +56,28 @@ MISTRAL_7B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
 }
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+SHORT_FACTORS = [1.0 + 0.01 * wave for wave in range(48)]
+LONG_FACTORS = [1.0 + wave for wave in range(48)]
 QWEN25_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -170,6 +192,65 @@ MODELS = {
         131_072,
         32768,
         Rope(1000000.0),
+    ),
+    "Phi-3-mini-4k": Published(
+        PHI3_MINI, 3_821_079_552, 96, 393_216, 4096, Rope(10000.0), window=2047
+    ),
+    "Phi-4": Published(
+        PHI3_MINI
+        | {
+            "eos_token_id": 100265,
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 10,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 250000,
+            "sliding_window": None,
+            "vocab_size": 100352,
+        },
+        14_659_507_200,
+        128,
+        204_800,
+        16384,
+        Rope(250000.0),
+    ),
+    # The published factors, which make no other difference, are replaced by round numbers.
+    "Phi-4-mini": Published(
+        PHI3_MINI
+        | {
+            "eos_token_id": 199999,
+            "full_attn_mod": 1,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {
+                "long_factor": LONG_FACTORS,
+                "short_factor": SHORT_FACTORS,
+                "type": "longrope",
+            },
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        3_836_021_760,
+        128,
+        131_072,
+        131072,
+        Rope(
+            10000.0,
+            LongRopeScaling(
+                tuple(SHORT_FACTORS),
+                tuple(LONG_FACTORS),
+                math.sqrt(1 + math.log(32) / math.log(4096)),
+                4096,
+            ),
+            0.75,
+        ),
+        window=262144,
     ),
     "Qwen2.5-0.5B": Published(
         QWEN25_7B

@@ -64,11 +64,12 @@ def rope_case(
     normed: bool,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    share: float = 1.0,
 ) -> RopeCase:
-    """Return rows at random positions, each with its own slot."""
+    """Return rows at random positions, each with its own slot. `share` of a head rotates."""
     generator = torch.Generator().manual_seed(seed)
     max_positions, num_slots = 97, 3 * rows + 5
-    cos, sin = Rope(theta=10_000.0).tables(head_dim, max_positions, dtype)
+    cos, sin = Rope(theta=10_000.0, share=share).tables(head_dim, max_positions, dtype)
     qk_norm = normal((heads + kv_heads, head_dim), seed + 1, dtype) + 1
     return RopeCase(
         normal((rows, (heads + 2 * kv_heads) * head_dim), seed + 2, dtype),

@@ -26,8 +26,10 @@ def test_norms_do_not_spill(hidden: int, programs: int, dtype: torch.dtype) -> N
     assert_lean(launches_of(lambda: add_rms_norm(x, x, weight, 1e-5)), programs)
 
 
-def _rope_launches(dtype: torch.dtype, head_dim: int, *, normed: bool) -> list[Launch]:
-    table = meta_tensor(8192, head_dim // 2, dtype=dtype)
+def _rope_launches(
+    dtype: torch.dtype, head_dim: int, *, normed: bool, turned: int | None = None
+) -> list[Launch]:
+    table = meta_tensor(8192, (turned or head_dim) // 2, dtype=dtype)
     index = meta_tensor(_ROWS, dtype=torch.int64)
     return launches_of(
         lambda: rope_kv(
@@ -49,6 +51,12 @@ def _rope_launches(dtype: torch.dtype, head_dim: int, *, normed: bool) -> list[L
 def test_rotation_does_not_spill(dtype: torch.dtype, head_dim: int, normed: bool) -> None:
     """A multiprocessor runs 16 programs of the rotation with and without head norms."""
     assert_lean(_rope_launches(dtype, head_dim, normed=normed), programs=16)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_partial_rotation_does_not_spill(dtype: torch.dtype) -> None:
+    """A multiprocessor runs 16 programs of the rotation of 96 of 128 dimensions (Phi-4-mini)."""
+    assert_lean(_rope_launches(dtype, 128, normed=False, turned=96), programs=16)
 
 
 def test_rotation_rounds_its_products() -> None:

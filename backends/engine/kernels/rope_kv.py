@@ -4,7 +4,8 @@
 
 A program owns ``_HEADS`` neighbouring heads of one row. The fused product holds queries, keys and
 values in the order of the KV memory's strips, so the index of a head determines its target. Each
-head is in two halves, which makes the rotation elementwise.
+head is in two halves, which makes the rotation elementwise. If only the first dimensions of a head
+rotate, each half holds a half of them and then a half of the others.
 
 Bits of a row. The kernel computes each head separately. The head dimension and the number of warps,
 both constants of the model, determine the order of the sum in its norm. Rows must begin at
@@ -36,12 +37,12 @@ _HEADS: Final = 8
 
 
 @triton.jit
-def _head_norm(a, b, weight_ptr, cells, mask, eps, HALF: tl.constexpr):
+def _head_norm(a, b, weight_ptr, cells, others, mask, eps, HALF: tl.constexpr):
     """Return the normed halves of heads: float32 [HEADS, HALF_PAD] each, zero beyond HALF."""
     mean = tl.div_rn(tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1), HALF * 2.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     weight_a = tl.load(weight_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-    weight_b = tl.load(weight_ptr + cells + HALF, mask=mask, other=0.0).to(tl.float32)
+    weight_b = tl.load(weight_ptr + others, mask=mask, other=0.0).to(tl.float32)
     return a * inverse * weight_a, b * inverse * weight_b
 
 
@@ -61,6 +62,7 @@ def _rope_kv_kernel(
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -72,31 +74,36 @@ def _rope_kv_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF_PAD)[None, :]
     inside = dims < HALF
-    cells = head * (2 * HALF) + dims
+    # The pairs (i, i + TURNED) rotate. The others are (i + TURNED, i + HALF), beyond 2 * TURNED.
+    first, second = dims, dims + HALF
+    if TURNED < HALF:
+        first, second = tl.where(dims < TURNED, dims, dims + TURNED), dims + HALF
+        second = tl.where(dims < TURNED, dims + TURNED, second)
+    cells, others = head * (2 * HALF) + first, head * (2 * HALF) + second
     mask = (head < NUM_HEADS + 2 * KV_HEADS) & inside
     row_ptr = qkv_ptr + row * ((NUM_HEADS + 2 * KV_HEADS) * 2 * HALF)
     a = tl.load(row_ptr + cells, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(row_ptr + cells + HALF, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(row_ptr + others, mask=mask, other=0.0).to(tl.float32)
 
     turns = (head < NUM_HEADS + KV_HEADS) & inside
     normed_a, normed_b = a, b
     if qk_norm_ptr is not None:
-        normed_a, normed_b = _head_norm(a, b, qk_norm_ptr, cells, turns, eps, HALF)
-    angle = tl.load(positions_ptr + row) * HALF + dims
-    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+        normed_a, normed_b = _head_norm(a, b, qk_norm_ptr, cells, others, turns, eps, HALF)
+    angle = tl.load(positions_ptr + row) * TURNED + dims
+    cos = tl.load(cos_ptr + angle, mask=dims < TURNED, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=dims < TURNED, other=0.0).to(tl.float32)
     a = tl.where(turns, normed_a * cos - normed_b * sin, a)
     b = tl.where(turns, normed_b * cos + normed_a * sin, b)
 
     is_query = (head < NUM_HEADS) & inside
     query_row_ptr = query_ptr + row * (NUM_HEADS * 2 * HALF)
     tl.store(query_row_ptr + cells, a * query_scale, mask=is_query)
-    tl.store(query_row_ptr + cells + HALF, b * query_scale, mask=is_query)
+    tl.store(query_row_ptr + others, b * query_scale, mask=is_query)
     is_kv = (head >= NUM_HEADS) & mask
     slot = tl.load(slots_ptr + row)
-    kv_cells = (head - NUM_HEADS).to(tl.int64) * strip_stride + slot * (2 * HALF) + dims
-    tl.store(layer_kv_ptr + kv_cells, a, mask=is_kv)
-    tl.store(layer_kv_ptr + kv_cells + HALF, b, mask=is_kv)
+    kv_cells = (head - NUM_HEADS).to(tl.int64) * strip_stride + slot * (2 * HALF)
+    tl.store(layer_kv_ptr + kv_cells + first, a, mask=is_kv)
+    tl.store(layer_kv_ptr + kv_cells + second, b, mask=is_kv)
 
 
 def rope_kv(
@@ -117,8 +124,9 @@ def rope_kv(
       positions: int64 ``[rows]``, contiguous, below max_positions.
       slots: int64 ``[rows]``, contiguous. If rows share a slot (padding), the last writer is
         arbitrary.
-      cos: ``[max_positions, head_dim / 2]``, contiguous.
-      sin: ``[max_positions, head_dim / 2]``, contiguous.
+      cos: ``[max_positions, rotated / 2]``, contiguous, for the first ``rotated`` dimensions of a
+        head.
+      sin: ``[max_positions, rotated / 2]``, contiguous.
       layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv, each strip contiguous,
         modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, contiguous, or None.
@@ -151,6 +159,7 @@ def rope_kv(
             NUM_HEADS=num_heads,
             KV_HEADS=strips // 2,
             HALF=head_dim // 2,
+            TURNED=cos.shape[1],
             HALF_PAD=triton.next_power_of_2(head_dim // 2),
             HEADS=_HEADS,
             **LAUNCH_OPTIONS,
@@ -175,8 +184,8 @@ def _check(
         )
     if layer_kv.stride()[1:] != (head_dim, 1) or layer_kv.dtype != qkv.dtype:
         raise ValueError("rope_kv needs contiguous strips of the KV memory in the dtype of qkv")
-    if cos.shape[1] != head_dim // 2 or sin.shape != cos.shape:
-        raise ValueError("cos and sin need head_dim / 2 columns")
+    if not 1 <= cos.shape[1] <= head_dim // 2 or sin.shape != cos.shape:
+        raise ValueError("cos and sin need at most head_dim / 2 columns")
     if qk_norm is not None and qk_norm.shape != (total_heads - strips // 2, head_dim):
         raise ValueError("qk_norm needs a row for each query and key head")
     inputs = [qkv, positions, slots, cos, sin, *([] if qk_norm is None else [qk_norm])]

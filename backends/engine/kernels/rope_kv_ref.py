@@ -1,6 +1,7 @@
 """Rotation, head norms and the write to the KV memory in torch.
 
-For a row at position p and a head x of the queries and keys, (a, b) are the halves of x:
+For a row at position p and a head x of the queries and keys, (a, b) are the halves of the rotated
+dimensions of x, which are all or the first ones:
 
     x       <- x * weight / sqrt(mean(x^2) + eps)                 only with qk_norm (Qwen3)
     (a, b)  <- (a * cos[p] - b * sin[p], b * cos[p] + a * sin[p])
@@ -38,8 +39,8 @@ def rope_kv(
       qkv: ``[rows, (heads + 2 * kv_heads) * head_dim]``, queries, then keys, then values.
       positions: int64 ``[rows]``.
       slots: int64 ``[rows]``. If rows share a slot (padding), the last writer is arbitrary.
-      cos: ``[max_positions, head_dim / 2]``.
-      sin: ``[max_positions, head_dim / 2]``.
+      cos: ``[max_positions, rotated / 2]``, for the first ``rotated`` dimensions of a head.
+      sin: ``[max_positions, rotated / 2]``.
       layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first, modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, or None for models without head norms.
       eps: added to the mean square of a head.
@@ -62,7 +63,8 @@ def rope_kv(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of x [rows, heads, head_dim] by angles [rows, head_dim / 2]."""
-    a, b = x.chunk(2, dim=-1)
+    """Rotate the first dimensions of x [rows, heads, head_dim] by angles [rows, rotated / 2]."""
+    half = cos.shape[-1]
+    a, b, others = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, others], dim=-1)

@@ -10,7 +10,10 @@ from draftgate.backends.engine.inputs import StepInputs
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of all positions, [positions, head_dim / 2] each (`rope.Rope.tables`)."""
+    """Cosines and sines of all positions, as from `rope.Rope.tables`.
+
+    Each is [positions, rotated dimensions / 2].
+    """
 
     cosines: Tensor
     sines: Tensor
@@ -45,6 +48,8 @@ class Operators(Protocol):
         self, step: Any, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool.
+
+        The first dimensions of a head rotate, as many as the tables have. The others stay.
 
         Args:
             step: the result of `begin`.

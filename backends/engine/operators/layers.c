@@ -40,8 +40,8 @@ void gate(Number *out, const Number *gate_up, int64_t rows, int64_t width, int64
 
 typedef struct {
     const int64_t *positions, *slots;
-    const Number *cosines, *sines; /* [positions, head_dim / 2] */
-    int64_t rows, heads, kv_heads, head_dim, strip;
+    const Number *cosines, *sines; /* [positions, half] */
+    int64_t rows, heads, kv_heads, head_dim, half, strip; /* half of the rotated dimensions */
     float scale, eps;
 } Rotation;
 
@@ -56,10 +56,11 @@ INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
         store(to + i, *(const FloatLanes *)(from + i) * scale);
 }
 
-/* Normalises a head of queries or keys unless weight is NULL, then rotates it by its position. */
+/* Normalises a head of queries or keys unless weight is NULL, then rotates its first 2 * half
+ * dimensions by its position. */
 INLINE void rotate_head(
     float *x, const Number *weight, const float *cosines, const float *sines, int64_t width,
-    float eps) {
+    int64_t half, float eps) {
     if (weight) {
         Vec squares = all(0.0f);
         for (int64_t i = 0; i < width; i += LANES) {
@@ -72,7 +73,6 @@ INLINE void rotate_head(
             *at = *at * scale * load(weight + i);
         }
     }
-    int64_t half = width / 2;
     for (int64_t i = 0; i < half; i++) {
         float first = x[i], second = x[half + i];
         x[i] = first * cosines[i] - second * sines[i];
@@ -89,7 +89,7 @@ enum { MAX_HEAD_DIM = 256 };
 void rotate_and_store(
     Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Rotation *rotation,
     int64_t threads) {
-    int64_t width = rotation->head_dim, half = width / 2;
+    int64_t width = rotation->head_dim, half = rotation->half;
     int64_t rotated = rotation->heads + rotation->kv_heads;
     int64_t all_heads = rotated + rotation->kv_heads;
 #pragma omp parallel for num_threads(threads) \
@@ -98,7 +98,7 @@ void rotate_and_store(
         float cosines[MAX_HEAD_DIM / 2 + LANES], sines[MAX_HEAD_DIM / 2 + LANES];
         float x[MAX_HEAD_DIM];
         int64_t position = rotation->positions[row], slot = rotation->slots[row];
-        for (int64_t i = 0; i < half; i += 8) {
+        for (int64_t i = 0; i < half; i += 8) { /* `half` is a multiple of 8 */
             for (int64_t j = i; j < i + 8; j++) {
 #if BFLOAT16
                 uint32_t c = (uint32_t)rotation->cosines[position * half + j] << 16;
@@ -116,7 +116,8 @@ void rotate_and_store(
             widen(x, from + head * width, width);
             if (head < rotated)
                 rotate_head(
-                    x, qk_norm ? qk_norm + head * width : 0, cosines, sines, width, rotation->eps);
+                    x, qk_norm ? qk_norm + head * width : 0, cosines, sines, width, half,
+                    rotation->eps);
             if (head < rotation->heads)
                 narrow(out + (row * rotation->heads + head) * width, x, width, rotation->scale);
             else

@@ -47,7 +47,8 @@ class _Rotation(ctypes.Structure):
 
     _fields_ = (
         ("positions", _Pointer), ("slots", _Pointer), ("cosines", _Pointer), ("sines", _Pointer),
-        ("rows", _Int), ("heads", _Int), ("kv_heads", _Int), ("head_dim", _Int), ("strip", _Int),
+        ("rows", _Int), ("heads", _Int), ("kv_heads", _Int), ("head_dim", _Int), ("half", _Int),
+        ("strip", _Int),
         ("scale", ctypes.c_float), ("eps", ctypes.c_float),
     )  # fmt: skip
 
@@ -73,7 +74,8 @@ def native_operators(
     config: ModelConfig, tables: RotaryTables, dtype: torch.dtype
 ) -> NativeOperators | None:
     """Return the model's operators in C, or None if C lacks its shapes or the compilation fails."""
-    widths = (config.hidden_size, config.intermediate_size, config.head_dim)
+    rotated = 2 * tables.cosines.shape[1]
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim, rotated)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
     if not fits or dtype not in _SUPPORTED_DTYPES or group > MAX_ROWS:
@@ -127,6 +129,7 @@ class NativeOperators:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            half=self._tables.cosines.shape[1],
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )

@@ -19,8 +19,8 @@ class TorchStep:
     """The state of a step: rotations of its rows, and attention plans.
 
     Attributes:
-        cosines: [rows, 1, head_dim].
-        sines: [rows, 1, head_dim], with signs.
+        cosines: [rows, 1, rotated dimensions].
+        sines: [rows, 1, rotated dimensions], with signs.
         slots: slots of the rows.
         plans: attention plans by window.
     """
@@ -70,7 +70,8 @@ class TorchOperators:
         if qk_norm is not None:
             normed = functional.rms_norm(rotated, (config.head_dim,), eps=config.rms_norm_eps)
             rotated.copy_(normed * qk_norm)
-        rotated.copy_(_rotate(rotated, step.cosines, step.sines))
+        turned = rotated[..., : step.cosines.shape[-1]]
+        turned.copy_(_rotate(turned, step.cosines, step.sines))
         layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
         queries: Tensor = heads[:, : config.num_heads] * config.head_dim**-0.5
         return queries
@@ -88,6 +89,6 @@ class TorchOperators:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of x, [rows, heads, head_dim]: x * cos + swap_halves(x) * signed sin."""
+    """Rotate the halves of x, [rows, heads, width]: x * cos + swap_halves(x) * signed sin."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), -1) * sin

@@ -70,6 +70,26 @@ def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_
     assert torch.equal(arguments[-1], expected[-1])
 
 
+@pytest.mark.parametrize(("head_dim", "share"), [(16, 0.75), (64, 0.5), (80, 0.3), (20, 0.1)])
+def test_partial_rotation_has_the_bits_of_the_reference(head_dim: int, share: float) -> None:
+    """The first dimensions of a head rotate and the others stay."""
+    case = rope_case(5, 6, 2, head_dim, normed=False, share=share)
+    arguments, expected = case.arguments(), case.arguments()
+    queries = rope_kv.rope_kv(*arguments, **case.options())
+    assert torch.equal(queries, rope_kv_ref.rope_kv(*expected, **case.options()))
+    assert torch.equal(arguments[-1], expected[-1])
+
+
+def test_partly_rotated_heads_are_normed() -> None:
+    """The norm covers all dimensions of a head that rotates in part."""
+    case = rope_case(5, 6, 2, 32, normed=True, share=0.5)
+    arguments, expected = case.arguments(), case.arguments()
+    queries = rope_kv.rope_kv(*arguments, **case.options())
+    close = {"rtol": 1e-6, "atol": 2e-6}
+    torch.testing.assert_close(queries, rope_kv_ref.rope_kv(*expected, **case.options()), **close)
+    torch.testing.assert_close(arguments[-1], expected[-1], **close)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (7, 1, 80), (14, 2, 20)])
 def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
     """Each head is normed by its own weight, and values are copied unchanged."""
