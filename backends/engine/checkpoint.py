@@ -25,12 +25,16 @@ STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": tor
 """The supported dtypes by their names in safetensors."""
 
 BASE_PREFIX: Final = "model."
-BARE_EMBEDDING: Final = "embed_tokens.weight"
-"""Name of the embedding in a checkpoint without `BASE_PREFIX`.
+OTHER_PREFIXES: Final = ("", "language_model.model.", "model.language_model.")
+"""Prefixes that replace `BASE_PREFIX` in the names of some checkpoints.
 
 Checkpoints with an LM head prefix their tensor names with `BASE_PREFIX`. Many embedding models,
-e.g. Qwen3-Embedding, omit the prefix. `Checkpoint` adds the prefix to such names.
+e.g. Qwen3-Embedding, omit the prefix. Models with images, e.g. Gemma 3, have a longer one.
+`Checkpoint` restores the prefix.
 """
+
+EMBEDDING: Final = "embed_tokens.weight"
+"""Name of the embedding after the prefix."""
 
 MAPPED_BYTES: Final = 1 << 17
 """Minimum size in bytes of a tensor that gets its own mapping: glibc's initial mmap threshold."""
@@ -134,15 +138,19 @@ class TensorReader:
         self._files.clear()
         self._open.close()
 
-    def read(self, names: Iterable[str]) -> Tensor:
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Tensor:
         """Return copies of the tensors, stacked along their first dimension.
+
+        Args:
+            names: names of the tensors.
+            dtype: dtype of the copies. None means that of the reader.
 
         Raises:
             CheckpointError: a file was removed or damaged after its header was read.
         """
         stored = [self._tensors[name] for name in names]
         lengths = [each.shape[0] for each in stored]
-        stacked = _memory((sum(lengths), *stored[0].shape[1:]), self._dtype)
+        stacked = _memory((sum(lengths), *stored[0].shape[1:]), dtype or self._dtype)
         for part, each in zip(stacked.split(lengths), stored, strict=True):
             part.copy_(self._mapped(each))
             self._on_read(each.num_bytes)
@@ -224,8 +232,12 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 header = file.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 tensors[name] = StoredTensor(path, shape, dtype, name)
-    prefix = BASE_PREFIX if BARE_EMBEDDING in tensors else ""
-    return {prefix + name: stored for name, stored in tensors.items()}
+    prefixes = (prefix for prefix in OTHER_PREFIXES if prefix + EMBEDDING in tensors)
+    prefix = next(prefixes, BASE_PREFIX)
+    return {
+        BASE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name: stored
+        for name, stored in tensors.items()
+    }
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from draftgate.backends.engine.families import FAMILIES, Family
 from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
 from draftgate.backends.engine.rope import Rope
-from draftgate.backends.engine.rope_fields import read_rope
+from draftgate.backends.engine.rope_fields import read_rope, read_ropes
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
@@ -35,6 +35,15 @@ class ModelConfig:
         tied_embeddings: whether the LM head is the embedding.
         fused_products: whether the checkpoint stores queries, keys and values as one matrix, and
             gate and up as another one.
+        layer_ropes: the rotation of each layer if they differ, otherwise empty. `rope` is then that
+            of layers without a window.
+        activation: function of the gate, `silu` or `gelu` (its approximation by tanh).
+        unit_norms: whether the checkpoint stores the weights of norms less 1.
+        sandwich_norms: whether norms also follow the attention and the MLP.
+        embedding_scale: factor on embeddings, rounded to their dtype.
+        query_scalar: the dimension whose root divides the queries, instead of `head_dim`.
+        attention_softcap: bound on the scores of attention, or None.
+        logit_softcap: bound on the logits, or None.
     """
 
     vocab_size: int
@@ -55,11 +64,24 @@ class ModelConfig:
     tied_embeddings: bool
     eos_ids: frozenset[int]
     fused_products: bool = False
+    layer_ropes: tuple[Rope, ...] = ()
+    activation: str = "silu"
+    unit_norms: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float | None = None
+    query_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
 
     @property
     def query_group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def query_scale(self) -> float:
+        """The factor on queries before their products with keys."""
+        return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def known_eos_ids(self) -> frozenset[int]:
@@ -81,11 +103,13 @@ def read_model_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")
     path = directory / "config.json"
-    raw = read_json(path)
-    family = _family(Fields(raw, str(path)))
-    fields = Fields({**family.defaults, **raw}, str(path))
+    fields = Fields(read_json(path), str(path))
+    family = _family(fields)
+    if family.text_section:
+        fields = fields.section("text_config")
+    _check_features(fields, family)
     eos_ids = _eos_ids(path) | _eos_ids(directory / "generation_config.json")
-    return _parse(fields, family, eos_ids)
+    return _parse(fields.with_defaults(family.defaults), family, eos_ids)
 
 
 def _family(fields: Fields) -> Family:
@@ -104,13 +128,21 @@ def _family(fields: Fields) -> Family:
             f"({reprlib.repr(method)}) is not supported; "
             f"supported: weights in bfloat16, float16 or float32; {UPSTREAM_HINT}",
         )
-    activation = fields.get("hidden_act") or "silu"
-    if activation != "silu":
-        raise fields.error(
-            "hidden_act",
-            f"{reprlib.repr(activation)} is not supported; supported: silu; {UPSTREAM_HINT}",
-        )
     return FAMILIES[name]
+
+
+def _check_features(fields: Fields, family: Family) -> None:
+    """Check the fields that select features without an alternative in the engine."""
+    name = "hidden_activation" if family.gemma else "hidden_act"
+    supported = "gelu_pytorch_tanh" if family.gemma else "silu"
+    activation = fields.get(name) or supported
+    if activation != supported:
+        raise fields.error(
+            name,
+            f"{reprlib.repr(activation)} is not supported; supported: {supported}; {UPSTREAM_HINT}",
+        )
+    if family.gemma and fields.flag("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", f"is not supported; {UPSTREAM_HINT}")
 
 
 def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConfig:
@@ -128,7 +160,13 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
             "hidden_size", f"{hidden} is not a multiple of num_attention_heads, {heads}"
         )
     layers = fields.count("num_hidden_layers", maximum=MAX_LAYERS)
-    rope, positions = read_rope(fields, family, head_dim)
+    windows = _windows(fields, family, layers)
+    layer_ropes: tuple[Rope, ...] = ()
+    if family.local_rope:
+        rope, local, positions = read_ropes(fields, family, head_dim)
+        layer_ropes = tuple(rope if window is None else local for window in windows)
+    else:
+        rope, positions = read_rope(fields, family, head_dim)
     attention_bias = family.biases is None and fields.flag("attention_bias")
     qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)
     return ModelConfig(
@@ -142,7 +180,7 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=positions,
-        windows=_windows(fields, family, layers),
+        windows=windows,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
@@ -150,7 +188,24 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
         tied_embeddings=fields.flag("tie_word_embeddings"),
         eos_ids=eos_ids,
         fused_products=family.fused,
+        layer_ropes=layer_ropes,
+        **(_gemma_features(fields, hidden) if family.gemma else {}),
     )
+
+
+def _gemma_features(fields: Fields, hidden: int) -> dict[str, Any]:
+    def softcap(name: str) -> float | None:
+        return fields.number(name) if name in fields else None
+
+    return {
+        "activation": "gelu",
+        "unit_norms": True,
+        "sandwich_norms": True,
+        "embedding_scale": hidden**0.5,
+        "query_scalar": fields.number("query_pre_attn_scalar"),
+        "attention_softcap": softcap("attn_logit_softcapping"),
+        "logit_softcap": softcap("final_logit_softcapping"),
+    }
 
 
 def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -159,6 +214,11 @@ def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, .
     if family.windows == "all":
         return (fields.count("sliding_window") if "sliding_window" in fields else None,) * layers
     types = _layer_types(fields, layers)
+    if family.windows == "types":
+        pattern = fields.count("sliding_window_pattern")
+        types = types or [LAYER_TYPES[(layer + 1) % pattern != 0] for layer in range(layers)]
+        window = fields.count("sliding_window") if "sliding_attention" in types else None
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
     if not (fields.flag("use_sliding_window") and "sliding_window" in fields):
         if "sliding_attention" in types:
             raise fields.error("layer_types", "has sliding layers, but no sliding window is in use")

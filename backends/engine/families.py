@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,7 +22,12 @@ class Family:
         partial_rotation: whether `partial_rotary_factor` may be set.
         rope_types: other names of rotations in the configs of this architecture.
         windows: `all` if `sliding_window` applies to all layers, `some` if the Qwen fields select
-            the layers, or `none`.
+            the layers, `types` if `layer_types` does, or `none`.
+        gemma: whether the model has the norms, embedding scale, activation, query scale and soft
+            caps of Gemma 2.
+        local_rope: whether layers with a window have a rotation of their own.
+        text_section: whether the config has the decoder's fields in `text_config`, beside those of
+            other parts.
         defaults: values of absent fields, as in `transformers`. A null field is not absent.
     """
 
@@ -33,6 +38,9 @@ class Family:
     partial_rotation: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
     windows: str = "none"
+    gemma: bool = False
+    local_rope: bool = False
+    text_section: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,8 +53,47 @@ _QWEN_DEFAULTS: Final = MappingProxyType(
     }
 )
 
+_GEMMA_DEFAULTS: Final = MappingProxyType(
+    {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    }
+)
+_GEMMA3: Final = Family(
+    biases=None,
+    qk_norm=True,
+    windows="types",
+    gemma=True,
+    local_rope=True,
+    defaults={
+        **_GEMMA_DEFAULTS,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+    },
+)
+
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": Family(
+            biases=None,
+            windows="types",
+            gemma=True,
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "vocab_size": 256000,
+                "max_position_embeddings": 8192,
+                "sliding_window_pattern": 2,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+        ),
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_section=True),
         "LlamaForCausalLM": Family(
             biases=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}
         ),

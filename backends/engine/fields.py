@@ -48,6 +48,10 @@ class Fields:
             raise self.error(name, f"must be an object, not {reprlib.repr(value)}")
         return Fields(value, self._file, f"{self._prefix}{name}.")
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """Return these fields, and defaults for those that are absent. A null field is not."""
+        return Fields({**defaults, **self._raw}, self._file, self._prefix)
+
     @property
     def nested(self) -> bool:
         """Whether the value of any field is an object."""

@@ -23,6 +23,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
         self._rope_variant = config.rope.variant(max_model_len)
+        self._embedding_scale = _rounded(config.embedding_scale, weights.embedding.dtype)
 
     @property
     def arithmetic(self) -> str:
@@ -74,7 +75,9 @@ class Decoder:
         """Return the logits of rows from `last_hidden`: float32 [rows, vocab_size]."""
         if not len(hidden):  # a step of prefill chunks samples no row
             return hidden.new_empty(0, self.config.vocab_size).float()
-        return self._weights.lm_head.float32(hidden)
+        logits = self._weights.lm_head.float32(hidden)
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to `kv`, and return the final hidden states.
@@ -87,16 +90,28 @@ class Decoder:
         inputs = inputs.on(self.device)
         step = ops.begin(inputs)
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
         delta = None
-        layers = zip(self._weights.layers, kv, self.config.windows, strict=True)
-        for layer, layer_kv, window in layers:
+        ropes = self.config.layer_ropes or (None,) * len(kv)
+        layers = zip(self._weights.layers, kv, self.config.windows, ropes, strict=True)
+        for layer, layer_kv, window, rope in layers:
             fused = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm))
-            queries = ops.rotate_and_store(step, fused, layer_kv, layer.qk_norm)
+            queries = ops.rotate_and_store(step, fused, layer_kv, layer.qk_norm, rope)
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
+            attended = self._normed(attended, layer.output_norm)
             gate_up = layer.gate_up(ops.add_norm(hidden, attended, layer.mlp_norm))
-            delta = layer.down(ops.gate(gate_up))
+            delta = self._normed(layer.down(ops.gate(gate_up)), layer.down_norm)
         if not inputs.num_samples + inputs.num_hidden:
             return hidden[:0]
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
         return ops.add_norm(hidden[rows], last, self._weights.final_norm)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self.operators.add_norm(x, None, weight)
+
+
+def _rounded(value: float | None, dtype: torch.dtype) -> float | None:
+    """Return a number as rounded to the dtype, or None."""
+    return None if value is None else float(torch.tensor(value, dtype=dtype))

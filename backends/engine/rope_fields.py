@@ -20,6 +20,11 @@ from draftgate.backends.engine.rope import (
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn", "longrope")
 
 
+GLOBAL_THETA: Final = 1_000_000.0
+LOCAL_THETA: Final = 10_000.0
+"""Bases of the rotations of layers without and with a window, if a config names none (Gemma 3)."""
+
+
 def read_rope(fields: Fields, family: Family, head_dim: int) -> tuple[Rope, int]:
     """Return the rotation and the longest context.
 
@@ -30,10 +35,35 @@ def read_rope(fields: Fields, family: Family, head_dim: int) -> tuple[Rope, int]
     settings = fields.section(name)
     if settings.nested:
         raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
+    theta = fields.number("rope_theta", 10000.0, above=1.0)
+    return _rope(fields, settings, family, head_dim, theta)
+
+
+def read_ropes(fields: Fields, family: Family, head_dim: int) -> tuple[Rope, Rope, int]:
+    """Return the rotations of layers without and with a window, and the longest context.
+
+    Newer checkpoints have the settings in `rope_parameters` by the type of layer. Older ones have
+    those of layers with a window in `rope_local_base_freq`.
+    """
+    settings = fields.section("rope_parameters")
+    if settings.nested:
+        everywhere, local = (
+            settings.section(kind) for kind in ("full_attention", "sliding_attention")
+        )
+    else:
+        everywhere, local = fields.section("rope_scaling"), settings.section("sliding_attention")
+    theta = fields.number("rope_theta", GLOBAL_THETA, above=1.0)
+    rope, positions = _rope(fields, everywhere, family, head_dim, theta)
+    local_theta = fields.number("rope_local_base_freq", LOCAL_THETA, above=1.0)
+    local_rope, _ = _rope(fields, local, family, head_dim, local_theta)
+    return rope, local_rope, positions
+
+
+def _rope(
+    fields: Fields, settings: Fields, family: Family, head_dim: int, theta: float
+) -> tuple[Rope, int]:
     share = _share(fields, settings, family, head_dim)
-    theta = settings.number(
-        "rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0
-    )
+    theta = settings.number("rope_theta", theta, above=1.0)
     kind = _kind(settings, family)
     positions = fields.count("max_position_embeddings")
     if kind == "default":

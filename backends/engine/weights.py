@@ -25,6 +25,26 @@ DOWN: Final = ("mlp.down_proj",)
 FUSED_QKV: Final = ("self_attn.qkv_proj",)
 FUSED_GATE_UP: Final = ("mlp.gate_up_proj",)
 
+QK_NORMS: Final = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+class _NormNames(NamedTuple):
+    """Names of the norms before and after the attention and the MLP."""
+
+    input: str
+    output: str
+    mlp: str
+    down: str
+
+
+NORMS: Final = _NormNames("input_layernorm", "", "post_attention_layernorm", "")
+SANDWICH_NORMS: Final = _NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
@@ -41,9 +61,14 @@ once. The bits are the same.
 class LayerWeights:
     """The weights of one layer.
 
-    Queries, keys and values share one matrix, and gate and up share another. `qk_norm` is
-    [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. It is None for
-    models without head norms.
+    Queries, keys and values share one matrix, and gate and up share another. Weights of norms are
+    float32.
+
+    Attributes:
+        qk_norm: [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. None
+            for models without head norms.
+        output_norm, down_norm: norms of the results of the attention and of the MLP. None for
+            models without such norms.
     """
 
     input_norm: Tensor
@@ -53,6 +78,8 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    output_norm: Tensor | None = None
+    down_norm: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -114,7 +141,7 @@ def load_weights(
         # Load the largest matrices first, because later matrices reuse the memory of their packing.
         lm_head, embedding = loader.head_and_embedding(head_name, embedding_name)
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
-        final_norm = loader.tensor(FINAL_NORM)
+        final_norm = loader.norm(FINAL_NORM)
         return Weights(embedding, layers, final_norm, lm_head, hashed.result())
 
 
@@ -181,23 +208,33 @@ class _Loader:
                 fused = modules.below(prefix)
                 return read_linear(reader, fused, self._device, exact=self._exact)
 
-            def norm(module: str) -> Tensor:
-                return reader.read([f"{prefix}{module}.weight"]).to(self._device)
-
+            norms = {name: self._norm(reader, f"{prefix}{name}.weight") for name in _norms(config)}
             qk_norm = None
             if config.qk_norm:
                 heads = (config.num_heads, config.num_kv_heads)
-                parts = (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
+                parts = (norms[name] for name in QK_NORMS)
                 qk_norm = torch.cat([p.expand(n, -1) for n, p in zip(heads, parts, strict=True)])
+            names = SANDWICH_NORMS if config.sandwich_norms else NORMS
             return LayerWeights(
-                input_norm=norm("input_layernorm"),
+                input_norm=norms[names.input],
                 qkv=linear(products.qkv),
                 qk_norm=qk_norm,
                 output=linear(products.output),
-                mlp_norm=norm("post_attention_layernorm"),
+                mlp_norm=norms[names.mlp],
                 gate_up=linear(products.gate_up),
                 down=linear(products.down),
+                output_norm=norms.get(names.output),
+                down_norm=norms.get(names.down),
             )
+
+    def norm(self, name: str) -> Tensor:
+        with self._reader() as reader:
+            return self._norm(reader, name)
+
+    def _norm(self, reader: TensorReader, name: str) -> Tensor:
+        # The sum with 1 in a shorter dtype would lose most bits of a weight near 0.
+        weight = reader.read([name], torch.float32).to(self._device)
+        return weight.add_(1.0) if self._config.unit_norms else weight
 
     def _reader(self) -> TensorReader:
         return TensorReader(self._checkpoint, self._dtype, self._count)
@@ -236,16 +273,19 @@ def layer_products(config: ModelConfig) -> LayerProducts:
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of the layers in a checkpoint."""
-    hidden = config.hidden_size
     layer: dict[str, tuple[int, ...]] = {}
     for modules in layer_products(config):
         layer |= modules.shapes()
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": config.head_dim, "self_attn.k_norm": config.head_dim}
-    layer |= {f"{module}.weight": (width,) for module, width in norms.items()}
+    layer |= {f"{module}.weight": (width,) for module, width in _norms(config).items()}
     return {
         f"model.layers.{index}.{name}": shape
         for index in range(config.num_layers)
         for name, shape in layer.items()
     }
+
+
+def _norms(config: ModelConfig) -> dict[str, int]:
+    """Return the names and widths of the norms of a layer."""
+    names = SANDWICH_NORMS if config.sandwich_norms else NORMS
+    heads = dict.fromkeys(QK_NORMS, config.head_dim) if config.qk_norm else {}
+    return dict.fromkeys(filter(None, names), config.hidden_size) | heads

@@ -31,7 +31,7 @@ from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.cpu_isa import ISAS, VARIABLE
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import CPU, check_cpu_isa
-from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.worker_config import WorkerConfig
@@ -121,8 +121,7 @@ def with_torch_operators(engine: BenchEngine, model: Model) -> BenchEngine:
     """Return the engine with the operators in torch and the same pool."""
     config = model.config
     decoder = Decoder(config, model.weights(exact=False), LONGEST)
-    tables = config.rope.tables(config.head_dim, LONGEST, model.dtype)
-    decoder.operators = TorchOperators(config, RotaryTables(*tables))
+    decoder.operators = TorchOperators(config, rotary_tables(config, LONGEST, model.dtype))
     return replace(engine, runner=Runner(decoder, engine.pool))
 
 

@@ -34,7 +34,8 @@ int main(void) {
         chunks[i].pages = (int64_t *)argument[5] + (int64_t)chunks[i].pages;
         chunks[i].tail = (int64_t *)argument[5] + (int64_t)chunks[i].tail;
     }
-    Step step = {argument[1], argument[2], argument[3], n[0], n[1], n[2], n[3], chunks, num_chunks};
+    Step step = {argument[1], argument[2], argument[3], n[0], n[1], n[2], n[3], chunks, num_chunks,
+                 (float)n[4]};
     attend(&step, 1);
     write_argument(1);
 #elif defined CALL_ADD_NORM
@@ -42,7 +43,7 @@ int main(void) {
     write_argument(1);
     write_argument(2);
 #elif defined CALL_GATE
-    gate(argument[1], argument[2], n[0], n[1], 1);
+    gate(argument[1], argument[2], n[0], n[1], n[2], 1);
     write_argument(1);
 #elif defined CALL_ROTATE_AND_STORE
     const int64_t *positions = argument[4];

@@ -181,14 +181,24 @@ DAMAGE = {
     ),
 }
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+
 UNSUPPORTED = {
     "architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        r"architectures 'Mamba\w+' is not supported; supported: Llama\w+, Mistral\w+, Phi3\w+, Qw",
+        r"architectures 'Mamba\w+' is not supported; supported: Gemma2\w+, Gemma3\w+, G",
     ),
     "no architecture": ({"architectures": None}, r"architectures '\(none named\)' is not"),
     "architecture of numbers": ({"architectures": [7]}, "architectures 7 is not supported"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+    "activation of Gemma": (
+        {**GEMMA3, "hidden_activation": "relu"},
+        "hidden_activation 'relu' is not supported; supported: gelu_pytorch_tanh",
+    ),
+    "attention to later tokens": (
+        {**GEMMA3, "use_bidirectional_attention": True},
+        "use_bidirectional_attention is not supported",
+    ),
     "rotation": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
         r"rope_parameters\.rope_type 'dynamic' is not supported; supported: default, linear, ",
@@ -274,6 +284,18 @@ ABSURD = {
     "rotation of nothing": (
         {**PHI3, "partial_rotary_factor": 0.01},
         "partial_rotary_factor must rotate an even number of 32 dimensions",
+    ),
+    "cap of nothing": (
+        {**GEMMA3, "attn_logit_softcapping": 0.0},
+        "attn_logit_softcapping must be a finite number above 0, not 0.0",
+    ),
+    "no text": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": [1]},
+        r"text_config must be an object, not \[1\]",
+    ),
+    "field of the text": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": "x"}},
+        r"text_config\.hidden_size must be a whole number",
     ),
     "types of too few layers": (
         {**QWEN2, "layer_types": ["full_attention"]},

@@ -33,10 +33,11 @@ from draftgate.backends.engine.linear import (
 )
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import is_exact
-from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.base import Operators, RotaryTables, rotary_tables
 from draftgate.backends.engine.operators.native import NativeOperators, native_operators
 from draftgate.backends.engine.operators.pieces import KvPiece, kv_pieces
 from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import steps_are_exact, windows_are_exact
 from draftgate.backends.engine.weights import load_weights
@@ -167,9 +168,9 @@ def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
     return operators
 
 
-def no_rotation(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
+def no_rotation(config: ModelConfig, dtype: torch.dtype) -> dict[Rope, RotaryTables]:
     """Return the rotation of position 0, because these tests check only attention."""
-    return RotaryTables(*config.rope.tables(config.head_dim, 1, dtype))
+    return rotary_tables(config, 1, dtype)
 
 
 MAKERS: dict[str, Callable[[ModelConfig, torch.dtype], Operators]] = {
@@ -181,7 +182,14 @@ MAKERS: dict[str, Callable[[ModelConfig, torch.dtype], Operators]] = {
 class Attention:
     """Random queries, keys and values of a sequence at any place in a pool."""
 
-    def __init__(self, make: str, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
+    def __init__(
+        self,
+        make: str,
+        group: int,
+        dtype: torch.dtype,
+        head_dim: int = 32,
+        softcap: float | None = None,
+    ) -> None:
         random = torch.Generator().manual_seed(group)
         kv_heads = 2
         config = replace(
@@ -190,6 +198,7 @@ class Attention:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             windows=WINDOWS,
+            attention_softcap=softcap,
         )
         self.operators = MAKERS[make](config, dtype)
         self.kv = torch.randn(2 * kv_heads, CONTEXT, head_dim, generator=random).to(dtype)
@@ -240,6 +249,19 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
         assert torch.equal(actual[-176:], alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", MAKERS)
+def test_capped_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
+    dtype: torch.dtype, make: str
+) -> None:
+    """A bound on the scores keeps the attention of a row independent of its step."""
+    attention = Attention(make, 3, dtype, softcap=2.0)
+    expected = attention.attention_output(1, 100, TABLES["one_run"], CONTEXT - 40)
+    for width in (5, 33):
+        actual = attention.attention_output(width, 100, TABLES["scattered"], CONTEXT - 40)
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize(
     ("window", "dtype"),
     grid(
@@ -267,12 +289,17 @@ def test_attention_does_not_depend_on_the_block_table(
     ),
 )
 @pytest.mark.parametrize("make", MAKERS)
-def test_attention_equals_its_formula_in_float64(make: str, width: int, window: int | None) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_equals_its_formula_in_float64(
+    softcap: float | None, make: str, width: int, window: int | None
+) -> None:
     """The result equals a float64 softmax over the keys in the window, up to rounding."""
-    attention = Attention(make, 4, torch.float32)
+    attention = Attention(make, 4, torch.float32, softcap=softcap)
     keys, values = attention.kv.double().chunk(2)
     queries = attention.queries[:CONTEXT].double().view(CONTEXT, 2, 4, -1)
     scores = torch.einsum("rhgd,hkd->rhgk", queries, keys)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
     hidden = (distance < 0) | (distance >= (window or CONTEXT))
     scores.masked_fill_(hidden[:, None, None], -torch.inf)

@@ -6,6 +6,7 @@ The tests import transformers only when they use it, because the import takes tw
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = {
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
     "llama": "Llama",
     "mistral": "Mistral",
     "phi3": "Phi3",
@@ -63,6 +66,9 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 3.0, 5.0, 6.0, 7.0, 9.0, 12.0],
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+GEMMA = {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24}
 
 
 def rope(settings: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
@@ -111,6 +117,34 @@ VARIANTS = {
             **rope({**LONGROPE, "attention_factor": 1.3, "partial_rotary_factor": 0.5}),
         },
     ),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2-without-caps": (
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2-tight-caps-and-bias": (
+        "gemma2",
+        {
+            **GEMMA,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 0.7,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 2}),
+    "gemma3-global-layers-stretch": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-some-layers-slide": ("qwen2", {**SLIDING, "max_window_layers": 1}),
@@ -142,13 +176,14 @@ def random_model(variant: str) -> PreTrainedModel:
     prefix = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
-    built = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    built = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in built.named_parameters():
             if name.endswith("bias"):
                 tensor.normal_(0.0, 0.5)
             elif "norm" in name:
-                tensor.normal_(1.0, 0.3)
+                # Gemma adds 1 to the weights of norms.
+                tensor.normal_(0.0 if family.startswith("gemma") else 1.0, 0.3)
     return built.eval()
 
 
@@ -188,6 +223,8 @@ def test_logits_of_the_shipped_model_equal_transformers() -> None:
 
 
 GREEDY = [
+    "gemma2",
+    "gemma3-global-layers-stretch",
     "llama-llama3",
     "llama-attention-bias",
     "mistral-windows",
@@ -226,8 +263,21 @@ def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
     assert tokens == generated.sequences[0].tolist()
 
 
+@pytest.mark.parametrize("variant", ["gemma2-tight-caps-and-bias", "gemma3", "phi3-longrope"])
+def test_logits_have_the_same_bits_in_steps_of_any_size(variant: str, tmp_path: Path) -> None:
+    """The logits of a token have the same bits alone, in blocks and in a prompt."""
+    random_model(variant).save_pretrained(tmp_path)
+    tokens = torch.randint(0, 300, (100,), generator=torch.Generator().manual_seed(3)).tolist()
+    runner = runner_of(tmp_path)
+    alone, *others = (
+        logits_in_steps(runner, blocks_of(0, 100), tokens, edges)
+        for edges in ([*range(101)], [0, 100], [0, *range(33, 100, 5), 100])
+    )
+    assert all(torch.equal(alone, other) for other in others)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "qwen3-bias"])
+@pytest.mark.parametrize("variant", ["gemma3", "llama-tied", "qwen2", "qwen3-bias"])
 def test_half_precision_checkpoint_has_the_logits_of_float32(
     variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -292,6 +342,8 @@ def test_longrope_uses_the_short_factors_if_all_contexts_are_short(tmp_path: Pat
 
 SILENT = {
     "llama": ["num_key_value_heads", "attention_bias", "mlp_bias", "head_dim", "rope_parameters"],
+    "gemma2": ["layer_types", "tie_word_embeddings", "hidden_activation", "rope_parameters"],
+    "gemma3": ["layer_types", "rope_parameters", "attn_logit_softcapping", "rms_norm_eps"],
     "mistral-windows": ["sliding_window", "rope_parameters", "rms_norm_eps"],
     "mistral-without-windows": ["tie_word_embeddings"],
     "phi3": ["num_key_value_heads", "original_max_position_embeddings", "rope_parameters"],
@@ -346,6 +398,50 @@ def test_tied_checkpoint_variants_have_the_same_logits(
     random_model("llama-tied").save_pretrained(tmp_path)
     rewrite_weights(tmp_path, change)
     check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_of_a_model_with_images_has_the_same_logits(prefix: str, tmp_path: Path) -> None:
+    """The decoder of a Gemma 3 checkpoint with images is read, and its other tensors are not."""
+    random_model("gemma3").save_pretrained(tmp_path)
+
+    def add_images(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+        tensors["vision_tower.vision_model.head.bias"] = torch.ones(3)
+
+    text, images = tmp_path / "text", tmp_path / "images"
+    for directory in (text, images):
+        shutil.copytree(tmp_path, directory, ignore=lambda *_: {"text", "images"})
+    rewrite_weights(images, add_images)
+    path = images / "config.json"
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": json.loads(path.read_text()),
+    }
+    path.write_text(json.dumps(whole))
+    tokens = list(range(50))
+    found, expected = (
+        logits_in_steps(runner_of(directory), blocks_of(0, 50), tokens, [0, 50])
+        for directory in (images, text)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_older_names_of_local_rotations_are_read(tmp_path: Path) -> None:
+    """The loader reads the rotations of Gemma 3 from the fields of earlier checkpoints."""
+
+    def age(config: dict[str, object]) -> None:
+        settings = config.pop("rope_parameters")
+        everywhere, local = settings["full_attention"], settings["sliding_attention"]
+        config["rope_theta"] = everywhere.pop("rope_theta")
+        config["rope_local_base_freq"] = local.pop("rope_theta")
+        config["rope_scaling"] = everywhere
+
+    random_model("gemma3-global-layers-stretch").save_pretrained(tmp_path)
+    expected = read_model_config(tmp_path)
+    rewrite_config(tmp_path, age)
+    assert read_model_config(tmp_path) == expected
 
 
 def test_yarn_checkpoint_serves_the_extended_context(tmp_path: Path) -> None:

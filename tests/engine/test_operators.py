@@ -17,7 +17,7 @@ from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators import compiler
-from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.base import Operators, rotary_tables
 from draftgate.backends.engine.operators.choose import operators_for
 from draftgate.backends.engine.operators.native import native_operators
 from draftgate.backends.engine.operators.reference import TorchOperators
@@ -56,7 +56,7 @@ def shaped(shape: tuple[int, ...]) -> ModelConfig:
 
 def torch_and_native(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
     """Return the operators in torch and the operators in C."""
-    tables = RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
+    tables = rotary_tables(config, POSITIONS, dtype)
     native = native_operators(config, tables, dtype)
     assert native is not None
     return TorchOperators(config, tables), native
@@ -129,9 +129,12 @@ def test_queries_keys_and_values_equal_those_of_torch(
 @needs_gcc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gates_equal_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The product silu(gate) * up is correct even for gates whose exponential overflows."""
-    config = shaped(shape)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gates_equal_those_of_torch(
+    activation: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The product activation(gate) * up is correct even for gates whose exponential overflows."""
+    config = replace(shaped(shape), activation=activation)
     gate_up = random(ROWS, 2 * config.intermediate_size, dtype=dtype, scale=5.0)
     gate_up[0, :4] = torch.tensor([300.0, -300.0, 0.0, -88.0])
     expected, found = (operators.gate(gate_up) for operators in torch_and_native(config, dtype))

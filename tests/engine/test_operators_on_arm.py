@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import AttentionSpan, StepInputs
-from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.compiler import FLAGS, FOLDER
 from draftgate.backends.engine.operators.native import MAX_ROWS, chunks_of
 from draftgate.backends.engine.operators.reference import TorchOperators
@@ -77,10 +78,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def attend(
-    folder: Path, heads: tuple[int, int, int], inputs: StepInputs, queries: Tensor, memory: Tensor
+    folder: Path, config: ModelConfig, inputs: StepInputs, queries: Tensor, memory: Tensor
 ) -> Tensor:
     """Return the attention of a step on Arm."""
-    num_heads, kv_heads, head_dim = heads
+    num_heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     chunks, tables = chunks_of(inputs.spans, MAX_ROWS * kv_heads // num_heads)
     offsets, position = {0: 0}, 0
     for table in tables:
@@ -92,7 +93,7 @@ def attend(
     out = torch.zeros_like(queries)
     found = call(
         folder, "attention.c", "attend", queries.dtype,
-        integers(num_heads, kv_heads, memory.stride(0), 0),
+        integers(num_heads, kv_heads, memory.stride(0), 0, int(config.attention_softcap or 0)),
         bytes_of(out), bytes_of(queries), bytes_of(memory),
         chunks.tobytes(), b"".join(table.tobytes() for table in tables),
         HEAD_DIM=head_dim, TILE=TILE,
@@ -101,22 +102,24 @@ def attend(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "softcap"), [*((heads, None) for heads in HEADS), (HEADS[0], 2.0)], ids=str
+)
 def test_attention_on_arm_equals_that_of_torch(
-    heads: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path
+    heads: tuple[int, int, int], softcap: float | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Attention is that of torch, and a row has the same bits alone and among the other rows."""
-    config = replace(shaped(heads), windows=(None,))
+    config = replace(shaped(heads), windows=(None,), attention_softcap=softcap)
     inputs, memory = step_of(*SPANS), memory_of(config, dtype)
     queries = queries_of(config, len(inputs.positions), dtype)
-    operators = TorchOperators(config, RotaryTables(*config.rope.tables(heads[2], 8, dtype)))
+    operators = TorchOperators(config, rotary_tables(config, 8, dtype))
     expected = operators.attend(operators.begin(inputs), queries, memory, None)
-    found = attend(tmp_path, heads, inputs, queries, memory)
+    found = attend(tmp_path, config, inputs, queries, memory)
     assert_close(found, expected)
     row = 33
     alone = step_of(AttentionSpan(1, SPANS[0].start + row, SPANS[0].pages))
     assert torch.equal(
-        attend(tmp_path, heads, alone, queries[row : row + 1], memory), found[row : row + 1]
+        attend(tmp_path, config, alone, queries[row : row + 1], memory), found[row : row + 1]
     )
 
 
@@ -124,9 +127,10 @@ def test_attention_on_arm_equals_that_of_torch(
 def test_norms_and_gates_on_arm_equal_those_of_torch(dtype: torch.dtype, tmp_path: Path) -> None:
     """The residual sum, its norm and the gate are those of torch."""
     rows, width = 5, 96
-    operators = TorchOperators(shaped((8, 4, 32)), RotaryTables(torch.empty(0), torch.empty(0)))
+    config = shaped((8, 4, 32))
+    operators = TorchOperators(config, rotary_tables(config, 1, dtype))
     hidden, delta = random(rows, width, dtype=dtype), random(rows + 1, width, dtype=dtype)[:rows]
-    weight, gate_up = random(width, dtype=dtype), random(rows, 2 * width, dtype=dtype)
+    weight, gate_up = random(width, dtype=torch.float32), random(rows, 2 * width, dtype=dtype)
     parts = (hidden, torch.empty_like(hidden), delta, weight)
     found = call(
         tmp_path, "layers.c", "add_norm", dtype, integers(rows, width), *map(bytes_of, parts)
@@ -135,8 +139,13 @@ def test_norms_and_gates_on_arm_equal_those_of_torch(dtype: torch.dtype, tmp_pat
     assert_close(normed, operators.add_norm(hidden, delta, weight))
     assert torch.equal(summed, hidden)
     parts = (torch.empty_like(hidden), gate_up)
-    found = call(tmp_path, "layers.c", "gate", dtype, integers(rows, width), *map(bytes_of, parts))
-    assert_close(tensor_of(found, hidden), operators.gate(gate_up))
+    for gelu, activation in enumerate(("silu", "gelu")):
+        numbers = integers(rows, width, gelu)
+        found = call(tmp_path, "layers.c", "gate", dtype, numbers, *map(bytes_of, parts))
+        gated = TorchOperators(
+            replace(config, activation=activation), rotary_tables(config, 1, dtype)
+        ).gate(gate_up)
+        assert_close(tensor_of(found, hidden), gated)
 
 
 def halves(data: bytes) -> tuple[bytes, bytes]:
@@ -153,7 +162,7 @@ def test_rotation_on_arm_equals_that_of_torch(
     heads = num_heads, kv_heads, head_dim = 8, 4, 32
     rows, slots, positions = 6, 16, 40
     config = replace(shaped(heads), rope=Rope(1e4, share=share))
-    tables = RotaryTables(*config.rope.tables(head_dim, positions, dtype))
+    tables = rotary_tables(config, positions, dtype)
     operators = TorchOperators(config, tables)
     inputs = replace(
         step_of(AttentionSpan(rows, 0, [0])),
@@ -164,8 +173,8 @@ def test_rotation_on_arm_equals_that_of_torch(
     queries = torch.zeros(rows, num_heads, head_dim, dtype=dtype)
     memory = torch.zeros(2 * kv_heads, slots, head_dim, dtype=dtype)
     places = torch.cat([inputs.positions, inputs.slots])
-    parts = (queries, memory, fused, places, *tables)
-    half = tables.cosines.shape[1]
+    cosines, sines = tables[config.rope]
+    parts, half = (queries, memory, fused, places, cosines, sines), cosines.shape[1]
     numbers = integers(rows, num_heads, kv_heads, head_dim, half, memory.stride(0))
     found = call(tmp_path, "layers.c", "rotate_and_store", dtype, numbers, *map(bytes_of, parts))
     size = len(bytes_of(queries))

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.rope import Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from draftgate.backends.engine.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
 from draftgate.backends.engine.weights import layer_shapes
 
 LLAMA3_ROPE = {
@@ -55,6 +61,68 @@ MISTRAL_7B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "vocab_size": 32000,
+}
+GEMMA2_9B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "vocab_size": 256000,
+}
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
 PHI3_MINI = {
     "architectures": ["Phi3ForCausalLM"],
@@ -132,6 +200,10 @@ class Published:
     context: int
     rope: Rope
     window: int | None = None
+    full_every: int = 0
+    """Number of layers of which the last has no window, or 0 if all layers are alike."""
+    local_rope: Rope | None = None
+    """Rotation of layers with a window, if it differs."""
 
 
 MODELS = {
@@ -192,6 +264,33 @@ MODELS = {
         131_072,
         32768,
         Rope(1000000.0),
+    ),
+    "Gemma-2-9B": Published(
+        GEMMA2_9B, 9_241_705_984, 256, 344_064, 8192, Rope(10000.0), window=4096, full_every=2
+    ),
+    "Gemma-3-1B": Published(
+        GEMMA3_1B,
+        999_885_952,
+        256,
+        26_624,
+        32768,
+        Rope(1000000.0),
+        window=512,
+        full_every=6,
+        local_rope=Rope(10000.0),
+    ),
+    # The parameters are those of the text, without the 416,866,032 of the images and 2,950,272 of
+    # the projector.
+    "Gemma-3-4B": Published(
+        GEMMA3_4B,
+        4_300_079_472 - 416_866_032 - 2_950_272,
+        256,
+        139_264,
+        131072,
+        Rope(1000000.0, LinearScaling(8.0)),
+        window=1024,
+        full_every=6,
+        local_rope=Rope(10000.0),
     ),
     "Phi-3-mini-4k": Published(
         PHI3_MINI, 3_821_079_552, 96, 393_216, 4096, Rope(10000.0), window=2047
@@ -327,11 +426,18 @@ def test_published_config_matches_the_model_card(name: str, tmp_path: Path) -> N
     assert config.kv_bytes_per_token(2) == model.kv_bytes_per_token
     assert config.max_position_embeddings == model.context
     assert config.rope == model.rope
-    assert config.windows == (model.window,) * config.num_layers
-    assert config.rms_norm_eps == model.raw["rms_norm_eps"]
+    every = model.full_every or config.num_layers + 1
+    windows = tuple(
+        None if (layer + 1) % every == 0 else model.window for layer in range(config.num_layers)
+    )
+    assert config.windows == windows
+    local = model.local_rope
+    ropes = tuple(model.rope if window is None else local for window in windows)
+    assert config.layer_ropes == (ropes if local else ())
+    assert config.rms_norm_eps == model.raw.get("rms_norm_eps", 1e-6)
     architecture = model.raw["architectures"][0]
     assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
-    assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
+    assert config.qk_norm == architecture.startswith(("Qwen3", "Gemma3"))
     assert not config.output_bias
     assert not config.mlp_bias
     assert config.eos_ids

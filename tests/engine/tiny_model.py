@@ -20,7 +20,7 @@ from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import LayerWeights, Weights
@@ -84,6 +84,8 @@ def tiny_weights(
             mlp_norm=random(hidden),
             gate_up=linear(2 * inner, hidden, bias=config.mlp_bias),
             down=linear(hidden, inner, bias=config.mlp_bias),
+            output_norm=random(hidden) if config.sandwich_norms else None,
+            down_norm=random(hidden) if config.sandwich_norms else None,
         )
         for _ in range(config.num_layers)
     )
@@ -96,7 +98,8 @@ def tiny_weights(
 def torch_decoder(config: ModelConfig, weights: Weights) -> Decoder:
     """Return the model on the reference operators."""
     decoder = Decoder(config, weights, POSITIONS)
-    decoder.operators = TorchOperators(config, _tables(config, weights.embedding.dtype))
+    tables = rotary_tables(config, POSITIONS, weights.embedding.dtype)
+    decoder.operators = TorchOperators(config, tables)
     return decoder
 
 
@@ -107,10 +110,6 @@ def triton_decoder(config: ModelConfig, weights: Weights) -> Decoder:
     decoder = Decoder(config, weights, POSITIONS)
     decoder.operators = triton_operators(config, POSITIONS, decoder.device)
     return decoder
-
-
-def _tables(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
-    return RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
 
 
 class LetterTokenizer:

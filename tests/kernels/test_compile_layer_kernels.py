@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("triton")
 from draftgate.backends.engine.kernels.kv_move import kv_move
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgate.backends.engine.kernels.rope_kv import rope_kv
-from draftgate.backends.engine.kernels.swiglu import swiglu
+from draftgate.backends.engine.kernels.swiglu import geglu, swiglu
 from tests.kernels.compiling import Launch, assert_lean, launches_of, meta_tensor
 
 _ROWS = 320
@@ -46,7 +48,7 @@ def _rope_launches(
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotation_does_not_spill(dtype: torch.dtype, head_dim: int, normed: bool) -> None:
     """A multiprocessor runs 16 programs of the rotation with and without head norms."""
@@ -67,10 +69,13 @@ def test_rotation_rounds_its_products() -> None:
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("intermediate", [1536, 14336])
-def test_gate_does_not_spill(dtype: torch.dtype, intermediate: int) -> None:
+@pytest.mark.parametrize("gate", [swiglu, geglu])
+def test_gate_does_not_spill(
+    gate: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, intermediate: int
+) -> None:
     """A multiprocessor runs 16 programs of the gated activation."""
     gate_up = meta_tensor(_ROWS, 2 * intermediate, dtype=dtype)
-    assert_lean(launches_of(lambda: swiglu(gate_up)), programs=16)
+    assert_lean(launches_of(lambda: gate(gate_up)), programs=16)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

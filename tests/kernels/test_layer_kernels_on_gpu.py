@@ -124,6 +124,8 @@ def test_gate_equals_the_reference(intermediate: int, dtype: torch.dtype, tolera
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
     expected = swiglu_ref.swiglu(gate_up)
     torch.testing.assert_close(swiglu.swiglu(gate_up), expected, rtol=tolerance, atol=1e-30)
+    expected = swiglu_ref.geglu(gate_up)
+    torch.testing.assert_close(swiglu.geglu(gate_up), expected, rtol=tolerance, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

@@ -56,6 +56,7 @@ def test_gate_has_the_bits_of_the_decoder() -> None:
     gate_up = normal((5, 70), 2) * 3
     gate, up = gate_up.chunk(2, dim=-1)
     assert torch.equal(swiglu_ref.swiglu(gate_up), functional.silu(gate) * up)
+    assert torch.equal(swiglu_ref.geglu(gate_up), functional.gelu(gate, approximate="tanh") * up)
 
 
 def test_moves_are_those_of_the_pool() -> None:

@@ -2,10 +2,10 @@
 
 ``rope_kv_ref`` is the definition.
 
-A program owns ``_HEADS`` neighbouring heads of one row. The fused product holds queries, keys and
-values in the order of the KV memory's strips, so the index of a head determines its target. Each
-head is in two halves, which makes the rotation elementwise. If only the first dimensions of a head
-rotate, each half holds a half of them and then a half of the others.
+A program owns up to ``_MOST_HEADS`` neighbouring heads of one row. The fused product holds queries,
+keys and values in the order of the KV memory's strips, so the index of a head determines its
+target. Each head is in two halves, which makes the rotation elementwise. If only the first
+dimensions of a head rotate, each half holds a half of them and then a half of the others.
 
 Bits of a row. The kernel computes each head separately. The head dimension and the number of warps,
 both constants of the model, determine the order of the sum in its norm. Rows must begin at
@@ -32,8 +32,9 @@ LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": Fal
 The limit of 64 registers prevents ptxas from spilling.
 """
 
-# A thread holds 16 bytes of bfloat16 per half with 128 dimensions.
-_HEADS: Final = 8
+# A thread holds 16 bytes of bfloat16 per half.
+_HALVES: Final = 512
+_MOST_HEADS: Final = 8
 
 
 @triton.jit
@@ -116,6 +117,7 @@ def rope_kv(
     *,
     qk_norm: Tensor | None,
     eps: float,
+    query_scale: float | None = None,
 ) -> Tensor:
     """Rotate and store as ``rope_kv_ref.rope_kv`` does, without a device synchronisation.
 
@@ -131,9 +133,10 @@ def rope_kv(
         modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, contiguous, or None.
       eps: added to the mean square of a head.
+      query_scale: factor on the queries. None means ``head_dim ** -0.5``.
 
     Returns:
-      Queries ``[rows, heads, head_dim]`` in the dtype of qkv, scaled by ``head_dim ** -0.5``.
+      Scaled queries ``[rows, heads, head_dim]`` in the dtype of qkv.
 
     Raises:
       ValueError: the kernel does not support a shape, dtype or layout.
@@ -143,8 +146,10 @@ def rope_kv(
     rows, total_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = total_heads - strips
     query = torch.empty((rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    half_pad = triton.next_power_of_2(head_dim // 2)
+    heads = max(1, min(_HALVES // half_pad, _MOST_HEADS))
     if rows:
-        _rope_kv_kernel[(rows, triton.cdiv(total_heads, _HEADS))](
+        _rope_kv_kernel[(rows, triton.cdiv(total_heads, heads))](
             query,
             layer_kv,
             qkv,
@@ -154,14 +159,14 @@ def rope_kv(
             sin,
             qk_norm,
             eps,
-            head_dim**-0.5,
+            head_dim**-0.5 if query_scale is None else query_scale,
             layer_kv.stride(0),
             NUM_HEADS=num_heads,
             KV_HEADS=strips // 2,
             HALF=head_dim // 2,
             TURNED=cos.shape[1],
-            HALF_PAD=triton.next_power_of_2(head_dim // 2),
-            HEADS=_HEADS,
+            HALF_PAD=half_pad,
+            HEADS=heads,
             **LAUNCH_OPTIONS,
         )
     return query

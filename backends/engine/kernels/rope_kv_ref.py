@@ -5,7 +5,7 @@ dimensions of x, which are all or the first ones:
 
     x       <- x * weight / sqrt(mean(x^2) + eps)                 only with qk_norm (Qwen3)
     (a, b)  <- (a * cos[p] - b * sin[p], b * cos[p] + a * sin[p])
-    x       <- x * head_dim^-1/2                                  queries only
+    x       <- x * query_scale                                    queries only, head_dim^-1/2
 
 The function writes keys and unchanged values to the row's slot of the KV memory. All arithmetic is
 in float32, rounded once to the dtype of the fused product. The decoder's CPU path in bfloat16
@@ -32,6 +32,7 @@ def rope_kv(
     *,
     qk_norm: Tensor | None,
     eps: float,
+    query_scale: float | None = None,
 ) -> Tensor:
     """Write keys and values to their slots and return the queries.
 
@@ -44,9 +45,10 @@ def rope_kv(
       layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first, modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, or None for models without head norms.
       eps: added to the mean square of a head.
+      query_scale: factor on the queries. None means ``head_dim ** -0.5``.
 
     Returns:
-      Queries ``[rows, heads, head_dim]`` in the dtype of qkv, scaled by ``head_dim ** -0.5``.
+      Scaled queries ``[rows, heads, head_dim]`` in the dtype of qkv.
     """
     strips, _, head_dim = layer_kv.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -58,7 +60,8 @@ def rope_kv(
     rotated = _rotate(rotated, cos[positions].to(torch.float32), sin[positions].to(torch.float32))
     keys = rotated[:, num_heads:].to(qkv.dtype)
     layer_kv.index_copy_(1, slots, torch.cat([keys, heads[:, num_rotated:]], dim=1).transpose(0, 1))
-    queries: Tensor = rotated[:, :num_heads] * head_dim**-0.5
+    scale = head_dim**-0.5 if query_scale is None else query_scale
+    queries: Tensor = rotated[:, :num_heads] * scale
     return queries.to(qkv.dtype)
 
 

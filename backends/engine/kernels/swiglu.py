@@ -1,4 +1,4 @@
-"""The gated activation in Triton, elementwise. ``swiglu_ref`` is the definition.
+"""The gated activations in Triton, elementwise. ``swiglu_ref`` is the definition.
 
 An element depends only on its gate and up values, so neither batch nor tiling changes a bit.
 
@@ -20,7 +20,7 @@ _TILE: Final = 1024
 
 
 @triton.jit
-def _swiglu_kernel(out_ptr, gate_up_ptr, intermediate, TILE: tl.constexpr):
+def _gate_kernel(out_ptr, gate_up_ptr, intermediate, GELU: tl.constexpr, TILE: tl.constexpr):
     """Write a tile of a row. The grid is (rows, tiles)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -28,7 +28,11 @@ def _swiglu_kernel(out_ptr, gate_up_ptr, intermediate, TILE: tl.constexpr):
     gate_ptr = gate_up_ptr + row * 2 * intermediate + columns
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + intermediate, mask=inside, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up
+    logit = gate
+    if GELU:
+        # gelu(x) = x sigmoid(2 u), because tanh(u) = 2 sigmoid(2 u) - 1.
+        logit = gate * (1.5957691216057308 + 0.07135481282942936 * gate * gate)
+    gated = gate / (1.0 + tl.exp(-logit)) * up
     tl.store(out_ptr + row * intermediate + columns, gated, mask=inside)
 
 
@@ -44,12 +48,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Raises:
       ValueError: the rows have an odd length or are not contiguous.
     """
+    return _launch(gate_up, gelu=False)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Gate rows as ``swiglu_ref.geglu`` does, without a device synchronisation.
+
+    Arguments, result and errors are those of ``swiglu``.
+    """
+    return _launch(gate_up, gelu=True)
+
+
+def _launch(gate_up: Tensor, *, gelu: bool) -> Tensor:
     if gate_up.shape[1] % 2 or not gate_up.is_contiguous():
-        raise ValueError("swiglu needs contiguous rows with equal numbers of gate and up values")
+        raise ValueError("the gate needs contiguous rows with equal numbers of gate and up values")
     rows, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, intermediate), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _swiglu_kernel[(rows, triton.cdiv(intermediate, _TILE))](
-            out, gate_up, intermediate, TILE=_TILE, num_warps=4
+        _gate_kernel[(rows, triton.cdiv(intermediate, _TILE))](
+            out, gate_up, intermediate, GELU=gelu, TILE=_TILE, num_warps=4
         )
     return out

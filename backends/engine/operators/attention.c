@@ -37,6 +37,7 @@ typedef struct {
     int64_t heads, kv_heads, strip, window;
     const Chunk *chunks;
     int64_t num_chunks;
+    float softcap; /* bound on the scores, or 0 */
 } Step;
 
 /* Keys of a tile: begin <= key < end. */
@@ -127,6 +128,17 @@ INLINE void score_columns(
     }
     for (int r = 0; r < count; r++)
         for (int c = 0; c < COLUMNS; c++) scores[r][c] = trees[LEVELS - 1][r][c];
+}
+
+/* Replaces scores s by cap tanh(s / cap). */
+INLINE void bound_scores(Vec *scores, int first, int last, float cap) {
+    for (int group = first; group < last; group++) {
+        Vec score = scores[group];
+        Ints negative = score < 0.0f;
+        Vec e = exponential(choose(negative, score, -score) * (2.0f / cap));
+        Vec bounded = (1.0f - e) / (e + 1.0f) * cap;
+        scores[group] = choose(negative, -bounded, bounded);
+    }
 }
 
 /* Replaces a row's scores by weights, and rescales its sums to the new maximum. */
@@ -230,12 +242,15 @@ INLINE void score_block(
 }
 
 /* Adds the values of a tile to the sums of `count` rows from `r` on, by their scores. */
-INLINE void add_tile(Rows *rows, int r, const Number *values, const int64_t *at, int count) {
+INLINE void add_tile(
+    Rows *rows, int r, const Number *values, const int64_t *at, float softcap, int count) {
     Keys visible = visible_keys(rows->rows + r, count);
     if (visible.end <= visible.begin) return;
     int first = visible.begin / LANES, last = (visible.end + LANES - 1) / LANES;
-    for (int i = r; i < r + count; i++)
+    for (int i = r; i < r + count; i++) {
+        if (softcap) bound_scores(rows->scores[i], first, last, softcap);
         weigh(rows->rows + i, rows->sums[i], rows->scores[i], first, last);
+    }
     add_values(
         rows->sums[r], (const float(*)[TILE])rows->scores[r], values, at, visible.begin,
         visible.end, count);
@@ -259,7 +274,7 @@ INLINE void add_tile(Rows *rows, int r, const Number *values, const int64_t *at,
 
 /* Attends all rows to a tile, whose keys have the offsets `at` in a strip. */
 static void attend_tile(
-    Rows *rows, const Number *keys, const Number *values, const int64_t *at) {
+    Rows *rows, const Number *keys, const Number *values, const int64_t *at, float softcap) {
     if (rows->count < MANY_ROWS) {
         BY_ROWS(rows, score_tile, keys, at)
     } else {
@@ -270,7 +285,7 @@ static void attend_tile(
             BY_ROWS(rows, score_block, (const Vec(*)[COLUMNS])columns, block)
         }
     }
-    BY_ROWS(rows, add_tile, values, at)
+    BY_ROWS(rows, add_tile, values, at, softcap)
 }
 
 /* Attends all rows of a chunk that share a KV head. */
@@ -294,7 +309,7 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
         find_keys(at, chunk, tile);
         set_visible_keys(rows.rows, step, chunk, tile, group);
-        attend_tile(&rows, keys, values, at);
+        attend_tile(&rows, keys, values, at, step->softcap);
     }
     for (int r = 0; r < rows.count; r++)
         for (int v = 0; v < VECTORS; v++)

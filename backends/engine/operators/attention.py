@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from draftgate.backends.engine.inputs import AttentionSpans
 from draftgate.backends.engine.kv_pool import KV_TILE
-from draftgate.backends.engine.linear import USES_AMX
+from draftgate.backends.engine.linear import USES_AMX, Linear
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
@@ -136,7 +136,9 @@ def plan_attention(
     )
 
 
-def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
+def attend(
+    queries: Tensor, layer_kv: Tensor, plan: AttentionPlan, softcap: float | None = None
+) -> Tensor:
     """Return softmax(q k^T) v for every row of the step.
 
     Args:
@@ -144,6 +146,7 @@ def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
         layer_kv: [2 * num_kv_heads, slots, head_dim], the layer's memory, which includes the step's
             own keys and values.
         plan: the result of `plan_attention`.
+        softcap: bound c on the scores s, which become c tanh(s / c), or None.
 
     Returns:
         [rows, num_heads * head_dim] in the dtype of the queries. Rows that do not attend get zeros.
@@ -152,7 +155,7 @@ def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
     kv_heads = len(layer_kv) // 2
     grouped = queries.view(step_rows, kv_heads, -1, head_dim)[plan.tokens]
     packed = grouped.transpose(0, 1).reshape(kv_heads, -1, head_dim)
-    results = [_attend(packed, layer_kv, call) for call in plan.calls]
+    results = [_attend(packed, layer_kv, call, softcap) for call in plan.calls]
     values = torch.cat([result[0].transpose(1, 2).flatten(0, 1) for result in results])
     if plan.tiles is not None:
         sums = torch.cat([result[1].transpose(1, 2).flatten(0, 1) for result in results])
@@ -163,7 +166,9 @@ def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
     return out.index_copy_(0, plan.rows, by_token.reshape(len(plan.rows), -1))
 
 
-def _attend(packed: Tensor, layer_kv: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+def _attend(
+    packed: Tensor, layer_kv: Tensor, call: _Call, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Return the results of the tiles, [tiles, kv_heads, rows, head_dim], and their log-sum-exp."""
     kv_heads, _, head_dim = packed.shape
     if isinstance(call.slots, int):
@@ -177,8 +182,37 @@ def _attend(packed: Tensor, layer_kv: Tensor, call: _Call) -> tuple[Tensor, Tens
     keys = kv.as_strided(shape, strides, begin)
     values = kv.as_strided(shape, strides, begin + kv_heads * strip)
     queries = packed[None, :, call.rows].expand(call.tiles, -1, -1, -1)
+    if softcap is not None:
+        return _capped(queries, keys, values, call.mask, softcap)
     result: tuple[Tensor, Tensor] = _flash(queries, keys, values, attn_mask=call.mask, scale=1.0)
     return result
+
+
+def _capped(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `_flash` returns, with bounded scores.
+
+    torch's kernel cannot bound scores, and its batched products do not promise that a row's bits
+    are independent of other rows. `Linear` does, at many times the cost of the operators in C.
+    """
+    tiles, kv_heads = keys.shape[:2]
+
+    def products(x: Tensor, weights: Tensor) -> Tensor:
+        found = [
+            Linear(weights[tile, head].float(), pack=False)(x[tile, head].float())
+            for tile in range(tiles)
+            for head in range(kv_heads)
+        ]
+        return torch.stack(found).view(tiles, kv_heads, -1, weights.shape[2])
+
+    scores = torch.tanh(products(queries, keys) / softcap) * softcap
+    if mask is not None:
+        scores += mask
+    sums = scores.logsumexp(-1)
+    # The sum of a masked tile is -inf, and -inf - -inf would be NaN.
+    weights = torch.exp(scores - sums.clamp(min=-1e30)[..., None])
+    return products(weights, values.transpose(2, 3)).to(queries.dtype), sums
 
 
 def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
+from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.rope import Rope
 
 
 class RotaryTables(NamedTuple):
@@ -17,6 +21,24 @@ class RotaryTables(NamedTuple):
 
     cosines: Tensor
     sines: Tensor
+
+
+def rotary_tables(
+    config: ModelConfig,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+) -> dict[Rope, RotaryTables]:
+    """Return the tables of a model's rotations, contiguous on the device."""
+    return {
+        rope: RotaryTables(
+            *(
+                table.contiguous().to(device)
+                for table in rope.tables(config.head_dim, positions, dtype)
+            )
+        )
+        for rope in {config.rope, *config.layer_ropes}
+    }
 
 
 class Operators(Protocol):
@@ -40,12 +62,17 @@ class Operators(Protocol):
 
         Args:
             hidden, delta: [rows, hidden_size], contiguous. None as `delta` adds nothing.
-            weight: [hidden_size].
+            weight: float32 [hidden_size].
         """
         ...
 
     def rotate_and_store(
-        self, step: Any, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+        self,
+        step: Any,
+        fused: Tensor,
+        layer_kv: Tensor,
+        qk_norm: Tensor | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool.
 
@@ -56,15 +83,19 @@ class Operators(Protocol):
             fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. The
                 method may overwrite this tensor.
             layer_kv: [2 * num_kv_heads, slots, head_dim].
-            qk_norm: [num_heads + num_kv_heads, head_dim], RMS norm weights applied before rotation.
+            qk_norm: float32 [num_heads + num_kv_heads, head_dim], RMS norm weights applied before
+                rotation.
+            rope: rotation of the layer. None means that of the model.
 
         Returns:
-            The rotated queries times head_dim ** -0.5: [rows, num_heads, head_dim].
+            The rotated queries times the model's query scale: [rows, num_heads, head_dim].
         """
         ...
 
     def attend(self, step: Any, queries: Tensor, layer_kv: Tensor, window: int | None) -> Tensor:
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim].
+
+        If the model has a soft cap c, the scores s = q k^T become c tanh(s / c).
 
         Args:
             step: the result of `begin`.
@@ -76,5 +107,5 @@ class Operators(Protocol):
         ...
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [rows, width], of [rows, 2 * width]."""
+        """Return activation(gate) * up, [rows, width], of [rows, 2 * width]."""
         ...

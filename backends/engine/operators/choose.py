@@ -6,7 +6,7 @@ import torch
 
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.numerics import CPU
-from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.base import Operators, rotary_tables
 from draftgate.backends.engine.operators.native import native_operators
 from draftgate.backends.engine.operators.reference import TorchOperators
 
@@ -27,5 +27,5 @@ def operators_for(
         from draftgate.backends.engine.operators.triton import triton_operators
 
         return triton_operators(config, max_positions, device)
-    tables = RotaryTables(*config.rope.tables(config.head_dim, max_positions, dtype))
+    tables = rotary_tables(config, max_positions, dtype)
     return native_operators(config, tables, dtype) or TorchOperators(config, tables)

@@ -7,7 +7,7 @@ enum { WORTH_SHARING = 1 << 15 };
 
 /* hidden += delta, unless delta is NULL. normed = hidden / rms(hidden) * weight. */
 void add_norm(
-    Number *hidden, Number *normed, const Number *delta, const Number *weight, int64_t rows,
+    Number *hidden, Number *normed, const Number *delta, const float *weight, int64_t rows,
     int64_t width, float eps, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t row = 0; row < rows; row++) {
@@ -20,21 +20,29 @@ void add_norm(
         }
         Vec scale = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
         for (int64_t i = 0; i < width; i += LANES)
-            store(y + i, load(x + i) * scale * load(weight + i));
+            store(y + i, load(x + i) * scale * *(const FloatLanes *)(weight + i));
     }
 }
 
-/* out = silu(gate) * up. A row of gate_up holds gate, then up, of `width` numbers each. */
-void gate(Number *out, const Number *gate_up, int64_t rows, int64_t width, int64_t threads) {
+/* Returns silu(x), or the approximation of gelu(x) by tanh, which is x sigmoid(z) as well. */
+INLINE Vec activated(Vec x, int64_t gelu) {
+    Vec z = x;
+    if (gelu) z = x * (x * x * 0.0713548163f + 1.5957691216f); /* 2 sqrt(2 / pi) (x + 0.044715 x^3) */
+    Vec e = exponential(choose(z < 0.0f, z, -z));
+    return x * (choose(z < 0.0f, e, all(1.0f)) / (e + 1.0f));
+}
+
+/* out = activation(gate) * up. A row of gate_up holds gate, then up, of `width` numbers each. */
+void gate(
+    Number *out, const Number *gate_up, int64_t rows, int64_t width, int64_t gelu,
+    int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > WORTH_SHARING)
     for (int64_t row = 0; row < rows; row++) {
         const Number *gates = gate_up + 2 * row * width;
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec x = load(gates + i);
-            Vec e = exponential(choose(x < 0.0f, x, -x));
-            Vec sigmoid = choose(x < 0.0f, e, all(1.0f)) / (e + 1.0f);
-            store(out + row * width + i, x * sigmoid * load(gates + width + i));
-        }
+        for (int64_t i = 0; i < width; i += LANES)
+            store(
+                out + row * width + i,
+                activated(load(gates + i), gelu) * load(gates + width + i));
     }
 }
 
@@ -59,7 +67,7 @@ INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
 /* Normalises a head of queries or keys unless weight is NULL, then rotates its first 2 * half
  * dimensions by its position. */
 INLINE void rotate_head(
-    float *x, const Number *weight, const float *cosines, const float *sines, int64_t width,
+    float *x, const float *weight, const float *cosines, const float *sines, int64_t width,
     int64_t half, float eps) {
     if (weight) {
         Vec squares = all(0.0f);
@@ -70,7 +78,7 @@ INLINE void rotate_head(
         Vec scale = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
         for (int64_t i = 0; i < width; i += LANES) {
             FloatLanes *at = (FloatLanes *)(x + i);
-            *at = *at * scale * load(weight + i);
+            *at = *at * scale * *(const FloatLanes *)(weight + i);
         }
     }
     for (int64_t i = 0; i < half; i++) {
@@ -87,7 +95,7 @@ enum { MAX_HEAD_DIM = 256 };
  * fused: rows of query heads, key heads and value heads. kv: strips of keys, then of values.
  */
 void rotate_and_store(
-    Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Rotation *rotation,
+    Number *out, Number *kv, const Number *fused, const float *qk_norm, const Rotation *rotation,
     int64_t threads) {
     int64_t width = rotation->head_dim, half = rotation->half;
     int64_t rotated = rotation->heads + rotation->kv_heads;

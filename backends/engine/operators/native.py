@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from draftgate.backends.engine.kv_pool import KV_TILE
 from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.compiler import compiled, library_name
 from draftgate.backends.engine.operators.products import LANES
+from draftgate.backends.engine.rope import Rope
 
 MAX_ROWS: Final = 64
 """Maximum rows that read the keys of a KV head together, equal to MAX_ROWS of `attention.c`."""
@@ -38,7 +40,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         ("out", _Pointer), ("query", _Pointer), ("kv", _Pointer),
         ("heads", _Int), ("kv_heads", _Int), ("strip", _Int), ("window", _Int),
-        ("chunks", _Pointer), ("num_chunks", _Int),
+        ("chunks", _Pointer), ("num_chunks", _Int), ("softcap", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -71,11 +73,11 @@ class NativeStep:
 
 
 def native_operators(
-    config: ModelConfig, tables: RotaryTables, dtype: torch.dtype
+    config: ModelConfig, tables: Mapping[Rope, RotaryTables], dtype: torch.dtype
 ) -> NativeOperators | None:
     """Return the model's operators in C, or None if C lacks its shapes or the compilation fails."""
-    rotated = 2 * tables.cosines.shape[1]
-    widths = (config.hidden_size, config.intermediate_size, config.head_dim, rotated)
+    rotated = (2 * table.cosines.shape[1] for table in tables.values())
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim, *rotated)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
     if not fits or dtype not in _SUPPORTED_DTYPES or group > MAX_ROWS:
@@ -93,16 +95,18 @@ def native_operators(
 class NativeOperators:
     """Implements `Operators`. All tensors are on the CPU and contiguous."""
 
-    def __init__(self, config: ModelConfig, tables: RotaryTables, library: ctypes.CDLL) -> None:
+    def __init__(
+        self, config: ModelConfig, tables: Mapping[Rope, RotaryTables], library: ctypes.CDLL
+    ) -> None:
         """Store the tables, and declare the arguments of the functions."""
         self.name = library_name()
         self._config = config
-        self._tables = RotaryTables(*(table.contiguous() for table in tables))
+        self._tables = tables
         self._chunk_tokens = MAX_ROWS // (config.num_heads // config.num_kv_heads)
         self._add_norm = library.add_norm
         self._add_norm.argtypes = (*[_Pointer] * 4, _Int, _Int, ctypes.c_float, _Int)
         self._gate = library.gate
-        self._gate.argtypes = (*[_Pointer] * 2, *[_Int] * 3)
+        self._gate.argtypes = (*[_Pointer] * 2, *[_Int] * 4)
         self._rotate_and_store = library.rotate_and_store
         self._rotate_and_store.argtypes = (*[_Pointer] * 5, _Int)
         self._attend = library.attend
@@ -119,25 +123,23 @@ class NativeOperators:
             kv_heads=config.num_kv_heads,
             chunks=chunks.buffer_info()[0],
             num_chunks=len(chunks) // 7,
+            softcap=config.attention_softcap or 0.0,
         )
         rotation = _Rotation(
             positions=inputs.positions.data_ptr(),
             slots=inputs.slots.data_ptr(),
-            cosines=self._tables.cosines.data_ptr(),
-            sines=self._tables.sines.data_ptr(),
             rows=len(inputs.positions),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            half=self._tables.cosines.shape[1],
-            scale=config.head_dim**-0.5,
+            scale=config.query_scale,
             eps=config.rms_norm_eps,
         )
         return NativeStep(inputs, chunks, tables, attention, rotation, torch.get_num_threads())
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
-        normed = torch.empty_like(hidden)
+        normed, weight = torch.empty_like(hidden), weight.float()
         self._add_norm(
             hidden.data_ptr(),
             normed.data_ptr(),
@@ -151,18 +153,26 @@ class NativeOperators:
         return normed
 
     def rotate_and_store(
-        self, step: NativeStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+        self,
+        step: NativeStep,
+        fused: Tensor,
+        layer_kv: Tensor,
+        qk_norm: Tensor | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
-        step.rotation.strip = layer_kv.stride(0)
+        rotation, tables = step.rotation, self._tables[rope or config.rope]
+        rotation.cosines, rotation.sines = tables.cosines.data_ptr(), tables.sines.data_ptr()
+        rotation.half, rotation.strip = tables.cosines.shape[1], layer_kv.stride(0)
+        qk_norm = None if qk_norm is None else qk_norm.float()
         self._rotate_and_store(
             queries.data_ptr(),
             layer_kv.data_ptr(),
             fused.data_ptr(),
             None if qk_norm is None else qk_norm.data_ptr(),
-            ctypes.addressof(step.rotation),
+            ctypes.addressof(rotation),
             step.threads,
         )
         return queries
@@ -181,10 +191,11 @@ class NativeOperators:
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [rows, width]."""
+        """Return activation(gate) * up, [rows, width]."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, torch.get_num_threads())
+        gelu, threads = self._config.activation == "gelu", torch.get_num_threads()
+        self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, gelu, threads)
         return out
 
 

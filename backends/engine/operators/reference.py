@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
 from draftgate.backends.engine.operators.attention import AttentionPlan, attend, plan_attention
 from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +23,13 @@ class TorchStep:
     """The state of a step: rotations of its rows, and attention plans.
 
     Attributes:
-        cosines: [rows, 1, rotated dimensions].
-        sines: [rows, 1, rotated dimensions], with signs.
+        rotations: by rotation, the cosines of the rows and their sines with signs, [rows, 1,
+            rotated dimensions] each.
         slots: slots of the rows.
         plans: attention plans by window.
     """
 
-    cosines: Tensor
-    sines: Tensor
+    rotations: dict[Rope, tuple[Tensor, Tensor]]
     slots: Tensor
     plans: dict[int | None, AttentionPlan]
 
@@ -34,22 +37,22 @@ class TorchStep:
 class TorchOperators:
     """Implements `Operators`."""
 
-    def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
+    def __init__(self, config: ModelConfig, tables: Mapping[Rope, RotaryTables]) -> None:
         self.name = f"torch-{torch.__version__}"
         self._config = config
         self._tables = tables
+        self._dtype = tables[config.rope].cosines.dtype
+        self._gate = _GATES[config.activation]
 
     def begin(self, inputs: StepInputs) -> TorchStep:
         """Gather the rotations of the step's rows, and plan its attention."""
         config = self._config
-        cos, sin = (table[inputs.positions] for table in self._tables)
         group = config.num_heads // config.num_kv_heads
         return TorchStep(
-            torch.cat([cos, cos], -1)[:, None],
-            torch.cat([-sin, sin], -1)[:, None],
+            {rope: _rotations(table, inputs.positions) for rope, table in self._tables.items()},
             inputs.slots,
             {
-                window: plan_attention(inputs.spans, group, cos.dtype, window)
+                window: plan_attention(inputs.spans, group, self._dtype, window)
                 for window in set(config.windows)
             },
         )
@@ -58,34 +61,55 @@ class TorchOperators:
         """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
         if delta is not None:
             hidden += delta
-        return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
+        return _rms_norm(hidden, weight, self._config.rms_norm_eps)
 
     def rotate_and_store(
-        self, step: TorchStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+        self,
+        step: TorchStep,
+        fused: Tensor,
+        layer_kv: Tensor,
+        qk_norm: Tensor | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         heads = fused.view(len(fused), -1, config.head_dim)
         rotated = heads[:, : config.num_heads + config.num_kv_heads]
         if qk_norm is not None:
-            normed = functional.rms_norm(rotated, (config.head_dim,), eps=config.rms_norm_eps)
-            rotated.copy_(normed * qk_norm)
-        turned = rotated[..., : step.cosines.shape[-1]]
-        turned.copy_(_rotate(turned, step.cosines, step.sines))
+            rotated.copy_(_rms_norm(rotated, qk_norm, config.rms_norm_eps))
+        cosines, sines = step.rotations[rope or config.rope]
+        turned = rotated[..., : cosines.shape[-1]]
+        turned.copy_(_rotate(turned, cosines, sines))
         layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
-        queries: Tensor = heads[:, : config.num_heads] * config.head_dim**-0.5
+        queries: Tensor = heads[:, : config.num_heads] * config.query_scale
         return queries
 
     def attend(
         self, step: TorchStep, queries: Tensor, layer_kv: Tensor, window: int | None
     ) -> Tensor:
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim]."""
-        return attend(queries, layer_kv, step.plans[window])
+        return attend(queries, layer_kv, step.plans[window], self._config.attention_softcap)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [rows, width]."""
+        """Return activation(gate) * up, [rows, width]."""
         gates, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gates) * up
+        return self._gate(gates) * up
+
+
+_GATES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of the last dimension times a float32 weight, rounded once."""
+    return (functional.rms_norm(x.float(), x.shape[-1:], eps=eps) * weight).to(x.dtype)
+
+
+def _rotations(tables: RotaryTables, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (table[positions] for table in tables)
+    return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ can capture a step and replay it with other contents of its tensors.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,13 @@ from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgate.backends.engine.kernels.rope_kv import rope_kv
-from draftgate.backends.engine.kernels.swiglu import swiglu
-from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.kernels.swiglu import geglu, swiglu
+from draftgate.backends.engine.operators.base import RotaryTables, rotary_tables
 from draftgate.backends.engine.operators.ragged import ragged_spans
+from draftgate.backends.engine.rope import Rope
+from draftgate.backends.errors import CheckpointError
+
+_GATES: Final = {"silu": swiglu, "gelu": geglu}
 
 
 class TritonStep(NamedTuple):
@@ -38,11 +43,19 @@ class TritonOperators:
     All tensors are on one GPU, or on the CPU for Triton's interpreter.
     """
 
-    def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
-        """Store the tables, [positions, head_dim / 2], on the device."""
+    def __init__(self, config: ModelConfig, tables: Mapping[Rope, RotaryTables]) -> None:
+        """Store the tables, which are on the device.
+
+        Raises:
+            CheckpointError: the model bounds the scores of attention.
+        """
+        if config.attention_softcap is not None:
+            raise CheckpointError(
+                "attn_logit_softcapping is not supported on a GPU; use --device cpu"
+            )
         self.name = f"triton-{triton.__version__}"
         self._config = config
-        self._cosines, self._sines = (table.contiguous() for table in tables)
+        self._tables = tables
 
     def begin(self, inputs: StepInputs) -> TritonStep:
         """Return the step's spans on the device. Copy spans that are still on the host."""
@@ -60,18 +73,24 @@ class TritonOperators:
         return add_rms_norm(delta, hidden, weight, eps)
 
     def rotate_and_store(
-        self, step: TritonStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+        self,
+        step: TritonStep,
+        fused: Tensor,
+        layer_kv: Tensor,
+        qk_norm: Tensor | None,
+        rope: Rope | None = None,
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
+        config = self._config
         return rope_kv(
             fused,
             step.positions,
             step.slots,
-            self._cosines,
-            self._sines,
+            *self._tables[rope or config.rope],
             layer_kv,
             qk_norm=qk_norm,
-            eps=self._config.rms_norm_eps,
+            eps=config.rms_norm_eps,
+            query_scale=config.query_scale,
         )
 
     def attend(
@@ -97,13 +116,12 @@ class TritonOperators:
         return attended.view(len(queries), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, [rows, width]."""
-        return swiglu(gate_up)
+        """Return activation(gate) * up, [rows, width]."""
+        return _GATES[self._config.activation](gate_up)
 
 
 def triton_operators(
     config: ModelConfig, max_positions: int, device: torch.device
 ) -> TritonOperators:
     """Return the model's operators on Triton kernels, with rotation tables in float32."""
-    tables = config.rope.tables(config.head_dim, max_positions, torch.float32)
-    return TritonOperators(config, RotaryTables(*(table.to(device) for table in tables)))
+    return TritonOperators(config, rotary_tables(config, max_positions, torch.float32, device))

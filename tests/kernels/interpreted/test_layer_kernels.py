@@ -80,13 +80,14 @@ def test_partial_rotation_has_the_bits_of_the_reference(head_dim: int, share: fl
     assert torch.equal(arguments[-1], expected[-1])
 
 
-def test_partly_rotated_heads_are_normed() -> None:
-    """The norm covers all dimensions of a head that rotates in part."""
+def test_partly_rotated_heads_are_normed_and_scaled() -> None:
+    """The norm covers all dimensions of a head that rotates in part, and queries have any scale."""
     case = rope_case(5, 6, 2, 32, normed=True, share=0.5)
     arguments, expected = case.arguments(), case.arguments()
-    queries = rope_kv.rope_kv(*arguments, **case.options())
+    options = {**case.options(), "query_scale": 0.3}
+    queries = rope_kv.rope_kv(*arguments, **options)
     close = {"rtol": 1e-6, "atol": 2e-6}
-    torch.testing.assert_close(queries, rope_kv_ref.rope_kv(*expected, **case.options()), **close)
+    torch.testing.assert_close(queries, rope_kv_ref.rope_kv(*expected, **options), **close)
     torch.testing.assert_close(arguments[-1], expected[-1], **close)
 
 
@@ -144,13 +145,14 @@ def test_layers_of_a_pool_are_written_in_place() -> None:
 # The exponential of the largest gate is infinite, as expected.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("intermediate", [1, 90, 1024, 1601])
-def test_gate_equals_the_reference(intermediate: int) -> None:
+@pytest.mark.parametrize(("gate", "tolerance"), [("swiglu", 1e-37), ("geglu", 2e-6)])
+def test_gate_equals_the_reference(gate: str, tolerance: float, intermediate: int) -> None:
     """The gated activation equals the reference for rows of any size and large gates of both
     signs."""
     gate_up = normal((3, 2 * intermediate), 11) * 4
     gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
-    expected = swiglu_ref.swiglu(gate_up)
-    torch.testing.assert_close(swiglu.swiglu(gate_up), expected, rtol=1e-6, atol=1e-37)
+    expected, found = (getattr(module, gate)(gate_up) for module in (swiglu_ref, swiglu))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

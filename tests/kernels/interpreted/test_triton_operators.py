@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from tests.engine.tiny_model import (
     MIXED_BLOCKS,
@@ -36,6 +37,16 @@ CONFIGS = {
         **ONE_LAYER,
     },
     "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True, **ONE_LAYER},
+    "features of Gemma and a rotation in part": {
+        "activation": "gelu",
+        "sandwich_norms": True,
+        "embedding_scale": 6.25,
+        "query_scalar": 24.0,
+        "logit_softcap": 3.0,
+        "windows": (20, None),
+        "layer_ropes": (Rope(500.0), Rope(1e4, share=0.5)),
+        "rope": Rope(500.0),
+    },
     "no groups": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 10, **ONE_LAYER},
 }
 
