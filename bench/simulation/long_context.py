@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 from random import Random
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from msgspec import structs
@@ -37,7 +38,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.drawn import Drawn
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.metrics import tpot_s
+from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.health import without_full_gc
@@ -209,7 +210,7 @@ class Study(NamedTuple):
         }
 
     def mixed(self, requests: int, most_sequences: int) -> Iterator[dict[str, Any]]:
-        """Yield the mean TPOT of each class and variant at each rate."""
+        """Yield the mean latencies of each class and variant at each rate."""
         random = Random(self.seed)
         classes = [LONG if random.random() < LONG_SHARE else SHORT for _ in range(requests)]
         drawn = Drawn(tuple(TraceRow(0.0, *MIXED_LENGTHS[one]) for one in classes), self.seed)
@@ -251,10 +252,13 @@ def together_tokens_per_s(records: Sequence[Record]) -> float:
 
 def _class_result(records: Sequence[Record], name: str) -> dict[str, Any]:
     own = [record for record in records if record.planned.request.class_name == name]
+    firsts_s = [first_s for record in own if (first_s := ttft_s(record)) is not None]
     times_s = [time_s for record in own if (time_s := tpot_s(record)) is not None]
     outcomes = [record.metrics["speculative_decoding"] for record in own if record.metrics]
     return {
-        "tpot_s": sum(times_s) / len(times_s),
+        "latency_s": fmean(map(latency_s, own)),
+        "ttft_s": fmean(firsts_s),
+        "tpot_s": fmean(times_s),
         "drafted_tokens": sum(one["num_drafted_tokens"] for one in outcomes),
         "accepted_tokens": sum(one["num_accepted_tokens"] for one in outcomes),
     }
@@ -317,7 +321,7 @@ def _mixed_cells(row: dict[str, Any]) -> list[str]:
     cells = [row["variant"], f"{row['rate_rps']:.2f}"]
     for name in MIXED_LENGTHS:
         one = row[name]
-        cells += [f"{one['tpot_s'] * 1e3:.1f}", str(one["accepted_tokens"])]
+        cells += [f"{one['latency_s']:.2f}", f"{one['ttft_s']:.2f}", f"{one['tpot_s'] * 1e3:.1f}"]
     return cells
 
 
@@ -327,7 +331,11 @@ def _body(batches: Sequence[dict[str, Any]], mixed: Sequence[dict[str, Any]]) ->
     yield html_table(
         ["profile", "context", "batch", *names, "MagicDec"], [*map(_batch_cells, batches)]
     )
-    heads = [f"{name}: {what}" for name in MIXED_LENGTHS for what in ("TPOT, ms", "accepted")]
+    heads = [
+        f"{name}: {what}"
+        for name in MIXED_LENGTHS
+        for what in ("latency, s", "TTFT, s", "TPOT, ms")
+    ]
     yield html_table(["variant", "requests/s", *heads], [*map(_mixed_cells, mixed)], __doc__ or "")
 
 
