@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from draftgate.backends.engine.families import FAMILIES, Family
+from draftgate.backends.engine.families import FAMILIES, ExpertNames, Family
 from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.rope_fields import read_rope, read_ropes
@@ -16,6 +16,27 @@ from draftgate.backends.tokenizer import read_json
 
 MAX_LAYERS: Final = 1 << 12
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixture of experts of a model.
+
+    Attributes:
+        count: number of experts of a layer.
+        per_row: number of experts of a row.
+        width: width of an expert, as `ModelConfig.intermediate_size`.
+        normalised: whether the shares of a row's experts add up to 1.
+        layers: the layers with experts. Other layers have one MLP.
+        names: names in the checkpoint.
+    """
+
+    count: int
+    per_row: int
+    width: int
+    normalised: bool
+    layers: frozenset[int]
+    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +65,7 @@ class ModelConfig:
         query_scalar: the dimension whose root divides the queries, instead of `head_dim`.
         attention_softcap: bound on the scores of attention, or None.
         logit_softcap: bound on the logits, or None.
+        experts: the mixture of experts, or None.
     """
 
     vocab_size: int
@@ -72,6 +94,7 @@ class ModelConfig:
     query_scalar: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def query_group(self) -> int:
@@ -189,6 +212,7 @@ def _parse(fields: Fields, family: Family, eos_ids: frozenset[int]) -> ModelConf
         eos_ids=eos_ids,
         fused_products=family.fused,
         layer_ropes=layer_ropes,
+        experts=None if family.experts is None else _experts(fields, family.experts, layers),
         **(_gemma_features(fields, hidden) if family.gemma else {}),
     )
 
@@ -208,10 +232,29 @@ def _gemma_features(fields: Fields, hidden: int) -> dict[str, Any]:
     }
 
 
+def _experts(fields: Fields, names: ExpertNames, layers: int) -> ExpertsConfig:
+    # transformers 5 writes the first name for all architectures.
+    counts = (name for name in ("num_local_experts", "num_experts") if name in fields)
+    count = fields.count(next(counts, "num_experts"), 128)
+    every = fields.count("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.error("mlp_only_layers", f"must list layers, not {reprlib.repr(dense)}")
+    return ExpertsConfig(
+        count=count,
+        per_row=fields.count("num_experts_per_tok", maximum=count),
+        width=fields.count(names.width),
+        normalised=fields.flag("norm_topk_prob", default=True),
+        layers=frozenset(range(every - 1, layers, every)) - frozenset(dense),
+        names=names,
+    )
+
+
 def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    if family.windows == "none":
+    flagged = family.windows == "flag"
+    if family.windows == "none" or (flagged and not fields.flag("use_sliding_window")):
         return (None,) * layers
-    if family.windows == "all":
+    if family.windows == "all" or flagged:
         return (fields.count("sliding_window") if "sliding_window" in fields else None,) * layers
     types = _layer_types(fields, layers)
     if family.windows == "types":

@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+
+class ExpertNames(NamedTuple):
+    """Names of the parts of a mixture of experts in a checkpoint.
+
+    Attributes:
+        block: name of the mixture in a layer.
+        gate, up, down: names of the matrices of an expert.
+        width: config field of the width of an expert.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    width: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +38,12 @@ class Family:
         partial_rotation: whether `partial_rotary_factor` may be set.
         rope_types: other names of rotations in the configs of this architecture.
         windows: `all` if `sliding_window` applies to all layers, `some` if the Qwen fields select
-            the layers, `types` if `layer_types` does, or `none`.
+            the layers, `types` if `layer_types` does, `flag` if `use_sliding_window` sets the
+            window of all layers, or `none`.
         gemma: whether the model has the norms, embedding scale, activation, query scale and soft
             caps of Gemma 2.
         local_rope: whether layers with a window have a rotation of their own.
+        experts: names of the parts of a mixture of experts, or None for models without one.
         text_section: whether the config has the decoder's fields in `text_config`, beside those of
             other parts.
         defaults: values of absent fields, as in `transformers`. A null field is not absent.
@@ -40,6 +58,7 @@ class Family:
     windows: str = "none"
     gemma: bool = False
     local_rope: bool = False
+    experts: ExpertNames | None = None
     text_section: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,6 +125,19 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "sliding_window": 4096,
             },
         ),
+        "MixtralForCausalLM": Family(
+            biases=(False, False),
+            windows="all",
+            experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", "intermediate_size"),
+            defaults={
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "num_experts_per_tok": 2,
+                "num_local_experts": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+            },
+        ),
         "Phi3ForCausalLM": Family(
             biases=(False, False),
             fused=True,
@@ -119,6 +151,22 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             },
         ),
         "Qwen2ForCausalLM": Family(biases=(True, False), windows="some", defaults=_QWEN_DEFAULTS),
+        "Qwen3MoeForCausalLM": Family(
+            biases=None,
+            qk_norm=True,
+            windows="flag",
+            experts=ExpertNames(
+                "mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size"
+            ),
+            defaults={
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32768,
+                "sliding_window": 4096,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+            },
+        ),
         "Qwen3ForCausalLM": Family(
             biases=None, qk_norm=True, windows="some", defaults={**_QWEN_DEFAULTS, "head_dim": 128}
         ),

@@ -141,6 +141,13 @@ class StepInputs:
     ragged: RaggedSpans | None = None
     num_hidden: int = 0
 
+    @property
+    def live_rows(self) -> int | Tensor:
+        """Number of rows before the padding: on the host, or int32 [1] on the device."""
+        if self.ragged is not None:
+            return self.ragged.query_starts[-1:]
+        return sum(self.spans.rows)
+
     def on(self, device: torch.device) -> StepInputs:
         """Return the step with its tensors on a device."""
         if self.token_ids.device == device:

@@ -165,7 +165,7 @@ def _loaded_decoder(
         test = partial(steps_are_exact, runner, model, dtype, max_tokens, device)
         exact = is_exact(test, dtype, device, required=config.exact)
         progress(PROBED_SHARE)
-        cost = _step_cost(runner, device, max_tokens, max_sequences)
+        cost = _step_cost(runner, device, max_tokens, max_sequences, model.vocab_size)
     else:
         exact, cost = found.exact, found.cost
         rehearse(runner, min(TOKEN_BUCKETS[0], max_tokens))
@@ -210,10 +210,10 @@ def _loaded_encoder(
 
 
 def _step_cost(
-    runner: ModelRunner, device: torch.device, max_tokens: int, max_sequences: int
+    runner: ModelRunner, device: torch.device, max_tokens: int, max_sequences: int, vocab_size: int
 ) -> StepCost:
     buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
-    return measure_step_cost(runner, max_tokens, max_sequences, buckets)
+    return measure_step_cost(runner, max_tokens, max_sequences, buckets, vocab_size=vocab_size)
 
 
 def _cache(device: torch.device, *key: object) -> StartupCache | None:

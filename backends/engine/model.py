@@ -10,6 +10,7 @@ from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
 from draftgate.backends.engine.kv_pool import Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS, padded_rows
+from draftgate.backends.engine.mlp import SparseMlp
 from draftgate.backends.engine.operators.choose import operators_for
 from draftgate.backends.engine.weights import Weights
 
@@ -56,9 +57,14 @@ class Decoder:
         dtype = self._weights.embedding.dtype
         linears = (linear for layer in self._weights.layers for linear in layer.linears)
         different = {(linear.in_features, linear.out_features): linear for linear in linears}
+        routers = [
+            layer.mlp.router for layer in self._weights.layers if isinstance(layer.mlp, SparseMlp)
+        ]
         for rows in PRODUCT_ROWS:
             for linear in different.values():
                 linear(torch.zeros(rows, linear.in_features, dtype=dtype))
+            for router in routers[:1]:
+                router.float32(torch.zeros(rows, router.in_features, dtype=dtype))
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=dtype))
 
     def sampled_logits(self, hidden: Tensor, num_samples: int) -> Tensor:
@@ -88,7 +94,7 @@ class Decoder:
         """
         ops = self.operators
         inputs = inputs.on(self.device)
-        step = ops.begin(inputs)
+        step, live_rows = ops.begin(inputs), inputs.live_rows
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
@@ -100,8 +106,8 @@ class Decoder:
             queries = ops.rotate_and_store(step, fused, layer_kv, layer.qk_norm, rope)
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
             attended = self._normed(attended, layer.output_norm)
-            gate_up = layer.gate_up(ops.add_norm(hidden, attended, layer.mlp_norm))
-            delta = self._normed(layer.down(ops.gate(gate_up)), layer.down_norm)
+            normed = ops.add_norm(hidden, attended, layer.mlp_norm)
+            delta = self._normed(layer.mlp(normed, ops.gate, live_rows), layer.down_norm)
         if not inputs.num_samples + inputs.num_hidden:
             return hidden[:0]
         rows = inputs.sample_rows

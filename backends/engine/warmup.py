@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -56,8 +57,14 @@ sampled slots seem too cheap, and `auto` verifies too many.
 """
 
 PROBE_VOCABULARY: Final = 32
-"""Upper bound on the token ids in timed and probed steps. Every model has at least this number of
-ids."""
+"""Upper bound on the token ids in probed steps. Every model has at least this number of ids."""
+
+TOKEN_STRIDE: Final = 7919
+"""Distance of the ids of neighbouring tokens in timed steps, a prime number.
+
+Equal tokens would choose the same experts of a mixture, and a step would seem to read fewer experts
+than a step of a text does.
+"""
 
 PROBE_START: Final = KV_TILE - 24
 PROBE_TOKENS: Final = 48
@@ -77,8 +84,13 @@ def measure_step_cost(
     max_tokens: int,
     max_sequences: int,
     token_buckets: tuple[int, ...] = TOKEN_BUCKETS,
+    *,
+    vocab_size: int = PROBE_VOCABULARY,
 ) -> StepCost:
     """Time verify steps by tokens, sequences, and KV tokens read.
+
+    The tokens of a step are spread over the vocabulary. In a mixture of experts, each further token
+    therefore reads further experts, as in a text.
 
     Without the cost of KV reads, `auto` underestimates steps with long contexts. It then drafts too
     little where draft slots hardly lengthen a step.
@@ -88,19 +100,23 @@ def measure_step_cost(
         max_tokens: maximum tokens of one sequence in the KV pool.
         max_sequences: maximum sequences with one block each in the pool.
         token_buckets: token counts to time, ascending.
+        vocab_size: number of token ids of the model.
     """
+    verify = partial(_verify, vocabulary=vocab_size)
     buckets = [tokens for tokens in token_buckets if tokens <= max_tokens] or [max_tokens]
-    measured_s = _times_s(runner, [StepPlan((_verify(tokens),)) for tokens in buckets])
+    measured_s = _times_s(runner, [StepPlan((verify(tokens),)) for tokens in buckets])
     step_s = list(accumulate(measured_s, max))
     many = min(TIMED_SEQUENCES, max_sequences, max_tokens)
     sequence_s = 0.0
     if many > 1:
-        batch = StepPlan(tuple(_verify(1, blocks=[index]) for index in range(many)))
-        alone = StepPlan((_verify(many),))
+        # Both steps have the same tokens.
+        batch = StepPlan(tuple(verify(1, blocks=[index], first=index) for index in range(many)))
+        alone = StepPlan((verify(many),))
         sequence_s = max(_time_s(runner, batch) - _time_s(runner, alone), 0.0) / (many - 1)
     # Each timed step had a single sequence.
     table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
-    kv_token_s, pair_s = _attention_s(runner, min(TIMED_CONTEXT, max_tokens - TIMED_SLOTS - 1))
+    context_tokens = min(TIMED_CONTEXT, max_tokens - TIMED_SLOTS - 1)
+    kv_token_s, pair_s = _attention_s(runner, verify, context_tokens)
     return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s, pair_s)
 
 
@@ -141,14 +157,16 @@ def _timed_s(draft: Callable[[int], object], target: Callable[[], object], count
     return time.perf_counter() - started_s
 
 
-def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float]:
+def _attention_s(
+    runner: ModelRunner, verify: Callable[..., SequenceWork], context_tokens: int
+) -> tuple[float, float]:
     """Return `kv_token_s` and `pair_s` of the step cost, in seconds."""
     if context_tokens < 1:
         return 0.0, 0.0
 
     def longer_s(tokens: int) -> float:
         near, far = (
-            _time_s(runner, StepPlan((_verify(tokens, start=start),)))
+            _time_s(runner, StepPlan((verify(tokens, start=start, first=0),)))
             for start in (0, context_tokens)
         )
         return max(far - near, 0.0)
@@ -243,13 +261,22 @@ def _time_s(runner: ModelRunner, plan: StepPlan) -> float:
 
 
 def _verify(
-    tokens: int, *, start: int = 0, blocks: list[int] | None = None, wanted: int | None = None
+    tokens: int,
+    *,
+    start: int = 0,
+    first: int | None = None,
+    blocks: list[int] | None = None,
+    wanted: int | None = None,
+    vocabulary: int = PROBE_VOCABULARY,
 ) -> SequenceWork:
     """Return work that verifies `tokens - 1` arbitrary draft tokens.
 
     Args:
+        start: position of the first token.
+        first: place of the first token in an arbitrary text. The default is `start`.
         blocks: block table. The default is the first blocks of the pool.
         wanted: number of rows at the end whose logits the step returns, or None for all rows.
+        vocabulary: upper bound on the token ids.
     """
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=TIMED_TEMPERATURE)
     view = RequestView(1, 1, TIMED_TEMPERATURE)
@@ -258,7 +285,8 @@ def _verify(
         0, GenerationRequest("warm-up", compact((0,)), sampling, plan), ResumedChoice(0, ())
     )
     sequence.block_table.extend(blocks or range(-(-(start + tokens) // BLOCK_TOKENS)))
-    fed = tuple(position % PROBE_VOCABULARY for position in range(start, start + tokens))
+    first = start if first is None else first
+    fed = tuple(place * TOKEN_STRIDE % vocabulary for place in range(first, first + tokens))
     wanted = tokens if wanted is None else wanted
     confirmed = tokens - max(wanted - 1, 0)
     return SequenceWork(sequence, start, fed[:confirmed], wanted > 0, Draft(fed[confirmed:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
-from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.config import ExpertsConfig, ModelConfig
 from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMlp
 from draftgate.backends.engine.numerics import CPU
 from draftgate.backends.engine.operators.products import multiplies_in_c
 from draftgate.backends.engine.stored_linear import FusedModules, read_linear
+from draftgate.backends.errors import CheckpointError
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
@@ -61,8 +63,7 @@ once. The bits are the same.
 class LayerWeights:
     """The weights of one layer.
 
-    Queries, keys and values share one matrix, and gate and up share another. Weights of norms are
-    float32.
+    Queries, keys and values share one matrix. Weights of norms are float32.
 
     Attributes:
         qk_norm: [num_heads + num_kv_heads, head_dim], one weight per head of queries and keys. None
@@ -76,15 +77,14 @@ class LayerWeights:
     qk_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of their application."""
-        return self.qkv, self.output, self.gate_up, self.down
+        return self.qkv, self.output, *self.mlp.linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         config, products = self._config, layer_products(self._config)
-        prefix = f"model.layers.{index}."
+        prefix = _prefix(index)
         with self._reader() as reader:
 
             def linear(modules: FusedModules) -> Linear:
@@ -221,11 +221,22 @@ class _Loader:
                 qk_norm=qk_norm,
                 output=linear(products.output),
                 mlp_norm=norms[names.mlp],
-                gate_up=linear(products.gate_up),
-                down=linear(products.down),
+                mlp=self._mlp(index, linear),
                 output_norm=norms.get(names.output),
                 down_norm=norms.get(names.down),
             )
+
+    def _mlp(self, index: int, linear: Callable[[FusedModules], Linear]) -> Mlp:
+        experts = self._config.experts
+        if experts is None or index not in experts.layers:
+            products = layer_products(self._config)
+            return DenseMlp(linear(products.gate_up), linear(products.down))
+        if self._device.type != "cpu":
+            raise CheckpointError("a mixture of experts needs a CPU: use --device cpu")
+        modules = (expert_products(self._config, experts, e) for e in range(experts.count))
+        mlps = tuple(DenseMlp(linear(gate_up), linear(down)) for gate_up, down in modules)
+        router = linear(router_product(self._config, experts))
+        return SparseMlp(router, experts.per_row, experts.normalised, LoopedExperts(mlps))
 
     def norm(self, name: str) -> Tensor:
         with self._reader() as reader:
@@ -245,7 +256,7 @@ class _Loader:
 
 
 class LayerProducts(NamedTuple):
-    """The matrix products of one layer, in the order of their application."""
+    """The matrix products of a layer without experts, in the order of their application."""
 
     qkv: FusedModules
     output: FusedModules
@@ -254,7 +265,7 @@ class LayerProducts(NamedTuple):
 
 
 def layer_products(config: ModelConfig) -> LayerProducts:
-    """Return the products of any layer, with names relative to the layer."""
+    """Return the products of a layer, with names relative to the layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     products = LayerProducts(
@@ -271,17 +282,47 @@ def layer_products(config: ModelConfig) -> LayerProducts:
     )
 
 
+def router_product(config: ModelConfig, experts: ExpertsConfig) -> FusedModules:
+    """Return the product that gives the logits of the experts."""
+    names = (f"{experts.names.block}.gate",)
+    return FusedModules(names, (experts.count,), config.hidden_size, bias=False)
+
+
+def expert_products(
+    config: ModelConfig, experts: ExpertsConfig, expert: int
+) -> tuple[FusedModules, FusedModules]:
+    """Return the products of an expert, with names relative to the layer."""
+    prefix, names = f"{experts.names.block}.experts.{expert}.", experts.names
+    hidden, width = config.hidden_size, experts.width
+    gate_up = FusedModules((names.gate, names.up), (width, width), hidden, bias=False)
+    down = FusedModules((names.down,), (hidden,), width, bias=False)
+    return gate_up.below(prefix), down.below(prefix)
+
+
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of the layers in a checkpoint."""
-    layer: dict[str, tuple[int, ...]] = {}
-    for modules in layer_products(config):
-        layer |= modules.shapes()
-    layer |= {f"{module}.weight": (width,) for module, width in _norms(config).items()}
-    return {
-        f"model.layers.{index}.{name}": shape
-        for index in range(config.num_layers)
-        for name, shape in layer.items()
-    }
+    norms = {f"{module}.weight": (width,) for module, width in _norms(config).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(config.num_layers):
+        for modules in _layer_modules(config, index):
+            shapes |= modules.below(_prefix(index)).shapes()
+        shapes |= {f"{_prefix(index)}{name}": shape for name, shape in norms.items()}
+    return shapes
+
+
+def _layer_modules(config: ModelConfig, index: int) -> Iterator[FusedModules]:
+    products, experts = layer_products(config), config.experts
+    yield from (products.qkv, products.output)
+    if experts is None or index not in experts.layers:
+        yield from (products.gate_up, products.down)
+        return
+    yield router_product(config, experts)
+    for expert in range(experts.count):
+        yield from expert_products(config, experts, expert)
+
+
+def _prefix(index: int) -> str:
+    return f"model.layers.{index}."
 
 
 def _norms(config: ModelConfig) -> dict[str, int]:

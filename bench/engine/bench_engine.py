@@ -86,7 +86,13 @@ class BenchEngine:
         """The step costs that a worker measures when it starts."""
         buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
         most_sequences = min(MAX_SEQS, self.pool.num_blocks)
-        return measure_step_cost(self.runner, self.max_model_len, most_sequences, buckets)
+        return measure_step_cost(
+            self.runner,
+            self.max_model_len,
+            most_sequences,
+            buckets,
+            vocab_size=self.model.config.vocab_size,
+        )
 
     def step_s(self, case: Case) -> float:
         """Run a step with greedy tokens that are read back, and return its seconds."""

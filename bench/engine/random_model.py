@@ -15,6 +15,7 @@ from torch import Tensor
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.mlp import DenseMlp
 from draftgate.backends.engine.weights import (
     DOWN,
     EMBEDDING,
@@ -129,8 +130,7 @@ class RandomModel:
                 qk_norm=None,
                 output=Linear(output, exact=exact),
                 mlp_norm=self._ones,
-                gate_up=Linear(gate_up, exact=exact),
-                down=Linear(down, exact=exact),
+                mlp=DenseMlp(Linear(gate_up, exact=exact), Linear(down, exact=exact)),
             )
             for qkv, output, gate_up, down in self._layers
         )

@@ -143,10 +143,10 @@ def measure() -> dict[str, Any]:
     engine = load_engine(WorkerConfig(speculation="off", proposer="draft_model"))
     tokenizer = engine.worker.tokenizer
     runner = cast(Runner, engine.executor)
-    cost = measure_step_cost(runner, MOST_TOKENS, max(BATCHES))
+    config = read_model_config(SHIPPED_MODEL)
+    cost = measure_step_cost(runner, MOST_TOKENS, max(BATCHES), vocab_size=config.vocab_size)
     host_step_s, host_sequence_s = line_through(served_steps(engine, cost))
     call_s, lookup_s = line_through(draft_times(NgramProposer(), tokenizer, DRAFT_TOKENS))
-    config = read_model_config(SHIPPED_MODEL)
     source = (
         f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, torch "
         f"{facts['torch']}, {facts['threads']} threads"

@@ -220,6 +220,7 @@ UNSUPPORTED = {
 
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
@@ -296,6 +297,14 @@ ABSURD = {
     "field of the text": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"hidden_size": "x"}},
         r"text_config\.hidden_size must be a whole number",
+    ),
+    "layers of text": (
+        {**QWEN3_MOE, "mlp_only_layers": ["0"]},
+        r"mlp_only_layers must list layers, not \['0'\]",
+    ),
+    "more experts than there are": (
+        {**QWEN3_MOE, "num_experts": 4, "num_experts_per_tok": 5},
+        "num_experts_per_tok must be a whole number from 1 to 4, not 5",
     ),
     "types of too few layers": (
         {**QWEN2, "layer_types": ["full_attention"]},

@@ -29,9 +29,11 @@ FAMILIES = {
     "gemma3_text": "Gemma3Text",
     "llama": "Llama",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
 }
 
 TOKENS = 150
@@ -68,6 +70,12 @@ LONGROPE = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
+EXPERTS = {
+    "head_dim": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
 GEMMA = {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24}
 
 
@@ -94,6 +102,29 @@ VARIANTS = {
     "mistral-windows": ("mistral", {"sliding_window": 40}),
     "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
     "mistral-without-windows": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-eight-kv-heads": (
+        "mixtral",
+        {"num_local_experts": 3, "num_attention_heads": 8, "num_key_value_heads": 8},
+    ),
+    "mixtral-windows": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 40},
+    ),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-shares-below-one": ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 1}),
+    "qwen3-moe-some-layers": (
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3": ("phi3", {}),
     "phi3-multi-head": ("phi3", {"num_key_value_heads": 4}),
     "phi3-windows": ("phi3", {"sliding_window": 40, "num_key_value_heads": None}),
@@ -168,11 +199,15 @@ VARIANTS = {
 
 
 def random_model(variant: str) -> PreTrainedModel:
+    """Create a random model of a variant."""
+    return random_model_of(*VARIANTS[variant])
+
+
+def random_model_of(family: str, changes: dict[str, object]) -> PreTrainedModel:
     """Create a random model in which every tensor matters, with norms unlike 1 and biases
     unlike 0."""
     import transformers
 
-    family, changes = VARIANTS[variant]
     prefix = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(**{**SHAPE, **changes})
     torch.manual_seed(0)
@@ -228,10 +263,12 @@ GREEDY = [
     "llama-llama3",
     "llama-attention-bias",
     "mistral-windows",
+    "mixtral",
     "phi3-some-dimensions-rotate",
     "qwen2-some-layers-slide",
     "qwen2-yarn",
     "qwen3",
+    "qwen3-moe",
 ]
 NEW_TOKENS = 60
 MARGIN = 1e-3
@@ -263,7 +300,10 @@ def test_greedy_tokens_equal_transformers(variant: str, tmp_path: Path) -> None:
     assert tokens == generated.sequences[0].tolist()
 
 
-@pytest.mark.parametrize("variant", ["gemma2-tight-caps-and-bias", "gemma3", "phi3-longrope"])
+@pytest.mark.parametrize(
+    "variant",
+    ["gemma2-tight-caps-and-bias", "gemma3", "mixtral", "phi3-longrope", "qwen3-moe"],
+)
 def test_logits_have_the_same_bits_in_steps_of_any_size(variant: str, tmp_path: Path) -> None:
     """The logits of a token have the same bits alone, in blocks and in a prompt."""
     random_model(variant).save_pretrained(tmp_path)
@@ -346,6 +386,8 @@ SILENT = {
     "gemma3": ["layer_types", "rope_parameters", "attn_logit_softcapping", "rms_norm_eps"],
     "mistral-windows": ["sliding_window", "rope_parameters", "rms_norm_eps"],
     "mistral-without-windows": ["tie_word_embeddings"],
+    "mixtral": ["rope_parameters", "rms_norm_eps", "num_experts_per_tok", "num_key_value_heads"],
+    "qwen3-moe-some-layers": ["norm_topk_prob", "max_position_embeddings"],
     "phi3": ["num_key_value_heads", "original_max_position_embeddings", "rope_parameters"],
     "qwen2": ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"],
     "qwen2-some-layers-slide": ["layer_types"],
@@ -358,7 +400,11 @@ def test_missing_config_fields_have_the_defaults_of_transformers(
     variant: str, tmp_path: Path
 ) -> None:
     """A config without optional fields describes the same model as in transformers."""
-    full = {"llama": "llama-multi-head", "phi3": "phi3-multi-head"}
+    full = {
+        "llama": "llama-multi-head",
+        "mixtral": "mixtral-eight-kv-heads",
+        "phi3": "phi3-multi-head",
+    }
     model = random_model(full.get(variant, variant))
     model.save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda config: [config.pop(name, None) for name in SILENT[variant]])

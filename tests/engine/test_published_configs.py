@@ -188,6 +188,35 @@ QWEN3_8B = {
 }
 
 
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
 @dataclass(frozen=True)
 class Published:
     """The values that a published model has in its card and in its config."""
@@ -256,6 +285,23 @@ MODELS = {
     ),
     "Mistral-7B-v0.1": Published(
         MISTRAL_7B, 7_241_732_096, 128, 131_072, 32768, Rope(10000.0), window=4096
+    ),
+    "Mixtral-8x7B": Published(
+        MISTRAL_7B
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+        },
+        46_702_792_704,
+        128,
+        131_072,
+        32768,
+        Rope(1000000.0),
     ),
     "Mistral-7B-v0.3": Published(
         MISTRAL_7B | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
@@ -403,6 +449,7 @@ MODELS = {
         40960,
         Rope(1000000.0),
     ),
+    "Qwen3-30B-A3B": Published(QWEN3_30B, 30_532_122_624, 128, 98_304, 40960, Rope(1000000.0)),
     "Qwen3-8B": Published(QWEN3_8B, 8_190_735_360, 128, 147_456, 40960, Rope(1000000.0)),
 }
 

@@ -114,7 +114,7 @@ def test_the_second_start_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     config = WorkerConfig(device="cpu", kv_bytes=1 << 24, proposer="ngram")
     measured = []
 
-    def measure(*_: object) -> StepCost:
+    def measure(*_: object, **__: object) -> StepCost:
         measured.append("cost")
         return COST
 

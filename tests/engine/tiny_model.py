@@ -16,9 +16,11 @@ from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.core.worker import WorkerCore
-from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.config import ExpertsConfig, ModelConfig, read_model_config
+from draftgate.backends.engine.families import FAMILIES
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, SparseMlp
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.reference import TorchOperators
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
 VOCAB = 61
 POSITIONS = 256
 MIXED_BLOCKS = 24
+
+
+TINY_EXPERTS = ExpertsConfig(
+    count=6,
+    per_row=2,
+    width=32,
+    normalised=True,
+    layers=frozenset({1}),
+    names=FAMILIES["MixtralForCausalLM"].experts,
+)
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -72,6 +84,17 @@ def tiny_weights(
         weight = random(outputs, inputs, scale=inputs**-0.5)
         return Linear(weight, random(outputs) if bias else None, exact=exact)
 
+    def dense(width: int) -> DenseMlp:
+        return DenseMlp(
+            linear(2 * width, hidden, bias=config.mlp_bias),
+            linear(hidden, width, bias=config.mlp_bias),
+        )
+
+    def sparse(experts: ExpertsConfig) -> SparseMlp:
+        mlps = LoopedExperts(tuple(dense(experts.width) for _ in range(experts.count)))
+        router = linear(experts.count, hidden, bias=False)
+        return SparseMlp(router, experts.per_row, experts.normalised, mlps)
+
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     heads = config.num_heads + config.num_kv_heads
@@ -82,12 +105,13 @@ def tiny_weights(
             qk_norm=random(heads, config.head_dim) if config.qk_norm else None,
             output=linear(hidden, queries, bias=config.output_bias),
             mlp_norm=random(hidden),
-            gate_up=linear(2 * inner, hidden, bias=config.mlp_bias),
-            down=linear(hidden, inner, bias=config.mlp_bias),
+            mlp=sparse(config.experts)
+            if config.experts and index in config.experts.layers
+            else dense(inner),
             output_norm=random(hidden) if config.sandwich_norms else None,
             down_norm=random(hidden) if config.sandwich_norms else None,
         )
-        for _ in range(config.num_layers)
+        for index in range(config.num_layers)
     )
     embedding = random(config.vocab_size, hidden)
     # A wide head makes distributions peaked, so that some drafts of a similar model are accepted.

@@ -77,7 +77,8 @@ def native_operators(
 ) -> NativeOperators | None:
     """Return the model's operators in C, or None if C lacks its shapes or the compilation fails."""
     rotated = (2 * table.cosines.shape[1] for table in tables.values())
-    widths = (config.hidden_size, config.intermediate_size, config.head_dim, *rotated)
+    inner = config.intermediate_size if config.experts is None else config.experts.width
+    widths = (config.hidden_size, config.intermediate_size, inner, config.head_dim, *rotated)
     fits = not any(width % LANES for width in widths) and config.head_dim <= MAX_HEAD_DIM
     group = config.num_heads // config.num_kv_heads
     if not fits or dtype not in _SUPPORTED_DTYPES or group > MAX_ROWS:

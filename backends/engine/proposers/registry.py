@@ -21,7 +21,7 @@ from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftMod
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.prediction import PredictionProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
-from draftgate.backends.engine.warmup import measure_depths
+from draftgate.backends.engine.warmup import TOKEN_STRIDE, measure_depths
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 
@@ -84,7 +84,11 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
     kv = setup.pool.draft_layers(setup.draft.config)
     forward = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
     model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, forward)
-    token = Feed((0,), 0, [0], num_samples=1)
+    vocab_size = setup.draft.config.vocab_size
+    feeds = [
+        Feed((index * TOKEN_STRIDE % vocab_size,), 0, [0], num_samples=1)
+        for index in range(setup.config.max_num_seqs)
+    ]
     return DraftModelProposer(
         model,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
@@ -92,8 +96,8 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
         keep_distributions=setup.keep_distributions,
         catch_up_tokens=setup.config.max_step_tokens,
         cost=measure_depths(
-            lambda count: model.forward([token] * count),
-            lambda: setup.forward([token]),
+            lambda count: model.forward(feeds[:count]),
+            lambda: setup.forward(feeds[:1]),
             setup.config.max_num_seqs,
         ),
     )
