@@ -4,10 +4,14 @@ A name such as `a100-8b` or `a100x4-70b` is a GPU, the number of GPUs of a tenso
 and a model. The times of a step have the additive form of the published fit in `h100-8b`:
 
     step       = host + layers x LAYER_S + weights / reads + tokens x token_s + all-reduces
-    token_s    = 2 FLOP per weight / arithmetic + bytes of the all-reduces / link
+    weights    = those outside the experts + those of the experts that n tokens read
+    token_s    = 2 FLOP per weight of a token / arithmetic + bytes of the all-reduces / link
     KV token   = bytes / reads
     reads      = GPUs x READ_SHARE x bandwidth
     arithmetic = GPUs x share x peak
+
+If a token reads k of E experts, n tokens with independent experts read E (1 - (1 - k / E)^n).
+A further token therefore lengthens a small step of a mixture, and hardly lengthens a large one.
 
 `docs/guide/simulation.md` compares the results with published measurements.
 """
@@ -100,7 +104,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The shape of a decoder whose embedding and LM head are separate matrices."""
+    """The shape of a decoder whose embedding and LM head are separate matrices.
+
+    Attributes:
+        experts: number of experts of every layer, 0 for one MLP.
+        experts_per_token: number of experts that a token reads in a layer.
+        expert_width: inner width of an expert.
+    """
 
     name: str
     parameters: float
@@ -110,6 +120,9 @@ class Model:
     kv_heads: int
     head_size: int
     vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
 
     @property
     def embedding(self) -> int:
@@ -117,9 +130,26 @@ class Model:
         return self.vocabulary * self.hidden
 
     @property
-    def read_weights(self) -> float:
+    def expert_weights(self) -> int:
+        """Weights of one expert in all layers."""
+        return self.layers * 3 * self.hidden * self.expert_width
+
+    @property
+    def common_weights(self) -> float:
         """Weights that every step reads."""
-        return self.parameters - self.embedding
+        return self.parameters - self.embedding - self.experts * self.expert_weights
+
+    @property
+    def token_weights(self) -> float:
+        """Weights that multiply each token."""
+        return self.common_weights + self.experts_per_token * self.expert_weights
+
+    def read_weights(self, tokens: int) -> float:
+        """Return the expected number of weights that a step of this number of tokens reads."""
+        if not self.experts:
+            return self.common_weights
+        unread = (1 - self.experts_per_token / self.experts) ** tokens
+        return self.common_weights + self.experts * (1 - unread) * self.expert_weights
 
     @property
     def kv_token_bytes(self) -> int:
@@ -145,6 +175,8 @@ MODELS: Final = {
     "8b": Model("Llama-3.1-8B", 8.03e9, 32, 4096, 32, 8, 128, 128_256),
     "13b": Model("Llama-2-13B", 13.02e9, 40, 5120, 40, 40, 128, 32_000),
     "70b": Model("Llama-3.1-70B", 70.55e9, 80, 8192, 64, 8, 128, 128_256),
+    "30b-a3b": Model("Qwen3-30B-A3B", 30.53e9, 48, 2048, 32, 4, 128, 151_936, 128, 8, 768),
+    "8x7b": Model("Mixtral-8x7B", 46.70e9, 32, 4096, 32, 8, 128, 32_000, 8, 2, 14_336),
 }
 
 _NAME: Final = re.compile(
@@ -169,6 +201,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         raise ValueError(f"{name}: {group} x {gpu.device} cannot hold {model.name}{hint}")
     fixed_s, token_s = _step(gpu, model, group)
     reads = group * READ_SHARE * gpu.read_bytes_s
+    read_s = {n: VALUE_BYTES * model.read_weights(n) / reads for n in TOKEN_BUCKETS}
     draft_s = _draft_depth_s(gpu, model, group)
     kv_token_s = model.kv_token_bytes / reads
     # The host launches all depths at once, so its time is left out, as in `h100-8b`.
@@ -181,7 +214,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "dtype": "bfloat16",
         "source": _source(gpu, model, group),
         "token_buckets": TOKEN_BUCKETS,
-        "step_s": [fixed_s + token_s * tokens for tokens in TOKEN_BUCKETS],
+        "step_s": [fixed_s + read_s[tokens] + token_s * tokens for tokens in TOKEN_BUCKETS],
         "kv_token_s": kv_token_s,
         "sequence_s": 0.0,
         "prefill_attention_s": pair_flop / (group * ATTENTION_SHARE * gpu.flop_s),
@@ -194,7 +227,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
             },
             "sparse_self": {
                 "sequences": TOKEN_BUCKETS,
-                "depth_s": [fixed_s - HOST_S + sparse_s * n for n in TOKEN_BUCKETS],
+                "depth_s": [fixed_s - HOST_S + read_s[n] + sparse_s * n for n in TOKEN_BUCKETS],
             },
         },
         "kv_token_bytes": model.kv_token_bytes,
@@ -211,11 +244,9 @@ def _kv_bytes(gpu: Gpu, model: Model, group: int) -> float:
 
 
 def _step(gpu: Gpu, model: Model, group: int) -> tuple[float, float]:
-    """Return the seconds of a step without tokens, and the seconds of each token."""
-    weights_bytes = VALUE_BYTES * model.read_weights
+    """Return the seconds of a step besides its reads, without tokens and for each token."""
     fixed_s = HOST_S + model.layers * LAYER_S
-    fixed_s += weights_bytes / (group * READ_SHARE * gpu.read_bytes_s)
-    token_s = 2 * model.read_weights / (group * gpu.arithmetic_share * gpu.flop_s)
+    token_s = 2 * model.token_weights / (group * gpu.arithmetic_share * gpu.flop_s)
     all_reduces = _all_reduces(model.layers, group)
     # A ring sends each byte 2 (n - 1) / n times.
     sent_bytes = VALUE_BYTES * model.hidden * 2 * (group - 1) / group
@@ -224,8 +255,11 @@ def _step(gpu: Gpu, model: Model, group: int) -> tuple[float, float]:
 
 
 def _draft_depth_s(gpu: Gpu, model: Model, group: int) -> float:
-    """Return the seconds of a depth of an EAGLE head, which has one layer and the LM head."""
-    layer = (model.read_weights - model.embedding) / model.layers
+    """Return the seconds of a depth of an EAGLE head, which has one layer and the LM head.
+
+    The layer has no experts, and as many weights as a token reads in a layer of the model.
+    """
+    layer = (model.token_weights - model.embedding) / model.layers
     read_bytes = VALUE_BYTES * (layer + model.embedding)
     read_s = read_bytes / (group * READ_SHARE * gpu.read_bytes_s)
     return DRAFT_DEPTH_S + read_s + _all_reduces(1, group) * ALL_REDUCE_S

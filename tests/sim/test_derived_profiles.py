@@ -80,6 +80,28 @@ def test_every_gpu_serves_every_model(gpu: str, model: str) -> None:
     assert profile.price_per_hour_usd == 8 * GPUS[gpu].price_per_hour_usd
 
 
+def test_tokens_of_a_mixture_read_further_experts() -> None:
+    """A token reads 3.3 billion weights of Qwen3-30B-A3B, and many tokens read all weights.
+
+    A further token of a small step therefore takes the time of several experts. In a large step, it
+    takes only its arithmetic.
+    """
+    model = MODELS["30b-a3b"]
+    active, embedding = 3.35e9, model.embedding
+    assert model.token_weights == pytest.approx(active - embedding, rel=0.01)
+    assert model.read_weights(1) == pytest.approx(model.token_weights)
+    assert model.read_weights(1000) == pytest.approx(model.parameters - embedding)
+    # The second token has each of its 8 experts anew with a probability of 15 / 16.
+    second = model.read_weights(2) - model.read_weights(1)
+    assert second == pytest.approx(7.5 * model.expert_weights)
+    cost = load_profile("h100-30b-a3b").cost
+    first_slot_s = cost.seconds(2) - cost.seconds(1)
+    late_slot_s = (cost.seconds(512) - cost.seconds(496)) / 16
+    assert first_slot_s > 20 * late_slot_s
+    dense = load_profile("h100-8b").cost
+    assert first_slot_s > 10 * (dense.seconds(2) - dense.seconds(1))
+
+
 def test_a_group_that_is_too_small_names_the_smallest_one() -> None:
     """Two A100 do not hold 141 GB of weights, and the error names the group that does."""
     with pytest.raises(ValueError, match="use a100x4-70b"):
