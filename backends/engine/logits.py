@@ -31,6 +31,7 @@ from torch import Tensor
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.kernels import token_mask_ref
 from draftgate.backends.engine.transfer import to_device
 
 _CACHED_PROMPTS: Final = 64
@@ -98,26 +99,40 @@ def forbid(plan: StepPlan, logits: Tensor) -> None:
         plan: the work of each sequence.
         logits: float32 [rows, vocab_size], contiguous, with the rows of each sequence in order.
     """
+    rows: list[int] = []
+    masks: list[bytes] = []
     first = 0
     for work in plan.work:
         grammar = work.sequence.grammar
         if grammar is not None and work.samples:
-            rows = logits[first : first + work.num_samples]
-            forbid_rows(rows, grammar.masks(work.draft))
+            rows += range(first, first + work.num_samples)
+            masks += grammar.masks(work.draft)
         first += work.num_samples
+    forbid_rows(logits, rows, masks)
 
 
-def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
+def forbid_rows(logits: Tensor, rows: Many[int], masks: Many[bytes]) -> None:
     """Set the logits of tokens that the masks do not allow to -inf, in place.
 
+    The masks of a step reach a GPU in one copy, a bit for each token.
+
     Args:
-        rows: float32 [rows, vocab_size].
-        masks: one per row, from `Grammar.masks`. A mask forbids all tokens beyond its end.
+        logits: float32 [rows, vocab_size], contiguous.
+        rows: the row of each mask, all different.
+        masks: masks from `Grammar.masks`, all of one length. A mask forbids all tokens beyond its
+            end.
     """
-    packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
-    bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
-    allowed = np.pad(bits, ((0, 0), (0, rows.shape[1] - bits.shape[1])))
-    rows.masked_fill_(to_device(torch.from_numpy(allowed == 0), rows.device), -torch.inf)
+    if not rows:
+        return
+    words = np.frombuffer(b"".join(masks), dtype=np.int32).reshape(len(masks), -1)
+    places = to_device(torch.tensor(rows), logits.device)
+    packed = to_device(torch.from_numpy(words.copy()), logits.device)
+    if logits.is_cuda:
+        from draftgate.backends.engine.kernels import token_mask
+
+        token_mask.forbid_tokens(logits, places, packed)
+    else:
+        token_mask_ref.forbid_tokens(logits, places, packed)
 
 
 def _changes_logits(work: SequenceWork, eos_ids: frozenset[int]) -> bool:

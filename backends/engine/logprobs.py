@@ -2,13 +2,15 @@
 
 The computation has three stages. The first takes the log-softmax before anything changes the
 logits. The second selects the sampled tokens on the device. The third selects the emitted tokens on
-the host.
+the host. Each stage handles all sequences together, because a launch or a copy for each of them
+would take the host longer than a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,11 +18,12 @@ from torch import Tensor
 
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.sampler import Walks
+from draftgate.backends.engine.transfer import to_device
 from draftgate.backends.types import TokenLogprob
 
 
 class RowLogprobs(NamedTuple):
-    """Log probabilities in the rows of one sequence.
+    """Log probabilities in some rows.
 
     Attributes:
         sampled: float32 [rows], of the token of each row.
@@ -34,6 +37,8 @@ class RowLogprobs(NamedTuple):
 
 def log_softmax_rows(logits: Tensor) -> Tensor:
     """Return the log-softmax of each row: float32 [rows, vocab_size]."""
+    if logits.is_cuda:  # each row has its own block of threads
+        return torch.log_softmax(logits, dim=-1)
     # Compute one row at a time, because bits must not depend on the number of rows.
     return torch.stack([torch.log_softmax(row, dim=-1) for row in logits])
 
@@ -50,31 +55,47 @@ def select_logprobs(logprobs: Tensor, tokens: Tensor, alternatives: int) -> RowL
     return RowLogprobs(logprobs.gather(1, tokens[:, None])[:, 0], top.values, top.indices)
 
 
-def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
-    """Return the log-softmax of each sequence that requests log probabilities.
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log probabilities of a step, in the rows of all sequences that request them.
+
+    Attributes:
+        alternatives: number of likeliest tokens that each part of the plan requests, None for parts
+            that request no log probabilities.
+        starts: the first row of each part in `found`.
+        found: all rows of these parts in order, by number of alternatives. Of equal logits, another
+            number may select other tokens, and the result must not depend on other sequences.
+    """
+
+    alternatives: tuple[int | None, ...]
+    starts: tuple[int, ...]
+    found: Mapping[int, RowLogprobs]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> StepLogprobs:
+        """Return the log probabilities with each tensor passed through a function."""
+        found = {wanted: RowLogprobs(*map(move, rows)) for wanted, rows in self.found.items()}
+        return replace(self, found=found)
+
+
+def model_logprobs(plan: StepPlan, logits: Tensor) -> Tensor | None:
+    """Return the log-softmax of the rows of all sequences that request log probabilities.
 
     Args:
         plan: the work of each sequence.
         logits: float32 [rows, vocab_size], from the model, not modified.
 
     Returns:
-        One [num_samples, vocab_size] per sequence, None for sequences that request none.
+        [requested rows, vocab_size], None if no sequence requests any.
     """
-    found: list[Tensor | None] = []
-    first = 0
-    for work in plan.work:
-        if work.samples and work.sequence.request.sampling.logprobs is not None:
-            rows = logits[first : first + work.num_samples]
-            found.append(log_softmax_rows(rows))
-        else:
-            found.append(None)
-        first += work.num_samples
-    return found
+    rows = _requested_rows(plan)
+    if not rows:
+        return None
+    if len(rows) < len(logits):
+        logits = logits[to_device(torch.tensor(rows), logits.device)]
+    return log_softmax_rows(logits)
 
 
-def row_logprobs(
-    plan: StepPlan, logprobs: Many[Tensor | None], tokens: Tensor
-) -> tuple[RowLogprobs | None, ...]:
+def row_logprobs(plan: StepPlan, logprobs: Tensor | None, tokens: Tensor) -> StepLogprobs | None:
     """Return the log probabilities that each sequence requests.
 
     Args:
@@ -82,41 +103,64 @@ def row_logprobs(
         logprobs: the result of `model_logprobs`.
         tokens: int64 [rows], sampled in every row of the step.
     """
-    found: list[RowLogprobs | None] = []
-    first = 0
-    for work, own in zip(plan.work, logprobs, strict=True):
-        if own is None:
-            found.append(None)
-        else:
-            own_tokens = tokens[first : first + work.num_samples]
-            wanted = work.sequence.request.sampling.logprobs or 0
-            found.append(select_logprobs(own, own_tokens, wanted))
-        first += work.num_samples
-    return tuple(found)
+    if logprobs is None:
+        return None
+    alternatives = _alternatives(plan)
+    counts = [
+        0 if wanted is None else work.num_samples
+        for work, wanted in zip(plan.work, alternatives, strict=True)
+    ]
+    if len(logprobs) < len(tokens):
+        tokens = tokens[to_device(torch.tensor(_requested_rows(plan)), tokens.device)]
+    different = {wanted for wanted in alternatives if wanted is not None}
+    found = {wanted: select_logprobs(logprobs, tokens, wanted) for wanted in different}
+    return StepLogprobs(alternatives, tuple(accumulate(counts, initial=0)), found)
 
 
 def emitted_logprobs(
-    found: Many[RowLogprobs | None] | None, walks: Walks
+    step: StepLogprobs | None, walks: Walks
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
     """Return the log probabilities of the emitted tokens.
 
     The function waits for the device if a sequence requests log probabilities.
 
     Args:
-        found: the result of `row_logprobs`, None if no sequence requests any.
+        step: the result of `row_logprobs`, None if no sequence requests any.
         walks: the rows that emit a token.
     """
-    if found is None:
+    if step is None:
         return ((),) * len(walks.rows)
+    columns = {
+        wanted: tuple(column.tolist() for column in rows) for wanted, rows in step.found.items()
+    }
+
+    def entries(
+        start: int, wanted: int, rows: tuple[int, ...], emitted: tuple[int, ...]
+    ) -> Iterator[TokenLogprob]:
+        sampled, top, top_ids = columns[wanted]
+        for row, token in zip(rows, emitted, strict=True):
+            pairs = zip(top_ids[start + row], top[start + row], strict=True)
+            yield TokenLogprob(token, sampled[start + row], tuple(pairs))
+
+    parts = zip(step.starts, step.alternatives, *walks, strict=False)
     return tuple(
-        () if own is None else tuple(_entries(own, rows, emitted))
-        for own, rows, emitted in zip(found, *walks, strict=True)
+        () if wanted is None else tuple(entries(start, wanted, rows, emitted))
+        for start, wanted, rows, emitted in parts
     )
 
 
-def _entries(
-    found: RowLogprobs, rows: tuple[int, ...], emitted: tuple[int, ...]
-) -> Iterator[TokenLogprob]:
-    sampled, top, top_ids = (column.tolist() for column in found)
-    for row, token in zip(rows, emitted, strict=True):
-        yield TokenLogprob(token, sampled[row], tuple(zip(top_ids[row], top[row], strict=True)))
+def _alternatives(plan: StepPlan) -> tuple[int | None, ...]:
+    return tuple(
+        work.sequence.request.sampling.logprobs if work.samples else None for work in plan.work
+    )
+
+
+def _requested_rows(plan: StepPlan) -> list[int]:
+    """Return the sampled rows of all sequences that request log probabilities."""
+    rows: list[int] = []
+    first = 0
+    for work, wanted in zip(plan.work, _alternatives(plan), strict=True):
+        if wanted is not None:
+            rows += range(first, first + work.num_samples)
+        first += work.num_samples
+    return rows

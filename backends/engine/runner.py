@@ -22,7 +22,7 @@ from draftgate.backends.engine.inputs import (
 )
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.logits import adjust, forbid
-from draftgate.backends.engine.logprobs import RowLogprobs
+from draftgate.backends.engine.logprobs import StepLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.prompt_logprobs import ScoredChunk
@@ -35,8 +35,7 @@ class LaunchedStep:
 
     Attributes:
         tokens: int64 [sampling rows], the token of each row.
-        logprobs: one entry for each part of the plan, None for parts that request none. None if no
-            part requests any.
+        logprobs: log probabilities of the parts that request them, None if no part does.
         started_s: `time.perf_counter` after the host has packed the inputs.
         pooled: the pooled rows of the plan (`pooling.select_pooled`).
         scored: one chunk for each entry of `StepPlan.scored`.
@@ -44,7 +43,7 @@ class LaunchedStep:
 
     plan: StepPlan
     tokens: Tensor
-    logprobs: tuple[RowLogprobs | None, ...] | None
+    logprobs: StepLogprobs | None
     started_s: float
     pooled: Tensor | None = None
     scored: tuple[ScoredChunk, ...] = ()

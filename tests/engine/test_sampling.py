@@ -198,4 +198,25 @@ def test_step_can_be_fetched_after_the_next_launch(shipped: Model) -> None:
     late = [runner.fetch(step) for step in launched]
     assert [r.emitted for r in late] == [r.emitted for r in at_once]
     assert [r.logprobs for r in late] == [r.logprobs for r in at_once]
-    assert not torch.equal(launched[0].logprobs[0].top, launched[1].logprobs[0].top)
+    first, second = (step.logprobs.found[2].top for step in launched)
+    assert not torch.equal(first, second)
+
+
+def test_log_probabilities_of_a_step_need_one_copy_for_each_number_of_alternatives(
+    shipped: Model,
+) -> None:
+    """The copies do not grow with the sequences, and each sequence has the values it has alone."""
+    runner = shipped.runner(16)
+    wanted = [2, None, 0, 2, 3, 2, None, 0]
+
+    def work(key: int) -> SequenceWork:
+        each = request(str(key), (1, 40 + key), Off(), temperature=0.0, logprobs=wanted[key])
+        sequence = Sequence(key, each, 0, [1, 40 + key], block_table=[key])
+        return SequenceWork(sequence, 0, (1, 40 + key), samples=True)
+
+    together = runner.launch(StepPlan(tuple(map(work, range(len(wanted))))))
+    assert sorted(together.logprobs.found) == [0, 2, 3]
+    result = runner.fetch(together)
+    for key in range(len(wanted)):
+        alone = runner.execute(StepPlan((work(key),)))
+        assert result.logprobs[key] == alone.logprobs[0]

@@ -84,3 +84,12 @@ def score_gap(logits: torch.Tensor, rows: RowSampling, row: int, other: int) -> 
             one.seed, one.choice, one.position, noise.PURPOSE_OUTPUT, logits.shape[1]
         )
     return float(scores.max() - scores[0, other])
+
+
+def random_masks(rows: int, words: int, seed: int) -> torch.Tensor:
+    """Return random token masks, int32 [rows, words], with words of only zeros and only ones."""
+    generator = torch.Generator().manual_seed(seed)
+    limits = torch.iinfo(torch.int32)
+    masks = torch.randint(limits.min, limits.max, (rows, words), generator=generator)
+    masks[:, 1::5], masks[:, 2::5] = 0, -1
+    return masks.to(torch.int32)

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
+from draftgate.backends.engine.kernels.token_mask import forbid_tokens
 from tests.kernels import noise_kernel
 from tests.kernels.compiling import assert_lean, launches_of, meta_tensor
 
@@ -51,3 +52,11 @@ def test_sampling_does_not_spill(dtype: torch.dtype, vocab: int) -> None:
         "_row_winner_kernel",
     ]
     assert "lg2.approx" not in launches[1].ptx
+
+
+@pytest.mark.parametrize("vocab", _VOCABS)
+def test_token_masks_do_not_spill(vocab: int) -> None:
+    """A multiprocessor runs 16 programs of the token masks."""
+    logits, rows = meta_tensor(_ROWS, vocab), meta_tensor(64, dtype=torch.int64)
+    masks = meta_tensor(64, -(-vocab // 32), dtype=torch.int32)
+    assert_lean(launches_of(lambda: forbid_tokens(logits, rows, masks)), programs=16)

@@ -13,6 +13,8 @@ from draftgate.backends.engine.kernels import (
     noise,
     sample_verify,
     sample_verify_ref,
+    token_mask,
+    token_mask_ref,
 )
 from tests.kernels import noise_kernel
 from tests.kernels import sampling_cases as cases
@@ -88,3 +90,14 @@ def test_sampling_does_not_synchronise() -> None:
         sample_verify.sample(logits, rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("vocab", [7, 50_257, 151_936])
+def test_masked_logits_equal_the_reference(vocab: int) -> None:
+    """The GPU forbids the same tokens as the CPU."""
+    logits, rows = cases.random_logits(16, vocab, seed=vocab), torch.tensor([3, 15, 0])
+    masks = cases.random_masks(3, -(-vocab // 32), seed=vocab)
+    found = logits.cuda()
+    token_mask.forbid_tokens(found, rows.cuda(), masks.cuda())
+    token_mask_ref.forbid_tokens(logits, rows, masks)
+    assert torch.equal(found.cpu(), logits)

@@ -32,7 +32,7 @@ from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.logits import adjust, forbid
-from draftgate.backends.engine.logprobs import RowLogprobs
+from draftgate.backends.engine.logprobs import StepLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.prompt_logprobs import ScoredChunk
@@ -55,8 +55,7 @@ class LaunchedGpuStep:
         starts: the first sampled row of each sequence, then the end of the last sequence.
         results: int64 [2 * sampled rows + sequences], in main memory: the emitted tokens, the rows
             that sampled them, then their number for each sequence.
-        logprobs: one entry per sequence in main memory, None for sequences that request none. None
-            if no sequence requests any.
+        logprobs: log probabilities of the sequences that request them, in main memory, or None.
         began, ended: events around the work of the step.
         pooled: float32 [pooled rows, hidden_size] in main memory, None without pooled rows.
         scored: one chunk in main memory for each entry of `StepPlan.scored`.
@@ -66,7 +65,7 @@ class LaunchedGpuStep:
     tokens: Tensor
     starts: list[int]
     results: Tensor
-    logprobs: tuple[RowLogprobs | None, ...] | None
+    logprobs: StepLogprobs | None
     began: torch.cuda.Event
     ended: torch.cuda.Event
     pooled: Tensor | None
@@ -185,7 +184,7 @@ class GpuRunner:
 
     def _sample(
         self, plan: StepPlan, logits: Tensor, fields: StepFields
-    ) -> tuple[Tensor, tuple[RowLogprobs | None, ...] | None]:
+    ) -> tuple[Tensor, StepLogprobs | None]:
         """Return the token of every row, and start the copy of log probabilities to the host."""
         if plan.is_plain:
             return self._draw(plan, logits, fields), None
@@ -193,11 +192,8 @@ class GpuRunner:
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
         tokens = self._draw(plan, logits, fields)
-        found = tuple(
-            None if row is None else RowLogprobs(*map(to_host, row))
-            for row in logprobs.row_logprobs(plan, wanted, tokens)
-        )
-        return tokens, found
+        found = logprobs.row_logprobs(plan, wanted, tokens)
+        return tokens, None if found is None else found.moved(to_host)
 
     def _draw(self, plan: StepPlan, logits: Tensor, fields: StepFields) -> Tensor:
         """Return the token of every row: int64 [rows]."""

@@ -112,10 +112,12 @@ def _draw(
 ) -> list[int]:
     """Sample the next token of each chain, and store its evidence and distributions."""
     plan = StepPlan(tuple(_last_token(chain.sequence) for chain in chains))
-    for row, chain in enumerate(chains):
-        if chain.sequence.grammar is not None:
-            mask = chain.sequence.grammar.masks(Draft(chain.drafted))[-1]
-            forbid_rows(logits[row : row + 1], [mask])
+    masks = {
+        row: chain.sequence.grammar.masks(Draft(chain.drafted))[-1]
+        for row, chain in enumerate(chains)
+        if chain.sequence.grammar is not None
+    }
+    forbid_rows(logits, [*masks], [*masks.values()])
     adjust(plan, logits, eos_ids)
     tokens = draw_tokens(plan, logits, "coupled")
     if not chains[0].drafted:
