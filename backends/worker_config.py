@@ -60,11 +60,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Draft with this proposer only (default: any)."""
 
     draft_model: str | None = None
-    """Draft model with the model's vocabulary: a directory or a hub name (default: the shipped one
-    for the shipped model, otherwise none)."""
+    """Draft model with the model's vocabulary, or EAGLE-3 head of the model: a directory or a hub
+    name (default: the shipped draft model for the shipped model, otherwise none)."""
 
     draft_window_tokens: Positive | None = None
-    """Attention window of each layer of the draft model, in tokens (default: the model's)."""
+    """Attention window of each layer of the draft model or head, in tokens (default: its own)."""
 
     ngram_corpus_tokens: Count = 0
     """Tokens of a tenant's finished requests that n-gram drafts may search."""

@@ -22,6 +22,7 @@ class SpeculationMode(StrEnum):
     NGRAM = "ngram"
     DRAFT_MODEL = "draft_model"
     SPARSE_SELF = "sparse_self"
+    EAGLE = "eagle"
 
 
 class Role(StrEnum):
@@ -33,7 +34,12 @@ class Role(StrEnum):
 
 
 PROPOSER_MODES: Final = frozenset(
-    {SpeculationMode.NGRAM, SpeculationMode.DRAFT_MODEL, SpeculationMode.SPARSE_SELF}
+    {
+        SpeculationMode.NGRAM,
+        SpeculationMode.DRAFT_MODEL,
+        SpeculationMode.SPARSE_SELF,
+        SpeculationMode.EAGLE,
+    }
 )
 """Modes that name a proposer."""
 

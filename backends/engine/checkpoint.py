@@ -75,14 +75,21 @@ class Checkpoint:
     A checkpoint reads each header once, and no weights.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name) -> None:
         """Read the headers.
+
+        Args:
+            directory: directory of the checkpoint.
+            rename: returns the engine's name of a stored tensor.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the index does not match the files.
         """
         self._directory = directory
-        self.tensors: Final[Mapping[str, StoredTensor]] = _stored_tensors(directory)
+        stored = _stored_tensors(directory).items()
+        self.tensors: Final[Mapping[str, StoredTensor]] = {
+            rename(name): one for name, one in stored
+        }
 
     @property
     def num_parameters(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -126,12 +127,23 @@ def read_model_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")
     path = directory / "config.json"
-    fields = Fields(read_json(path), str(path))
+    eos_ids = _eos_ids(path) | _eos_ids(directory / "generation_config.json")
+    return parse_model_config(read_json(path), path, eos_ids)
+
+
+def parse_model_config(
+    raw: Mapping[str, Any], path: Path, eos_ids: frozenset[int] = frozenset()
+) -> ModelConfig:
+    """Return the shape of a model after checking the content of its `config.json` at `path`.
+
+    Raises:
+        CheckpointError: as for `read_model_config`.
+    """
+    fields = Fields(raw, str(path))
     family = _family(fields)
     if family.text_section:
         fields = fields.section("text_config")
     _check_features(fields, family)
-    eos_ids = _eos_ids(path) | _eos_ids(directory / "generation_config.json")
     return _parse(fields.with_defaults(family.defaults), family, eos_ids)
 
 

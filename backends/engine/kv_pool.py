@@ -4,6 +4,10 @@ The memory has the shape [strips, slots, head_dim]. Each layer and KV head has o
 slots for its keys and one for its values. A block is the same `BLOCK_TOKENS` slots in every strip,
 so a run of blocks is a view of any layer.
 
+If an EAGLE-3 head drafts, further strips hold the feature of each token (`taps.py`) in the slot of
+its keys and values. Prefix sharing, preemption, transfers and the compaction of trees therefore
+cover features as well.
+
 A borrowed block holds pages of a draft model in the same strips (`core/draft_pages.py`). The number
 of groups is the target's strips divided by the draft model's strips. A block has a page per group.
 """
@@ -65,20 +69,43 @@ class KvPool:
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        feature_size: int = 0,
     ) -> None:
+        """Allocate the memory.
+
+        Args:
+            feature_size: width of the feature that each token has beside its keys and values.
+        """
         self.num_blocks = num_blocks
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
+        strips, features = _strips(config), feature_strips(config, feature_size)
         # The memory starts as zeros, because masked reads must return finite values.
-        self.memory = _zeros((_strips(config), slots, config.head_dim), dtype, device)
-        """[strips, slots, head_dim], all layers."""
-        self.layers: Layers = self.memory.split(2 * config.num_kv_heads)
+        self.memory = _zeros((strips + features, slots, config.head_dim), dtype, device)
+        """[strips, slots, head_dim], all layers and then the features."""
+        self.layers: Layers = self.memory[:strips].split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
+        self._features = self.memory[strips:]
+        self._feature_size = feature_size
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy keys and values between slots in every layer. All reads precede all writes."""
         device = self.memory.device
         moved = self.memory.index_select(1, torch.tensor(sources, device=device))
         self.memory.index_copy_(1, torch.tensor(targets, device=device), moved)
+
+    def write_features(self, slots: Tensor, features: Tensor) -> None:
+        """Store the features of tokens, [rows, feature_size], in their slots, int64 [rows]."""
+        strips, _, width = self._features.shape
+        padding = strips * width - self._feature_size
+        if padding:
+            features = torch.nn.functional.pad(features, (0, padding))
+        parts = features.view(-1, strips, width).transpose(0, 1)
+        self._features.index_copy_(1, slots, parts)
+
+    def read_features(self, slots: Tensor) -> Tensor:
+        """Return the features of tokens in their slots, int64 [rows]: [rows, feature_size]."""
+        parts = self._features.index_select(1, slots).transpose(0, 1)
+        return parts.flatten(1)[:, : self._feature_size].contiguous()
 
     def format(self, numerics_class: str) -> KvFormat:
         """Return the format of the blocks, for a worker of this numerics class."""
@@ -154,16 +181,22 @@ class KvPool:
         )
 
 
-def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int) -> int:
-    """Return the number of blocks that fit into `kv_bytes`.
+def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int, feature_size: int = 0) -> int:
+    """Return the number of blocks that fit into `kv_bytes`, with features of this width.
 
     Raises:
         ValueError: `kv_bytes` is smaller than a block.
     """
-    block_bytes = config.kv_bytes_per_token(itemsize) * BLOCK_TOKENS
+    feature_bytes = feature_strips(config, feature_size) * config.head_dim * itemsize
+    block_bytes = (config.kv_bytes_per_token(itemsize) + feature_bytes) * BLOCK_TOKENS
     if kv_bytes < block_bytes:
         raise ValueError(f"kv_bytes must be at least {block_bytes}, one block, not {kv_bytes}")
     return kv_bytes // block_bytes
+
+
+def feature_strips(config: ModelConfig, feature_size: int) -> int:
+    """Return the number of strips that hold features of this width."""
+    return -(-feature_size // config.head_dim)
 
 
 def _strips(config: ModelConfig) -> int:

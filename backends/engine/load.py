@@ -13,8 +13,6 @@ import torch
 
 from draftgate import __version__
 from draftgate.backends.checkpoints import (
-    SHIPPED_DRAFT,
-    SHIPPED_DRAFT_WINDOW,
     SHIPPED_MODEL_ID,
     checkpoint_id,
     find_checkpoint,
@@ -34,6 +32,12 @@ from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
+from draftgate.backends.engine.load_draft import (
+    LoadedDraft,
+    draft_proposer,
+    find_draft,
+    load_draft,
+)
 from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
@@ -60,6 +64,8 @@ from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.served import PHASES, ServedModel
 from draftgate.backends.engine.startup_cache import Measurements, StartupCache, source_hash
+from draftgate.backends.engine.taps import Taps
+from draftgate.backends.engine.vocabulary import read_tokenizer
 from draftgate.backends.engine.warmup import (
     TOKEN_BUCKETS,
     measure_step_cost,
@@ -67,7 +73,6 @@ from draftgate.backends.engine.warmup import (
     steps_are_exact,
 )
 from draftgate.backends.engine.weights import Weights, load_weights
-from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.tokenizer import Tokenizer
@@ -119,8 +124,8 @@ def load_engine(
         CheckpointError: the model cannot be loaded.
         ValueError: a setting is invalid, such as `kv_bytes` below the size of a block.
     """
-    draft_directory = _draft_directory(config)
-    _check(config, has_draft=draft_directory is not None)
+    draft_directory = find_draft(config)
+    _check(config, draft_directory)
     device = _prepared_device(config)
     directory = find_checkpoint(config.model)
     if is_encoder(directory):
@@ -139,19 +144,17 @@ def _loaded_decoder(
     progress: Callable[[float], None],
 ) -> LoadedEngine:
     model = read_model_config(directory)
-    tokenizer = _tokenizer(directory, model)
+    tokenizer = read_tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory, device.type)
     weights = _weights(config, directory, model, dtype, device, progress)
     longest = model.max_position_embeddings
     max_model_len = min(config.max_model_len or longest, longest)
-    decoder, draft = _compiled(Decoder(model, weights, max_model_len)), None
-    checkpoints = [directory]
-    if draft_directory and config.proposer in {None, "draft_model"}:
-        draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
-        draft = _compiled(Decoder(*draft_weights, max_model_len))
-        checkpoints.append(draft_directory)
-    num_blocks = _num_blocks(config, decoder, max_model_len, dtype, checkpoints)
-    pool = KvPool(model, num_blocks, dtype, device)
+    decoder = Decoder(model, weights, max_model_len)
+    if device.type == "cpu":
+        decoder.compile_products()
+    draft = load_draft(config, draft_directory, model, weights, tokenizer, max_model_len)
+    pool = _pool(config, decoder, draft, directory, max_model_len, dtype)
+    num_blocks = pool.num_blocks
     verify = VERIFICATIONS[config.verify]
     runner = runner_for(
         decoder, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, verify=verify
@@ -172,7 +175,9 @@ def _loaded_decoder(
     run = run_recorder(config, num_blocks)
     blocks = KvBlocks(num_blocks, BLOCK_TOKENS) if run is None else run.blocks
     proposers = make_proposers(
-        ProposerSetup(config, decoder, pool, blocks, runner.forward, cost, draft, max_model_len)
+        ProposerSetup(
+            config, decoder, pool, blocks, runner.forward, cost, *draft.models, max_model_len
+        )
     )
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
@@ -185,7 +190,7 @@ def _loaded_decoder(
     name = numerics(exact=exact)
     card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
     if run is None:  # a replay of the run would lack the imported blocks
-        card = replace(card, kv_format=pool.format(name))
+        card = replace(card, kv_format=pool.format(draft.format_class(name)))
     worker = _worker(scheduler, tokenizer, model, card, run)
 
     def save_costs() -> None:
@@ -240,11 +245,11 @@ def _weights(
     return load_weights(directory, model, dtype, device=device, exact=config.exact, progress=read)
 
 
-def _check(config: WorkerConfig, *, has_draft: bool) -> None:
+def _check(config: WorkerConfig, draft_directory: Path | None) -> None:
     if config.verify not in VERIFICATIONS:
         known = ", ".join(VERIFICATIONS)
         raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
-    check_proposer_name(config.proposer, has_draft=has_draft)
+    check_proposer_name(config.proposer, draft_proposer(draft_directory))
     check_recording(config)
 
 
@@ -294,12 +299,32 @@ def runner_for(
     return runner
 
 
+def _pool(
+    config: WorkerConfig,
+    decoder: Decoder,
+    draft: LoadedDraft,
+    directory: Path,
+    max_model_len: int,
+    dtype: torch.dtype,
+) -> KvPool:
+    """Allocate the KV memory of a model, and connect its head to the memory if it has one."""
+    checkpoints = [directory] if draft.directory is None else [directory, draft.directory]
+    head, model = draft.head, decoder.config
+    feature_size = 0 if head is None else head.feature_size
+    num_blocks = _num_blocks(config, decoder, max_model_len, dtype, checkpoints, feature_size)
+    pool = KvPool(model, num_blocks, dtype, decoder.device, feature_size)
+    if head is not None:
+        decoder.taps = Taps(head.config.taps_of(model), head.fuse, pool)
+    return pool
+
+
 def _num_blocks(
     config: WorkerConfig,
     decoder: Decoder,
     max_model_len: int,
     dtype: torch.dtype,
     checkpoints: Iterable[Path],
+    feature_size: int,
 ) -> int:
     """Return the number of KV blocks to allocate, after the weights of `checkpoints` are loaded.
 
@@ -311,14 +336,7 @@ def _num_blocks(
     kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
-    return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize), most)
-
-
-def _compiled(decoder: Decoder) -> Decoder:
-    """Compile a CPU's products before the first step, and return the decoder."""
-    if decoder.device.type == "cpu":
-        decoder.compile_products()
-    return decoder
+    return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize, feature_size), most)
 
 
 def _largest_step_bytes(
@@ -341,63 +359,6 @@ def _largest_step_bytes(
         captured=False,
     )
     return peak_bytes(decoder.device, partial(rehearse, runner, tokens))
-
-
-def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
-    """Return the tokenizer.
-
-    Raises:
-        CheckpointError: the tokenizer is missing or damaged, or has ids beyond the model's
-            vocabulary.
-    """
-    tokenizer = Tokenizer(directory)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise CheckpointError(
-            f"{directory / 'tokenizer.json'}: the tokenizer's largest id is "
-            f"{tokenizer.vocab_size - 1}, but config.json has vocab_size {model.vocab_size}"
-        )
-    return tokenizer
-
-
-def _draft_directory(config: WorkerConfig) -> Path | None:
-    if config.draft_model is None:
-        return SHIPPED_DRAFT if config.model is None else None
-    return find_checkpoint(config.draft_model)
-
-
-def _draft_weights(
-    directory: Path,
-    target: Tokenizer,
-    dtype: torch.dtype,
-    device: torch.device,
-    window: int | None,
-) -> tuple[ModelConfig, Weights]:
-    """Load the draft model.
-
-    Args:
-        window: attention window of each layer in tokens, or None for the model's own windows.
-
-    Raises:
-        CheckpointError: the draft model cannot be loaded, or its vocabulary differs from the
-            target's.
-    """
-    model = read_model_config(directory)
-    tokenizer = _tokenizer(directory, model)
-    if tokenizer.vocabulary != target.vocabulary:
-        raise CheckpointError(
-            f"{directory / 'tokenizer.json'}: the draft model's vocabulary differs from the "
-            "model's; choose a draft model with the same tokenizer"
-        )
-    if window is not None:
-        model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
-    return model, load_weights(directory, model, dtype, device=device, exact=False)
-
-
-def _window(config: WorkerConfig) -> int | None:
-    """Return the attention window of the draft model in tokens, or None for no limit."""
-    if config.draft_window_tokens is not None or config.draft_model is not None:
-        return config.draft_window_tokens
-    return SHIPPED_DRAFT_WINDOW
 
 
 def _worker(

@@ -12,14 +12,20 @@ from draftgate.backends.engine.kv_pool import Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS, padded_rows
 from draftgate.backends.engine.mlp import SparseMlp
 from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.weights import Weights
 
 
 class Decoder:
-    """Computes the logits of a step. Its only state is the KV pool, which the caller passes."""
+    """Computes the logits of a step. Its only state is the KV pool, which the caller passes.
+
+    Attributes:
+        taps: receives hidden states of every step, or None.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self.config = config
+        self.taps: Taps | None = None
         self._weights = weights
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
@@ -99,15 +105,20 @@ class Decoder:
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         delta = None
+        tapping = None if self.taps is None else self.taps.begin()
         ropes = self.config.layer_ropes or (None,) * len(kv)
         layers = zip(self._weights.layers, kv, self.config.windows, ropes, strict=True)
         for layer, layer_kv, window, rope in layers:
-            fused = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm))
-            queries = ops.rotate_and_store(step, fused, layer_kv, layer.qk_norm, rope)
+            normed = ops.add_norm(hidden, delta, layer.input_norm)
+            if tapping is not None:
+                tapping.add(hidden)
+            queries = ops.rotate_and_store(step, layer.qkv(normed), layer_kv, layer.qk_norm, rope)
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
             attended = self._normed(attended, layer.output_norm)
             normed = ops.add_norm(hidden, attended, layer.mlp_norm)
             delta = self._normed(layer.mlp(normed, ops.gate, live_rows), layer.down_norm)
+        if tapping is not None:
+            tapping.end(hidden, delta, inputs.slots)
         if not inputs.num_samples + inputs.num_hidden:
             return hidden[:0]
         rows = inputs.sample_rows

@@ -43,8 +43,8 @@ LOOKUP: Final = "ngram"
 GAP_BYTES: Final = 256
 """Reserve for the sentence that says why the run cannot be replayed."""
 
-READS_KV: Final = frozenset({"sparse_self"})
-"""Proposers that read the target's KV cache, which the recorder's copies do not have."""
+READS_KV: Final = frozenset({"sparse_self", "eagle"})
+"""Proposers that read the memory of the target, which the recorder's copies do not have."""
 
 
 class AcceptanceRecording:

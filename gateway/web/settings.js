@@ -4,7 +4,7 @@ import { byId, make } from "/web/dom.js";
 import { NAMES, showInLegend } from "/web/sources.js";
 import * as tabs from "/web/tabs.js";
 
-const MODES = ["ngram", "draft_model", "sparse_self"]; // the modes that name a proposer
+const MODES = ["ngram", "eagle", "draft_model", "sparse_self"]; // the modes that name a proposer
 
 let models = [];
 

@@ -4,6 +4,7 @@
 export const NAMES = {
   target: "target",
   ngram: "n-gram",
+  eagle: "EAGLE-3",
   draft_model: "draft model",
   sparse_self: "sparse-self",
   prediction: "prediction",

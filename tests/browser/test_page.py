@@ -19,6 +19,7 @@ DONE = re.compile("^Done in")
 SOURCES = {
     None: "target",
     "ngram": "ngram",
+    "eagle": "eagle",
     "draft_model": "draft_model",
     "sparse_self": "sparse_self",
     "prediction": "prediction",

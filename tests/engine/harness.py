@@ -55,7 +55,8 @@ MAX_MODEL_LEN = 1024
 COST = StepCost((16, 32, 64, 128), (1e-3, 1.4e-3, 2e-3, 3.5e-3), sequence_s=1e-4)
 """A fixed cost, so that the decisions of `auto` do not depend on the machine."""
 
-IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram", "draft_model", "sparse_self"))
+PROPOSERS = ("ngram", "eagle", "draft_model", "sparse_self")
+IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, PROPOSERS)
 
 
 @dataclass(eq=False)
@@ -118,7 +119,7 @@ class Engine:
     def __init__(self, model: Model, setup: Setup) -> None:
         self.model = model
         self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
-        self.pool = KvPool(model.config, setup.num_blocks, model.dtype)
+        self.pool = self.new_pool(setup.num_blocks)
         self.runner = Runner(model.decoder, self.pool, model.verify)
         self.scheduler = Scheduler(
             SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, model.config.eos_ids),
@@ -135,6 +136,10 @@ class Engine:
             grammars,
             tasks=(Task.GENERATE, Task.EMBED),
         )
+
+    def new_pool(self, num_blocks: int) -> KvPool:
+        """Return the KV memory of the worker."""
+        return KvPool(self.model.config, num_blocks, self.model.dtype)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run all requests to completion and return the outcome."""

@@ -114,7 +114,7 @@ def test_mode_of_the_client_excludes_the_prediction(
 
 def test_workers_do_not_announce_the_proposer() -> None:
     """A request cannot name the proposer, and a worker does not report it in its load."""
-    assert PREDICTION not in proposer_names(has_draft=True)
+    assert PREDICTION not in proposer_names("draft_model")
 
 
 def only_predictions(_: Engine) -> dict[str, object]:

@@ -11,6 +11,7 @@ from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.engine.eagle.head import EagleHead
 from draftgate.backends.engine.gpu.forward import DeviceForward
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import Feed
@@ -18,6 +19,7 @@ from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.chains import Forward
 from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
+from draftgate.backends.engine.proposers.eagle import EagleProposer, HeadRunner
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.prediction import PredictionProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
@@ -38,6 +40,7 @@ class ProposerSetup:
         forward: runs the target over its KV memory.
         cost: the cost of the target's steps.
         draft: the draft model, or None.
+        head: the EAGLE-3 head, whose features the pool holds, or None.
         max_model_len: maximum tokens of a sequence, or None for the model's own bound.
     """
 
@@ -48,6 +51,7 @@ class ProposerSetup:
     forward: Forward
     cost: StepCost
     draft: Decoder | None = None
+    head: EagleHead | None = None
     max_model_len: int | None = None
 
     @property
@@ -103,6 +107,25 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
     )
 
 
+def _eagle(setup: ProposerSetup) -> Proposer:
+    assert setup.head is not None
+    kv = setup.pool.draft_layers(setup.head.config.model)
+    runner = HeadRunner(setup.head, setup.pool, kv)
+    token = Feed((0,), 0, [0], num_samples=1)
+    return EagleProposer(
+        runner,
+        DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
+        eos_ids=setup.eos_ids,
+        keep_distributions=setup.keep_distributions,
+        catch_up_tokens=setup.config.max_step_tokens,
+        cost=measure_depths(
+            lambda count: runner.read([token] * count, [0] * count).logits,
+            lambda: setup.forward([token]),
+            setup.config.max_num_seqs,
+        ),
+    )
+
+
 def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
     """Capture the forward pass of a draft model on a GPU, for every batch of one-token feeds."""
     longest = setup.max_model_len or setup.decoder.config.max_position_embeddings
@@ -116,32 +139,43 @@ def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
 
 _BUILT_IN: Final[dict[str, ProposerFactory]] = {
     "ngram": _ngram,
+    "eagle": _eagle,
     "draft_model": _draft_model,
     "sparse_self": _sparse_self,
 }
-"""Built-in proposers, cheapest first: n-gram lookup, a smaller model, the model itself."""
+"""Built-in proposers, cheapest first: n-gram lookup, one layer, a smaller model, the model itself.
+"""
+
+_NEEDS: Final = {"draft_model": "a draft model", "eagle": "an EAGLE-3 head"}
+"""What a proposer needs from `--draft-model`."""
 
 
-def proposer_names(*, has_draft: bool) -> tuple[str, ...]:
-    """Return the names of all available proposers, cheapest first."""
+def proposer_names(draft: str | None) -> tuple[str, ...]:
+    """Return the names of all available proposers, cheapest first.
+
+    Args:
+        draft: the proposer that runs the worker's draft model, or None without a draft model.
+    """
     found = sorted(entry.name for entry in entry_points(group=PROPOSER_GROUP))
-    built_in = [name for name in _BUILT_IN if has_draft or name != "draft_model"]
+    built_in = [name for name in _BUILT_IN if name not in _NEEDS or name == draft]
     return (*built_in, *(name for name in found if name not in _BUILT_IN))
 
 
-def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
+def check_proposer_name(name: str | None, draft: str | None) -> None:
     """Check that a worker can offer a proposer. None means all available proposers.
 
+    Args:
+        draft: the proposer that runs the worker's draft model, or None without a draft model.
+
     Raises:
-        ValueError: the name is unknown, or the proposer lacks a draft model.
+        ValueError: the name is unknown, or the proposer lacks its draft model.
     """
-    if name is None or name in proposer_names(has_draft=has_draft):
+    if name is None or name in proposer_names(draft):
         return
-    if name == "draft_model":
-        raise ValueError("the proposer draft_model needs a draft model: --draft-model")
-    raise ValueError(
-        f"unknown proposer {name!r}; known: {', '.join(proposer_names(has_draft=True))}"
-    )
+    if name in _NEEDS:
+        raise ValueError(f"the proposer {name} needs {_NEEDS[name]}: --draft-model")
+    known = dict.fromkeys((*_BUILT_IN, *proposer_names(None)))
+    raise ValueError(f"unknown proposer {name!r}; known: {', '.join(known)}")
 
 
 def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
@@ -153,9 +187,12 @@ def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
     Raises:
         ValueError: the name is unknown, the proposer lacks a draft model, or a setting is invalid.
     """
-    wanted, has_draft = setup.config.proposer, setup.draft is not None
-    check_proposer_name(wanted, has_draft=has_draft)
-    names = proposer_names(has_draft=has_draft) if wanted is None else (wanted,)
+    wanted = setup.config.proposer
+    draft = (
+        "eagle" if setup.head is not None else "draft_model" if setup.draft is not None else None
+    )
+    check_proposer_name(wanted, draft)
+    names = proposer_names(draft) if wanted is None else (wanted,)
     proposers = {name: _factory(name)(setup) for name in names}
     if setup.config.record_acceptance is None:  # a recording has no predictions to replay
         proposers[PREDICTION] = PredictionProposer()

@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: a layer that drafts from hidden states of its target."""
