@@ -72,3 +72,43 @@ RECIPES = {
         teacher_share=0.9,
     ),
 }
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Shape and training of an EAGLE-3 head. Learning rates are peak values.
+
+    Attributes:
+        taps: layers of the target whose input the head reads. The number of layers stands for the
+            output of the last layer.
+        depths: unrolled steps. The loss of depth s counts `depth_share` to the power of s.
+    """
+
+    taps: tuple[int, ...]
+    inner: int
+    draft_vocab_size: int
+    depths: int
+    depth_share: float
+    length: int
+    batch_tokens: int
+    minutes: float
+    matrix_rate: float
+    other_rate: float
+    seed: int = 20
+
+
+HEAD = HeadRecipe(
+    # EAGLE-3 taps the layers 2, n / 2 and n - 3, which coincide for six layers.
+    taps=(2, 4, 6),
+    inner=704,
+    # Half of the vocabulary halves the LM head, the head's largest matrix.
+    draft_vocab_size=2048,
+    depths=3,
+    depth_share=0.8,
+    length=512,
+    batch_tokens=4096,
+    minutes=40,
+    # The rates of the target's recipe, which has the same width.
+    matrix_rate=0.006,
+    other_rate=0.002,
+)
