@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +46,7 @@ from tests.engine.tiny_model import (
     tiny_weights,
     torch_decoder,
 )
+from tests.kernels.synchronisation import forbid_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -209,16 +208,6 @@ def test_drafts_and_batches_do_not_change_texts(dtype: torch.dtype) -> None:
     assert drafted.text == plain.text
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Make every call that waits for the GPU raise an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
     """Consecutive launches with trees and all sampling methods are asynchronous."""
@@ -236,7 +225,7 @@ def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
     while (plan := engine.worker.plan()) is not None:
         trees = trees or any(not work.draft.is_chain for work in plan.work)
         engine.runner.execute(plan)  # the first launch of a kernel compiles it
-        with no_waiting():
+        with forbid_synchronisation():
             launched = engine.runner.launch(plan)
         engine.worker.complete(plan, engine.runner.fetch(launched))
     assert trees
@@ -260,7 +249,7 @@ def test_run_waits_only_for_results() -> None:
     ]
     expected = engine.run(requests)  # the first launch of a kernel compiles it
     previous_steps.clear()
-    with no_waiting():
+    with forbid_synchronisation():
         actual = engine.run(requests)
     assert actual.tokens == expected.tokens
     assert sum(step is not None for step in previous_steps) >= 25

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels import accept_walk, accept_walk_ref
+from tests.kernels.synchronisation import forbid_synchronisation
 from tests.kernels.walk_cases import WALK_ROWS, walk_case
 
 pytestmark = [
@@ -41,11 +42,8 @@ def test_accept_walk_does_not_synchronise() -> None:
     case = walk_case(2, branching=0.3, eos=(3,), rows=(9, 1, 65, 5, 12, 3)).to("cuda")
     # The first call compiles the kernel.
     accept_walk.accept_walk(*case.arguments(), max_rows=case.max_rows)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_synchronisation():
         accept_walk.accept_walk(*case.arguments(), max_rows=case.max_rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_accept_walk_can_be_captured() -> None:

@@ -19,6 +19,7 @@ from tests.kernels.attention_cases import (
     comb,
     star,
 )
+from tests.kernels.synchronisation import forbid_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,11 +153,8 @@ def test_attention_does_not_synchronise() -> None:
     for parallel in (False, True):
         # The first call compiles the kernel.
         paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with forbid_synchronisation():
             paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_merge_equals_the_reference() -> None:

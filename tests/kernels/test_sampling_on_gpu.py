@@ -18,6 +18,7 @@ from draftgate.backends.engine.kernels import (
 )
 from tests.kernels import noise_kernel
 from tests.kernels import sampling_cases as cases
+from tests.kernels.synchronisation import forbid_synchronisation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,11 +86,8 @@ def test_sampling_does_not_synchronise() -> None:
     logits = cases.random_logits(8, 4096, seed=5).cuda()
     # The first call compiles the kernels.
     sample_verify.sample(logits, rows)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_synchronisation():
         sample_verify.sample(logits, rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("vocab", [7, 50_257, 151_936])
