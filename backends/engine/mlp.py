@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,25 +58,16 @@ class DenseMlp:
         return self.down(gate(self.gate_up(x)))
 
 
-class Routes(NamedTuple):
-    """The experts of each row, by falling probability.
-
-    Attributes:
-        experts: int64 [rows, experts per row].
-        shares: float32 [rows, experts per row], the weights of their results.
-    """
-
-    experts: Tensor
-    shares: Tensor
-
-
-def route(logits: Tensor, per_row: int, *, normalised: bool) -> Routes:
-    """Return the experts of each row.
+def route(logits: Tensor, per_row: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row by falling probability, and their shares.
 
     Args:
         logits: float32 [rows, experts], from the router.
         per_row: number of experts of a row.
         normalised: whether the shares of a row add up to 1.
+
+    Returns:
+        int64 and float32 [rows, per_row].
     """
     shares, experts = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
     shares, experts = shares[:, :per_row], experts[:, :per_row]
@@ -87,7 +78,7 @@ def route(logits: Tensor, per_row: int, *, normalised: bool) -> Routes:
         for column in shares.unbind(1)[1:]:
             total += column
         shares = shares / total[:, None]
-    return Routes(experts, shares)
+    return experts, shares
 
 
 class Experts(Protocol):
@@ -98,8 +89,13 @@ class Experts(Protocol):
         """The matrices that compute alone."""
         ...
 
-    def __call__(self, x: Tensor, routes: Routes, gate: Gate, live_rows: LiveRows, /) -> Tensor:
-        """Return the sums of the results of each row's experts, as `Mlp`."""
+    def __call__(self, x: Tensor, logits: Tensor, gate: Gate, live_rows: LiveRows, /) -> Tensor:
+        """Return the sums of the results of each row's experts, as `Mlp`.
+
+        Args:
+            x: [rows, hidden_size].
+            logits: float32 [rows, experts], from the router.
+        """
         ...
 
 
@@ -108,8 +104,6 @@ class SparseMlp:
     """A mixture of experts."""
 
     router: Linear
-    per_row: int
-    normalised: bool
     experts: Experts
 
     @property
@@ -119,8 +113,7 @@ class SparseMlp:
 
     def __call__(self, x: Tensor, gate: Gate, live_rows: LiveRows, /) -> Tensor:
         """Return the result of every row, [rows, hidden_size]."""
-        routes = route(self.router.float32(x), self.per_row, normalised=self.normalised)
-        return self.experts(x, routes, gate, live_rows)
+        return self.experts(x, self.router.float32(x), gate, live_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +121,16 @@ class LoopedExperts:
     """Experts that compute one after the other, each with all of its rows.
 
     The number of rows of each expert must be known on the host, so these experts suit a CPU.
+
+    Attributes:
+        mlps: the experts.
+        per_row: number of experts of a row.
+        normalised: whether the shares of a row's experts add up to 1.
     """
 
     mlps: tuple[DenseMlp, ...]
+    per_row: int
+    normalised: bool
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -138,13 +138,13 @@ class LoopedExperts:
         for mlp in self.mlps:
             yield from mlp.linears
 
-    def __call__(self, x: Tensor, routes: Routes, gate: Gate, live_rows: LiveRows, /) -> Tensor:
+    def __call__(self, x: Tensor, logits: Tensor, gate: Gate, live_rows: LiveRows, /) -> Tensor:
         """Return the sums of the results of each row's experts, [rows, hidden_size]."""
         assert isinstance(live_rows, int)
         out = torch.zeros_like(x)
         if not live_rows:
             return out
-        experts, shares = (part[:live_rows] for part in routes)
+        experts, shares = route(logits[:live_rows], self.per_row, normalised=self.normalised)
         results = self._results(x, experts, gate).view(*experts.shape, -1)
         total = results[:, 0] * shares[:, :1]
         for rank in range(1, experts.shape[1]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMl
 from draftgate.backends.engine.numerics import CPU
 from draftgate.backends.engine.operators.products import multiplies_in_c
 from draftgate.backends.engine.stored_linear import FusedModules, read_linear
-from draftgate.backends.errors import CheckpointError
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
@@ -105,6 +104,7 @@ def load_weights(
     *,
     device: torch.device = CPU,
     exact: bool = False,
+    grouped: bool | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
@@ -118,6 +118,8 @@ def load_weights(
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         exact: whether the rows of bfloat16 products must be independent (`linear.py`).
+        grouped: whether to stack the matrices of the experts of a layer, as on a GPU. The default
+            depends on the device.
         progress: called after each tensor with the share of bytes loaded, 0 to 1.
 
     Raises:
@@ -133,8 +135,9 @@ def load_weights(
         **layer_shapes(config),
     }
     total_bytes = checkpoint.require(shapes)
+    grouped = device.type != "cpu" if grouped is None else grouped
     loader = _Loader(
-        checkpoint, config, dtype, device, exact, lambda done: progress(done / total_bytes)
+        checkpoint, config, dtype, device, exact, grouped, lambda done: progress(done / total_bytes)
     )
     with ThreadPoolExecutor(1) as executor:
         hashed = executor.submit(checkpoint_hash, directory)
@@ -167,6 +170,7 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         exact: bool,
+        grouped: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
         """Read nothing yet. `on_bytes` receives the total number of bytes after each tensor."""
@@ -175,6 +179,7 @@ class _Loader:
         self._dtype = dtype
         self._device = device
         self._exact = exact
+        self._grouped = grouped
         self._on_bytes = on_bytes
         self._done_bytes = 0
 
@@ -221,22 +226,36 @@ class _Loader:
                 qk_norm=qk_norm,
                 output=linear(products.output),
                 mlp_norm=norms[names.mlp],
-                mlp=self._mlp(index, linear),
+                mlp=self._mlp(reader, index),
                 output_norm=norms.get(names.output),
                 down_norm=norms.get(names.down),
             )
 
-    def _mlp(self, index: int, linear: Callable[[FusedModules], Linear]) -> Mlp:
-        experts = self._config.experts
+    def _mlp(self, reader: TensorReader, index: int) -> Mlp:
+        config, experts = self._config, self._config.experts
+
+        def linear(modules: FusedModules) -> Linear:
+            below = modules.below(_prefix(index))
+            return read_linear(reader, below, self._device, exact=self._exact)
+
         if experts is None or index not in experts.layers:
-            products = layer_products(self._config)
+            products = layer_products(config)
             return DenseMlp(linear(products.gate_up), linear(products.down))
-        if self._device.type != "cpu":
-            raise CheckpointError("a mixture of experts needs a CPU: use --device cpu")
-        modules = (expert_products(self._config, experts, e) for e in range(experts.count))
-        mlps = tuple(DenseMlp(linear(gate_up), linear(down)) for gate_up, down in modules)
-        router = linear(router_product(self._config, experts))
-        return SparseMlp(router, experts.per_row, experts.normalised, LoopedExperts(mlps))
+        modules = [expert_products(config, experts, expert) for expert in range(experts.count)]
+        router = linear(router_product(config, experts))
+        if not self._grouped:
+            mlps = tuple(DenseMlp(linear(gate_up), linear(down)) for gate_up, down in modules)
+            return SparseMlp(router, LoopedExperts(mlps, experts.per_row, experts.normalised))
+        # Some machines lack Triton.
+        from draftgate.backends.engine.grouped_experts import GroupedExperts
+
+        def stacked(parts: Iterable[FusedModules]) -> Tensor:
+            names = (f"{_prefix(index)}{name}.weight" for part in parts for name in part.names)
+            matrix = reader.read(names).to(self._device)
+            return matrix.view(experts.count, -1, matrix.shape[1])
+
+        gate_up, down = (stacked(parts) for parts in zip(*modules, strict=True))
+        return SparseMlp(router, GroupedExperts(gate_up, down, experts.per_row, experts.normalised))
 
     def norm(self, name: str) -> Tensor:
         with self._reader() as reader:

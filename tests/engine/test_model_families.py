@@ -446,6 +446,30 @@ def test_tied_checkpoint_variants_have_the_same_logits(
     check_logits(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("variant", "names"),
+    [("mixtral", "block_sparse_moe w1 w3 w2"), ("qwen3-moe", "mlp gate_proj up_proj down_proj")],
+)
+def test_experts_of_a_gpu_are_stacked_in_their_order(
+    variant: str, names: str, tmp_path: Path
+) -> None:
+    """The matrices for a GPU hold the gate, then the up matrix of each expert, and its down
+    matrix."""
+    pytest.importorskip("triton")
+    random_model(variant).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32, grouped=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    block, gate, up, down = names.split()
+    for layer, loaded in enumerate(weights.layers):
+        experts = loaded.mlp.experts
+        for expert in range(config.experts.count):
+            prefix = f"model.layers.{layer}.{block}.experts.{expert}."
+            parts = [stored[f"{prefix}{name}.weight"] for name in (gate, up, down)]
+            assert torch.equal(experts.gate_up[expert], torch.cat(parts[:2]))
+            assert torch.equal(experts.down[expert], parts[2])
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_text_of_a_model_with_images_has_the_same_logits(prefix: str, tmp_path: Path) -> None:
     """The decoder of a Gemma 3 checkpoint with images is read, and its other tensors are not."""

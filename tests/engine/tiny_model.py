@@ -73,8 +73,13 @@ def tiny_weights(
     *,
     exact: bool = False,
     rounded_to: torch.dtype = torch.float32,
+    grouped: bool | None = None,
 ) -> Weights:
-    """Return random weights that are large enough for distinct logits."""
+    """Return random weights that are large enough for distinct logits.
+
+    `grouped` selects the experts of a GPU. The default depends on the device.
+    """
+    grouped = device != "cpu" if grouped is None else grouped
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -91,9 +96,23 @@ def tiny_weights(
         )
 
     def sparse(experts: ExpertsConfig) -> SparseMlp:
-        mlps = LoopedExperts(tuple(dense(experts.width) for _ in range(experts.count)))
         router = linear(experts.count, hidden, bias=False)
-        return SparseMlp(router, experts.per_row, experts.normalised, mlps)
+        shares = (experts.per_row, experts.normalised)
+        if not grouped:
+            mlps = tuple(dense(experts.width) for _ in range(experts.count))
+            return SparseMlp(router, LoopedExperts(mlps, *shares))
+        from draftgate.backends.engine.grouped_experts import GroupedExperts
+
+        # The same random numbers in the same order.
+        matrices = [
+            (
+                random(2 * experts.width, hidden, scale=hidden**-0.5),
+                random(hidden, experts.width, scale=experts.width**-0.5),
+            )
+            for _ in range(experts.count)
+        ]
+        gate_up, down = (torch.stack(parts) for parts in zip(*matrices, strict=True))
+        return SparseMlp(router, GroupedExperts(gate_up, down, *shares))
 
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

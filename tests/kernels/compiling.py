@@ -1,4 +1,4 @@
-"""Compiles kernels for a Hopper GPU without a GPU, and reports their code and resource usage.
+"""Compiles kernels for Hopper or Blackwell without a GPU, and reports their code and resources.
 
 A launch specialises its kernel on argument types, on pointers aligned to 16 bytes, and on integers
 that are multiples of 16. The helpers therefore call the public functions with tensors without
@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
+BLACKWELL = GPUTarget("cuda", 100, 32)
 
 REGISTERS = 65536
 """Registers of an sm_90 multiprocessor, allocated to warps in units of 256."""
@@ -66,11 +67,14 @@ class Launch(NamedTuple):
 
 
 class _NoDevice:
-    """The parts of a Hopper GPU driver that compilation needs."""
+    """The parts of a GPU driver that compilation needs."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
 
     def get_current_device(self) -> str:
         """Return a key for kernel caches that no real device has."""
-        return "none, for sm_90"
+        return f"none, for sm_{self._target.arch}"
 
     def get_current_stream(self, device: str) -> int:
         """Return a stream that is never used."""
@@ -78,17 +82,18 @@ class _NoDevice:
 
     def get_current_target(self) -> GPUTarget:
         """Return the target of the compilation."""
-        return HOPPER
+        return self._target
 
 
-def launches_of(call: Callable[[], Any]) -> list[Launch]:
+def launches_of(call: Callable[[], Any], target: GPUTarget = HOPPER) -> list[Launch]:
     """Compile the kernels that a function launches and return them in order, without running them.
 
     Args:
       call: a function that launches kernels with tensors of the device `meta`.
+      target: the GPU to compile for.
     """
     compiled: list[Any] = []
-    with _compiled_only(compiled):
+    with _compiled_only(compiled, target):
         call()
     return [
         Launch(kernel.name, kernel.metadata.num_warps, kernel.asm["ptx"], _usage(kernel))
@@ -109,14 +114,14 @@ def meta_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 @contextmanager
-def _compiled_only(compiled: list[Any]) -> Iterator[None]:
-    """Make launches compile for Hopper and append the compiled kernels to the list."""
+def _compiled_only(compiled: list[Any], target: GPUTarget) -> Iterator[None]:
+    """Make launches compile for a GPU and append the compiled kernels to the list."""
     run, active = JITFunction.run, driver._active
 
     def compile_it(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         compiled.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
-    driver.set_active(_NoDevice())
+    driver.set_active(_NoDevice(target))
     JITFunction.run = compile_it
     try:
         yield

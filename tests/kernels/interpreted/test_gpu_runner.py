@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,14 @@ from draftgate.backends.types import GenerationRequest, TokenLogprob
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, request
-from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
+from tests.engine.tiny_model import (
+    TINY_EXPERTS,
+    VOCAB,
+    cpu_engine,
+    gpu_engine,
+    tiny_config,
+    tiny_weights,
+)
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = [
@@ -99,6 +107,17 @@ def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
     # Steps that are planned ahead have no drafts, so the runners verify different drafts.
     for each in (expected, found):
         assert min(each.accepted, each.rejected) > 0
+
+
+def test_experts_of_a_gpu_give_the_tokens_of_the_cpu_runner() -> None:
+    """The runners agree for a mixture of experts, whose rows of padding have no expert."""
+    config = tiny_config(**ONE_LAYER, experts=replace(TINY_EXPERTS, layers=frozenset({0})))
+    chosen = speculation_policy("fixed:3")
+    expected, found = (
+        make(config, tiny_weights(config, grouped=grouped), setup(chosen)).run(requests(chosen)[:2])
+        for make, grouped in ((cpu_engine, False), (gpu_engine, True))
+    )
+    assert_equal(found, expected)
 
 
 def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> None:

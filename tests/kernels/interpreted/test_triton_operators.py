@@ -10,6 +10,7 @@ from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from tests.engine.tiny_model import (
     MIXED_BLOCKS,
+    TINY_EXPERTS,
     mixed_plans,
     tiny_config,
     tiny_weights,
@@ -47,6 +48,7 @@ CONFIGS = {
         "layer_ropes": (Rope(500.0), Rope(1e4, share=0.5)),
         "rope": Rope(500.0),
     },
+    "experts": {"experts": TINY_EXPERTS},
     "no groups": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 10, **ONE_LAYER},
 }
 
@@ -56,11 +58,11 @@ def test_the_decoder_on_triton_equals_the_decoder_in_torch(changes: dict[str, ob
     """The decoders on Triton and in torch compute equal logits, keys and values for all kinds of
     steps."""
     config = tiny_config(**changes)
-    weights = tiny_weights(config)
+    weights = [tiny_weights(config, grouped=grouped) for grouped in (False, True)]
     pools = [KvPool(config, MIXED_BLOCKS, torch.float32) for _ in range(2)]
     runners = [
-        Runner(make(config, weights), pool)
-        for make, pool in zip((torch_decoder, triton_decoder), pools, strict=True)
+        Runner(make(config, of_make), pool)
+        for make, of_make, pool in zip((torch_decoder, triton_decoder), weights, pools, strict=True)
     ]
     with torch.inference_mode():
         for plan in mixed_plans():
