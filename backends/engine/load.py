@@ -70,6 +70,7 @@ from draftgate.backends.engine.warmup import (
     TOKEN_BUCKETS,
     measure_step_cost,
     rehearse,
+    rehearse_tree,
     steps_are_exact,
 )
 from draftgate.backends.engine.weights import Weights, load_weights
@@ -217,7 +218,10 @@ def _loaded_encoder(
 def _step_cost(
     runner: ModelRunner, device: torch.device, max_tokens: int, max_sequences: int, vocab_size: int
 ) -> StepCost:
-    buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
+    buckets = TOKEN_BUCKETS
+    if device.type == "cuda":
+        buckets = ROW_BUCKETS
+        rehearse_tree(runner)
     return measure_step_cost(runner, max_tokens, max_sequences, buckets, vocab_size=vocab_size)
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.config import ModelConfig
@@ -179,6 +179,13 @@ def _attention_s(
 def rehearse(runner: ModelRunner, tokens: int) -> None:
     """Run the most memory-intensive step of this size, which returns the logits of all tokens."""
     runner.execute(StepPlan((_verify(tokens),)))
+
+
+def rehearse_tree(runner: ModelRunner) -> None:
+    """Run a step that verifies a draft with two branches, so that its kernels are compiled."""
+    work = _verify(3)
+    branches = Draft(work.draft.token_ids, (ROOT, ROOT))
+    runner.execute(StepPlan((work._replace(draft=branches),)))
 
 
 def steps_are_exact(

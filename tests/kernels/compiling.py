@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +100,20 @@ def launches_of(call: Callable[[], Any], target: GPUTarget = HOPPER) -> list[Lau
         Launch(kernel.name, kernel.metadata.num_warps, kernel.asm["ptx"], _usage(kernel))
         for kernel in compiled
     ]
+
+
+def variants_of(call: Callable[[int], Any], sizes: Iterable[int]) -> Counter[str]:
+    """Return how many variants of each kernel the launches for different sizes compile.
+
+    Args:
+      call: a function that launches kernels for a size, with tensors of the device `meta`.
+      sizes: the sizes.
+    """
+    compiled: list[Any] = []
+    with _compiled_only(compiled, HOPPER):
+        for size in sizes:
+            call(size)
+    return Counter(name for name, _ in {(kernel.name, kernel.hash) for kernel in compiled})
 
 
 def assert_lean(launches: list[Launch], programs: int = 1) -> None:

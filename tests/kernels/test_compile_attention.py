@@ -117,6 +117,13 @@ def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
     assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
 
 
+def test_merge_loads_several_splits_at_once() -> None:
+    """The merge has the three loads of eight splits in its loop, and does not spill."""
+    _, merge = _launches(torch.bfloat16, (32, 8, 128), trees=True, parallel=True)
+    assert merge.ptx.count("ld.global") >= 3 * 8
+    assert_lean([merge], programs=32)
+
+
 def test_offsets_beyond_32_bits_are_computed_in_64() -> None:
     """A kernel computes an offset beyond 32 bits in 64 bits without spilling."""
     wide = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 27)

@@ -63,7 +63,7 @@ def _route_kernel(
     tl.store(shares_ptr + cells, shares, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _group_kernel(
     places_ptr,
     sources_ptr,

@@ -34,15 +34,19 @@ _NO_MOVE: Final = tl.constexpr(NO_MOVE)
 # A thread moves 32 bytes of bfloat16 per move with 128 dimensions.
 _STRIPS: Final = 16
 
+# Moves that a program reads at once, more than any policy drafts. Every number of moves up to it
+# has the same kernel, so that no new length of a tree compiles one while the worker serves.
+_MOVES: Final = 128
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["max_depth"])
 def _kv_move_kernel(
     memory_ptr,
     sources_ptr,
     targets_ptr,
     num_strips,
     strip_stride,
-    MAX_DEPTH: tl.constexpr,
+    max_depth,
     DEPTH_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -52,9 +56,9 @@ def _kv_move_kernel(
 
     The grid is (sequences, groups of STRIPS strips).
     """
-    first = tl.program_id(0) * MAX_DEPTH
+    first = tl.program_id(0) * max_depth
     depths = tl.arange(0, DEPTH_PAD)
-    listed = depths < MAX_DEPTH
+    listed = depths < max_depth
     sources = tl.load(sources_ptr + first + depths, mask=listed, other=_NO_MOVE)
     targets = tl.load(targets_ptr + first + depths, mask=listed, other=_NO_MOVE)
     moves = (targets != _NO_MOVE) & (targets != sources)
@@ -105,8 +109,8 @@ def kv_move(memory: Tensor, sources: Tensor, targets: Tensor) -> None:
             targets,
             strips,
             memory.stride(0),
-            MAX_DEPTH=max_depth,
-            DEPTH_PAD=triton.next_power_of_2(max_depth),
+            max_depth,
+            DEPTH_PAD=max(_MOVES, triton.next_power_of_2(max_depth)),
             HEAD_DIM=head_dim,
             HEAD_PAD=triton.next_power_of_2(head_dim),
             STRIPS=_STRIPS,

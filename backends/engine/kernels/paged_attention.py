@@ -269,7 +269,7 @@ def _first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
     return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
 def _attention_kernel(
     out_ptr,
     query_ptr,

@@ -12,6 +12,7 @@ import torch
 from draftgate.backends.engine import runner as cpu_module
 from draftgate.backends.engine import transfer
 from draftgate.backends.engine.gpu import runner as gpu_module
+from draftgate.backends.engine.warmup import rehearse_tree
 from draftgate.backends.types import GenerationRequest, TokenLogprob
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
@@ -118,6 +119,17 @@ def test_experts_of_a_gpu_give_the_tokens_of_the_cpu_runner() -> None:
         for make, grouped in ((cpu_engine, False), (gpu_engine, True))
     )
     assert_equal(found, expected)
+
+
+def test_rehearsed_tree_launches_the_moves_of_accepted_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No request with the first tree waits for the kernel that moves its keys and values."""
+    moved: list[torch.Size] = []
+    monkeypatch.setattr(gpu_module, "kv_move", lambda _, sources, __: moved.append(sources.shape))
+    config = tiny_config(**ONE_LAYER)
+    rehearse_tree(gpu_engine(config, tiny_weights(config), setup(speculation_policy("off"))).runner)
+    assert moved
 
 
 def test_step_launched_before_its_tokens_are_known_gives_the_same_tokens() -> None:
