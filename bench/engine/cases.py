@@ -58,23 +58,45 @@ GRIDS: Final = {
 """The default grid by type of device."""
 
 
-def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of weights in the matrices of all layers."""
+def layer_parameters(config: ModelConfig, experts: float = 0.0) -> int:
+    """Return the number of weights in the matrices of all layers.
+
+    Args:
+        experts: number of experts of each layer that count, for a mixture of experts.
+    """
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + 2 * keys)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    total: float = config.num_layers * (2 * queries + 2 * keys)
+    sparse = 0
+    if config.experts is not None:
+        sparse = len(config.experts.layers)
+        total += sparse * (3 * experts * config.experts.width + config.experts.count)
+    total += (config.num_layers - sparse) * 3 * config.intermediate_size
+    return round(config.hidden_size * total)
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of weights that every step reads.
+def read_experts(config: ModelConfig, tokens: int) -> float:
+    """Return the expected number of experts of a layer that a step reads.
+
+    Each token is assumed to choose its experts independently of the others.
+    """
+    experts = config.experts
+    if experts is None:
+        return 0.0
+    return float(experts.count * (1 - (1 - experts.per_row / experts.count) ** tokens))
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, tokens: int = 1) -> int:
+    """Return the bytes of weights that every step of this number of tokens reads.
 
     A step reads only one row per token of an embedding that is not tied to the LM head, so such an
     embedding does not count.
 
     Args:
         itemsize: bytes per weight.
+        tokens: number of tokens of the step, which choose experts.
     """
-    return itemsize * (layer_parameters(config) + config.vocab_size * config.hidden_size)
+    layers = layer_parameters(config, read_experts(config, tokens))
+    return itemsize * (layers + config.vocab_size * config.hidden_size)
 
 
 def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:
@@ -84,7 +106,7 @@ def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:
         itemsize: bytes per number.
     """
     kv_bytes = case.batch * case.context_tokens * config.kv_bytes_per_token(itemsize)
-    return weight_bytes(config, itemsize) + kv_bytes
+    return weight_bytes(config, itemsize, case.batch * case.tokens) + kv_bytes
 
 
 def flops(config: ModelConfig, case: Case) -> int:
@@ -93,7 +115,7 @@ def flops(config: ModelConfig, case: Case) -> int:
     A step takes two operations for each weight and token. Attention adds two products of `head_dim`
     multiplications and additions for each pair and query head.
     """
-    products = case.batch * case.tokens * layer_parameters(config)
+    products = case.batch * case.tokens * layer_parameters(config, read_experts(config, 1))
     products += case.logit_rows * config.vocab_size * config.hidden_size
     columns = config.num_layers * config.num_heads * config.head_dim
     return 2 * products + 4 * case.pairs * columns

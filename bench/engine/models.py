@@ -12,8 +12,8 @@ import torch
 from bench.engine.loading import random_checkpoint
 from bench.engine.random_model import (
     LEAST_PROMPT,
-    LLAMA_SHAPES,
     MOST_PROMPT,
+    SHAPES,
     RandomModel,
     arbitrary_prompts,
 )
@@ -135,12 +135,12 @@ def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device
     Raises:
         SystemExit: the model is unknown.
     """
-    if name in LLAMA_SHAPES:
-        return RandomModel(name, folder, LLAMA_SHAPES[name], dtype, device)
+    if name in SHAPES:
+        return RandomModel(name, folder, SHAPES[name], dtype, device)
     if name == FILED_SHAPE:
         return StoredModel(name, random_checkpoint(folder, **SHAPE_82M), dtype, device)
     path = SHIPPED_MODEL if name == SHIPPED else Path(name)
     if not path.is_dir():
-        known = ", ".join((SHIPPED, FILED_SHAPE, *LLAMA_SHAPES))
+        known = ", ".join((SHIPPED, FILED_SHAPE, *SHAPES))
         raise SystemExit(f"unknown model {name!r}: expected a directory or one of {known}")
     return StoredModel(name, path, dtype, device)

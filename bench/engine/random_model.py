@@ -1,4 +1,4 @@
-"""Llama shapes with random weights that are created on the device."""
+"""Published shapes with random weights that are created on the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import random
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.linear import Linear
-from draftgate.backends.engine.mlp import DenseMlp
+from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMlp
 from draftgate.backends.engine.weights import (
     DOWN,
     EMBEDDING,
@@ -23,6 +23,7 @@ from draftgate.backends.engine.weights import (
     GATE_UP,
     HEAD,
     OUTPUT,
+    QK_NORMS,
     QKV,
     LayerWeights,
     Weights,
@@ -46,7 +47,7 @@ _SCALING: Final = {
     "original_max_position_embeddings": 8192,
 }
 
-LLAMA_SHAPES: Final[dict[str, dict[str, Any]]] = {
+SHAPES: Final[dict[str, dict[str, Any]]] = {
     "random-1b": _LLAMA_3
     | {
         "hidden_size": 2048,
@@ -65,8 +66,27 @@ LLAMA_SHAPES: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": False,
         "rope_scaling": _SCALING | {"factor": 8.0},
     },
+    "random-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
 }
-"""Shapes of Llama-3.2-1B and Llama-3.1-8B, as in their `config.json`."""
+"""Shapes of Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B, as in their `config.json`."""
 
 LEAST_PROMPT, MOST_PROMPT = 100, 240
 """Range of prompt lengths for whole generations, in tokens."""
@@ -82,8 +102,22 @@ unconstrained weights, the two largest of 128,256 logits would be very close, an
 change one token in twenty."""
 
 
+class _Matrices(NamedTuple):
+    """The matrices of a layer.
+
+    The matrices of a mixture of experts are [experts, outputs, inputs], and the router gives the
+    logits of the experts.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    router: Tensor | None
+
+
 class RandomModel:
-    """A Llama shape whose weights are created on the device, because a file of 8B takes 16 GB.
+    """A published shape whose weights are created on the device, because a file of 8B takes 16 GB.
 
     Layers add little to the embedding (`RESIDUAL_SHARE`). The LM head is the embedding, optionally
     with its rows shifted by one. The greedy token is therefore the last token or the next id,
@@ -123,16 +157,20 @@ class RandomModel:
         return Tokenizer(SHIPPED_MODEL)
 
     def weights(self, *, exact: bool) -> Weights:
+        config = self.config
+        heads, qk_norm = config.num_heads + config.num_kv_heads, None
+        if config.qk_norm:
+            qk_norm = torch.ones(heads, config.head_dim, device=self.device)
         layers = tuple(
             LayerWeights(
                 input_norm=self._ones,
-                qkv=Linear(qkv, exact=exact),
-                qk_norm=None,
-                output=Linear(output, exact=exact),
+                qkv=Linear(layer.qkv, exact=exact),
+                qk_norm=qk_norm,
+                output=Linear(layer.output, exact=exact),
                 mlp_norm=self._ones,
-                mlp=DenseMlp(Linear(gate_up, exact=exact), Linear(down, exact=exact)),
+                mlp=self._mlp(layer, exact=exact),
             )
-            for qkv, output, gate_up, down in self._layers
+            for layer in self._layers
         )
         head = Linear(self._head, exact=exact, pack=False)
         return Weights(self._embedding, layers, self._ones, head, self.name)
@@ -150,36 +188,60 @@ class RandomModel:
         """Return the weights by checkpoint name. The tensors share memory with the model."""
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = config.intermediate_size
         state = {EMBEDDING: self._embedding, HEAD: self._head, FINAL_NORM: self._ones}
-        for index, (qkv, output, gate_up, down) in enumerate(self._layers):
-            products = zip(
-                (*QKV, *OUTPUT, *GATE_UP, *DOWN),
-                (*qkv.split((queries, keys, keys)), output, *gate_up.split((inner, inner)), down),
-                strict=True,
-            )
-            layer = dict(products)
-            layer |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), self._ones)
+        names = ("input_layernorm", "post_attention_layernorm")
+        norms = dict.fromkeys(names, self._ones)
+        if config.qk_norm:
+            norms |= dict.fromkeys(QK_NORMS, self._ones[: config.head_dim])
+        for index, layer in enumerate(self._layers):
+            parts = layer.qkv.split((queries, keys, keys))
+            named = dict(zip((*QKV, *OUTPUT), (*parts, layer.output), strict=True)) | norms
             prefix = f"model.layers.{index}."
-            state |= {f"{prefix}{name}.weight": weight for name, weight in layer.items()}
+            if layer.router is None:
+                named |= zip((*GATE_UP, *DOWN), (*layer.gate_up.chunk(2), layer.down), strict=True)
+            else:
+                named["mlp.gate"] = layer.router
+                state[f"{prefix}mlp.experts.gate_up_proj"] = layer.gate_up
+                state[f"{prefix}mlp.experts.down_proj"] = layer.down
+            state |= {f"{prefix}{name}.weight": weight for name, weight in named.items()}
         return state
 
     def prompts(self, count: int) -> list[tuple[int, ...]]:
         return arbitrary_prompts(self.config, count)
 
-    def _layer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the fused weights of a layer, in the order q/k/v, output, gate/up, down."""
-        config = self.config
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def _mlp(self, layer: _Matrices, *, exact: bool) -> Mlp:
+        experts = self.config.experts
+        if layer.router is None or experts is None:
+            return DenseMlp(Linear(layer.gate_up, exact=exact), Linear(layer.down, exact=exact))
+        router, shares = Linear(layer.router, exact=exact), (experts.per_row, experts.normalised)
+        if self.device.type != "cpu":
+            # Some machines lack Triton.
+            from draftgate.backends.engine.grouped_experts import GroupedExperts
+
+            return SparseMlp(router, GroupedExperts(layer.gate_up, layer.down, *shares))
+        mlps = tuple(
+            DenseMlp(Linear(gate_up, exact=exact), Linear(down, exact=exact))
+            for gate_up, down in zip(layer.gate_up, layer.down, strict=True)
+        )
+        return SparseMlp(router, LoopedExperts(mlps, *shares))
+
+    def _layer(self) -> _Matrices:
+        config, experts = self.config, self.config.experts
+        hidden = config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Two products of each layer contribute to the hidden state independently.
         added = RESIDUAL_SHARE / math.sqrt(2 * config.num_layers)
-        return (
-            self._matrix(queries + 2 * keys, hidden, 1 / math.sqrt(hidden)),
-            self._matrix(hidden, queries, added / math.sqrt(queries)),
-            self._matrix(2 * inner, hidden, 1 / math.sqrt(hidden)),
-            self._matrix(hidden, inner, added / math.sqrt(inner)),
-        )
+        qkv = self._matrix(queries + 2 * keys, hidden, 1 / math.sqrt(hidden))
+        output = self._matrix(hidden, queries, added / math.sqrt(queries))
+        inner = config.intermediate_size if experts is None else experts.width
+        count = 1 if experts is None else experts.count
+        gate_up = self._matrix(count * 2 * inner, hidden, 1 / math.sqrt(hidden))
+        down = self._matrix(count * hidden, inner, added / math.sqrt(inner))
+        if experts is None:
+            return _Matrices(qkv, output, gate_up, down, None)
+        router = self._matrix(count, hidden, 1 / math.sqrt(hidden))
+        gate_up, down = gate_up.view(count, -1, hidden), down.view(count, hidden, inner)
+        return _Matrices(qkv, output, gate_up, down, router)
 
     def _matrix(self, rows: int, columns: int, deviation: float) -> Tensor:
         bound = deviation * math.sqrt(3.0)

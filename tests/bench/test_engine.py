@@ -19,7 +19,7 @@ from bench.engine.idle import idle_share
 from bench.engine.loading import random_checkpoint
 from bench.engine.models import StoredModel, make_model
 from bench.engine.profile import profile_of, without_pairs
-from bench.engine.random_model import LLAMA_SHAPES, RandomModel
+from bench.engine.random_model import SHAPES, RandomModel
 from bench.engine.steps import Contender, measure_steps
 from bench.harness import provenance as record
 from draftgate.backends.engine.checkpoint import Checkpoint
@@ -141,11 +141,26 @@ def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[-1], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_random_weights_are_the_same_in_both_engines(tmp_path: Path, tied: bool) -> None:
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": False}, EXPERTS], ids=["tied", "untied", "experts"]
+)
+def test_random_weights_are_the_same_in_both_engines(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
     """`transformers` and the engine compute the same logits from random weights."""
     pytest.importorskip("transformers")
-    shape = SMALL | {"tie_word_embeddings": tied}
+    shape = SMALL | changes
     model = RandomModel("small", tmp_path, shape, torch.float32, CPU)
     case = Case("prefill", 1, 30, 0)
     logits = engine_of(model).runner.logits(step_plan(case, SMALL["vocab_size"]))
@@ -175,15 +190,27 @@ def test_random_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path: Path
     assert layer_shapes(model.config).items() <= state.items()
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("random-1b", 1.236e9), ("random-8b", 8.030e9)])
-def test_llama_shapes_have_their_published_sizes(
-    tmp_path: Path, name: str, parameters: float
-) -> None:
-    """Llama-3.2-1B has 1.24 billion weights, and Llama-3.1-8B has 8.03 billion."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_SHAPES[name]), encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("random-1b", 1.236e9), ("random-8b", 8.030e9), ("random-30b-a3b", 30.532e9)],
+)
+def test_shapes_have_their_published_sizes(tmp_path: Path, name: str, parameters: float) -> None:
+    """Llama-3.2-1B has 1.24 billion weights, Llama-3.1-8B 8.03 and Qwen3-30B-A3B 30.5 billion."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
     config = read_model_config(tmp_path)
     own_embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
-    assert weight_bytes(config, 1) + own_embedding == pytest.approx(parameters, rel=1e-3)
+    # A step of many tokens reads all experts.
+    assert weight_bytes(config, 1, 1000) + own_embedding == pytest.approx(parameters, rel=1e-3)
+
+
+def test_a_token_of_a_mixture_reads_its_experts(tmp_path: Path) -> None:
+    """A token of Qwen3-30B-A3B reads 3.0 billion weights without its embedding, and two tokens read
+    nearly all experts of both."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["random-30b-a3b"]), encoding="utf-8")
+    config = read_model_config(tmp_path)
+    one, two = (weight_bytes(config, 1, tokens) for tokens in (1, 2))
+    assert one == pytest.approx(3.04e9, rel=0.01)
+    assert two - one == pytest.approx(7.5 * 48 * 3 * 2048 * 768)
 
 
 def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
