@@ -169,7 +169,10 @@ class RandomModel(Model):
         self.tokenizer = AnyTokenizer()
 
 
-@pytest.mark.parametrize("variant", ["llama-yarn", "mistral-windows", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "variant",
+    ["gemma3", "llama-yarn", "mistral-windows", "phi3", "qwen2", "qwen3-moe", "qwen3-tied"],
+)
 def test_embeddings_of_random_models_equal_transformers(variant: str, tmp_path: Path) -> None:
     """Chunked float32 embeddings are within 1e-4 of `last_hidden_state` at the last token."""
     random_model(variant).save_pretrained(tmp_path)

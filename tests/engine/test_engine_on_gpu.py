@@ -19,6 +19,7 @@ from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.tokenizer import Tokenizer
@@ -67,6 +68,17 @@ CONFIGS = {
     "windows": {"windows": (20, None)},
     "norms and biases": {"qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True},
+    "Gemma 3": {
+        "activation": "gelu",
+        "qk_norm": True,
+        "sandwich_norms": True,
+        "embedding_scale": 6.25,
+        "query_scalar": 24.0,
+        "windows": (20, None),
+        "layer_ropes": (Rope(500.0), Rope(1e4)),
+        "rope": Rope(1e4),
+    },
+    "part of a head rotates": {"rope": Rope(1e4, share=0.75)},
     # Rows have all experts, because rounding may change the choice of some.
     "experts": {"experts": replace(TINY_EXPERTS, per_row=TINY_EXPERTS.count)},
 }

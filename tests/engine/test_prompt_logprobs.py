@@ -153,7 +153,9 @@ def test_shipped_model_equals_transformers(index: int, alone: dict[str, PromptLo
     check_against_transformers(SHIPPED_MODEL, TEXTS[index], alone[f"s{index}"], ALTERNATIVES)
 
 
-@pytest.mark.parametrize("variant", ["llama-yarn", "mistral-windows", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "variant", ["gemma2", "llama-yarn", "mistral-windows", "mixtral", "qwen2", "qwen3-tied"]
+)
 def test_random_models_equal_transformers(variant: str, tmp_path: Path) -> None:
     """Log probabilities in chunks are within 1e-4 of transformers in float32."""
     random_model(variant).save_pretrained(tmp_path)
