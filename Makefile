@@ -11,6 +11,9 @@ ARGS ?=
 TORCH_INDEX ?=
 torch_index = $(if $(TORCH_INDEX),--extra-index-url https://download.pytorch.org/whl/$(TORCH_INDEX))
 
+# The Python of the GPU machine, for `make wheelhouse`.
+WHEELS_PYTHON ?= 3.12
+
 VENV := .venv
 BIN := $(VENV)/bin
 # `serve` installs the packages for the shipped model, and `setup` installs all other packages.
@@ -23,7 +26,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long coverage check docs format clean
+.PHONY: help setup serve test test-long coverage check docs wheelhouse format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +86,13 @@ check: $(SETUP) ## check style, types, import contracts, docstrings of tests and
 
 docs: $(SETUP) ## generate the reference pages
 	$(BIN)/python -m draftgate.gateway.cli.reference docs/reference
+
+# For a GPU machine without a network, which has torch, Triton and NumPy.
+wheelhouse: $(SERVE) ## download the wheels for bench.gpu.first_run into build/wheelhouse
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version $(WHEELS_PYTHON) --implementation cp --platform manylinux_2_28_x86_64 \
+	  --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  -c constraints.txt -r bench/gpu/wheels.txt -d build/wheelhouse
 
 format: $(SETUP) ## format the code
 	$(BIN)/ruff check --fix-only --quiet .

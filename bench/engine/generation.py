@@ -21,7 +21,7 @@ from bench.engine.bench_engine import STEP_TOKENS, BenchEngine
 from bench.engine.models import Model, StoredModel
 from bench.engine.random_model import MOST_PROMPT
 from bench.engine.serving import BATCHES, Prompt, Serving, greedy_requests, in_batches
-from bench.engine.transformers import TransformersGenerate, continuous_batching
+from bench.engine.transformers import TransformersGenerate, continuous_batching, reason
 from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_MODEL
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.worker_config import WorkerConfig
@@ -226,12 +226,6 @@ def _common_length(output: Many[int], expected: Many[int]) -> int:
     """Return the length of the common prefix of two outputs."""
     differing = (i for i, (a, b) in enumerate(zip(output, expected, strict=False)) if a != b)
     return next(differing, min(len(output), len(expected)))
-
-
-def reason(error: Exception) -> str:
-    """Return an error as a single line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _nothing(prompts: Many[Prompt]) -> list[list[int]]:

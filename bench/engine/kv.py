@@ -27,7 +27,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import uvloop
 from msgspec import structs
 
 from bench.harness.provenance import provenance, require_quiet
@@ -226,6 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
     found = {}
     for name in args.places:
         # Nodes run on this event loop, too.
+        import uvloop
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             parts = args.contexts, args.prefixes, args.rounds, name
             found[name] = runner.run(measure(*parts, touches=True))

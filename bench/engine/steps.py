@@ -17,7 +17,7 @@ from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import Case, flops, read_bytes
 from bench.engine.device import Rates, release
 from bench.engine.models import Model
-from bench.engine.transformers import TransformersSteps
+from bench.engine.transformers import TransformersSteps, reason
 
 WARM_ROUNDS: Final = 2
 
@@ -28,10 +28,12 @@ class Contender:
 
     Attributes:
         step_s: function that runs a step and returns its seconds.
-        failed: error message if a case does not fit into memory.
+        is_peer: whether it is another engine, which may raise any error on this device.
+        failed: error message of each case that failed.
     """
 
     step_s: Callable[[Case], float]
+    is_peer: bool = False
     taken: dict[Case, list[float]] = field(default_factory=dict)
     failed: dict[Case, str] = field(default_factory=dict)
 
@@ -44,6 +46,10 @@ class Contender:
         except torch.OutOfMemoryError:
             self.failed[case] = "out of memory"
             release(torch.device("cuda"))
+        except Exception as error:
+            if not self.is_peer:
+                raise
+            self.failed[case] = reason(error)
 
     def times(self, case: Case) -> list[float]:
         """Return the seconds of each round after the warm-up, or nothing after a failure."""
@@ -78,9 +84,10 @@ def _contenders(bench_engine: BenchEngine, *, alone: bool) -> dict[str, Contende
         found["exact"] = Contender(bench_engine.exact().step_s)
     if not alone:
         try:
-            found["transformers"] = Contender(TransformersSteps(bench_engine.model).step_s)
-        except ImportError:
-            print("transformers is not installed, so the comparison is skipped", flush=True)
+            theirs = TransformersSteps(bench_engine.model)
+            found["transformers"] = Contender(theirs.step_s, is_peer=True)
+        except Exception as error:  # noqa: BLE001 - an import or a model of a peer may raise anything
+            print(f"the comparison with transformers is skipped: {reason(error)}", flush=True)
     return found
 
 

@@ -183,6 +183,12 @@ def continuous_batching(
         yield ContinuousBatching(manager, new_tokens)
 
 
+def reason(error: Exception) -> str:
+    """Return an error as a single line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _endless(loaded: Any) -> Any:
     """Return the model without end tokens, so that all outputs have equal length."""
     loaded.generation_config.eos_token_id = None

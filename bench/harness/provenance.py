@@ -157,8 +157,11 @@ def commit() -> str:
     """Return the commit of this checkout, with the suffix `-dirty` if files have changed."""
     command = ["git", "describe", "--always", "--dirty"]
     here = Path(__file__).parent
-    # The command is constant.
-    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
+    try:
+        # The command is constant.
+        done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
+    except OSError:  # git is not installed
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from draftgate.loadgen.report.charts import Chart
-from draftgate.loadgen.report.tables import ReportTable
+if TYPE_CHECKING:
+    # Charts need the client of the load test, and pages with tables alone do not.
+    from draftgate.loadgen.report.charts import Chart
+    from draftgate.loadgen.report.tables import ReportTable
 
 NEEDS_PLOTLY: Final = "plotly is not installed: pip install 'draftgate[load]'"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import command, models
+from bench.engine import command, models, steps
 from bench.engine.bench_engine import BenchEngine, most_kv_tokens, step_plan
 from bench.engine.cases import Case, Grid, flops, weight_bytes
 from bench.engine.device import Rates
@@ -126,6 +126,32 @@ def test_a_step_that_does_not_fit_reports_its_error() -> None:
     contender.run(case)
     assert tried == [case]
     assert (contender.failed[case], contender.times(case)) == ("out of memory", [])
+
+
+@pytest.mark.parametrize("at_load", [True, False])
+def test_a_broken_peer_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_load: bool
+) -> None:
+    """Whatever `transformers` raises when it loads or runs, the engine is measured."""
+
+    class Broken:
+        def __init__(self, model: object) -> None:
+            if at_load:
+                raise RuntimeError("no kernel image")
+
+        def step_s(self, case: Case) -> float:
+            raise ValueError("another version")
+
+    monkeypatch.setattr(steps, "TransformersSteps", Broken)
+    (row,) = measure_steps(engine_of(stored(tmp_path)), [Case("decode", 1, 1, 20)], RATES, 1)
+    assert row["ms"] > 0
+    assert row.get("transformers_failed") == (None if at_load else "ValueError: another version")
+
+
+def test_commit_is_unknown_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without git records the other facts."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert record.commit() == "unknown"
 
 
 def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from dataclasses import replace
@@ -23,7 +24,7 @@ from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import FinishReason
+from draftgate.backends.types import Delta, FinishReason
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import Fixed, Off
@@ -283,8 +284,15 @@ def test_worker_starts_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])
-async def test_request_is_served_with_every_proposer(proposer: str) -> None:
+def test_request_is_served_with_every_proposer(proposer: str) -> None:
     """The engine serves a request to its end with drafts of every proposer."""
+    deltas = asyncio.run(_serve_one(proposer))
+    assert sum(len(delta.token_ids) for delta in deltas) == 40
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].outcome.num_drafted_tokens > 0
+
+
+async def _serve_one(proposer: str) -> list[Delta]:
     config = WorkerConfig(
         device="cuda", max_model_len=512, kv_bytes=64 << 20, speculation="fixed:4",
         proposer=proposer,
@@ -295,12 +303,9 @@ async def test_request_is_served_with_every_proposer(proposer: str) -> None:
         ids = backend.tokenizer.encode("def read(path):\n    with open(path) as file:\n")
         generation = request("one", ids, Fixed(4), max_tokens=40, temperature=0.0)
         plan = replace(generation.speculation, proposer=proposer)
-        deltas = [d async for d in backend.generate(replace(generation, speculation=plan))]
+        return [d async for d in backend.generate(replace(generation, speculation=plan))]
     finally:
         await backend.stop()
-    assert sum(len(delta.token_ids) for delta in deltas) == 40
-    assert deltas[-1].finish_reason is FinishReason.LENGTH
-    assert deltas[-1].outcome.num_drafted_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,1 @@
+"""The first run on a GPU: `python -m bench.gpu.first_run`."""
