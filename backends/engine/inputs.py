@@ -190,7 +190,7 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
     rows = 0
     for fed, start, pages, num_samples, tree_positions, own_spans in feeds:
         count = len(fed)
-        if count == 1:  # the common case: a decode
+        if count == 1 and not tree_positions:  # the common case: a decode
             token_ids.append(fed[0])
             positions.append(start)
             slots.append(pages[start // page_tokens] * page_tokens + start % page_tokens)

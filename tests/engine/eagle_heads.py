@@ -96,11 +96,13 @@ class ReferenceHead:
         tensors: the head's tensors by their published names.
         embedding: [vocab_size, hidden_size].
         norm_first: whether the layer adds to the normalised hidden state.
+        window: number of rows that a row attends to, or None for all earlier rows.
     """
 
     tensors: Mapping[str, Tensor]
     embedding: Tensor
     norm_first: bool = False
+    window: int | None = None
 
     def features(self, tapped: list[Tensor]) -> Tensor:
         return self._product("fc", torch.cat(tapped, -1))
@@ -135,7 +137,10 @@ class ReferenceHead:
         )
         queries, keys = _rotated(queries), _rotated(keys)
         keys, values = (part.repeat_interleave(2, 0) for part in (keys, values))
-        out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        rows = torch.arange(len(pairs))
+        distance = rows[:, None] - rows
+        mask = (distance >= 0) & (distance < (self.window or len(pairs)))
+        out = functional.scaled_dot_product_attention(queries, keys, values, mask)
         return out.transpose(0, 1).flatten(1)
 
     def _product(self, name: str, x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.core.draft_growth import CHILDREN, Growth
+from draftgate.backends.core.drafts import ROOT
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.eagle.head import NO_LOGIT, EagleHead
@@ -79,7 +81,9 @@ def test_drafts_have_the_logits_of_the_published_arithmetic(
     keep_logits(engine.head, found)
     token_ids = list(held_out_prompts(tapped.tokenizer, 1, least=70, most=70)[0])
     sequence = computed_sequence(engine, token_ids)
-    (draft,) = eagle_proposer(engine, catch_up_tokens=512).propose([DraftRequest(sequence, 4)])
+    (draft,) = eagle_proposer(engine, catch_up_tokens=512, trees=False).propose(
+        [DraftRequest(sequence, 4)]
+    )
 
     head = reference(directory, tapped, norm_first=norm_first)
     states = hidden_states(tapped, token_ids[:-1])
@@ -95,6 +99,73 @@ def test_drafts_have_the_logits_of_the_published_arithmetic(
         assert token == own[expected[-1].argmax()]
         assert (logits[0] == NO_LOGIT).sum() == tapped.config.vocab_size - len(own)
         fed, features = [*fed, token], torch.cat([features, hidden[-1:]])
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_trees_grow_from_the_published_arithmetic(
+    tapped: Model, tmp_path: Path, window: int | None
+) -> None:
+    """A tree of 12 tokens has the branches that grow when each path is computed alone as a chain of
+    confirmed rows and hidden states."""
+
+    def peaked(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        repeating(config, tensors)
+        tensors["lm_head.weight"] *= 2
+
+    head = windowed(load_head(write_head(tmp_path, peaked), tapped), window)
+    engine = TappedEngine(tapped, Setup(num_blocks=BLOCKS), head)
+    token_ids = list(held_out_prompts(tapped.tokenizer, 1, least=70, most=70)[0])
+    sequence = computed_sequence(engine, token_ids)
+    (draft,) = eagle_proposer(engine, catch_up_tokens=512).propose([DraftRequest(sequence, 12)])
+
+    plain = reference(tmp_path, tapped)
+    plain.window = window
+    states = hidden_states(tapped, token_ids[:-1])
+    features = plain.features([states[layer] for layer in head.config.taps])
+
+    def children(path: list[int]) -> list[tuple[int, float]]:
+        rows = features
+        for depth in range(len(path) + 1):
+            hidden, logits = plain.rows([*token_ids[1:], *path[:depth]], rows)
+            rows = torch.cat([rows, hidden[-1:]])
+        best = torch.softmax(logits[-1], 0).topk(CHILDREN)
+        tokens = plain.token_ids()[best.indices].tolist()
+        return list(zip(tokens, best.values.tolist(), strict=True))
+
+    growth = Growth(12)
+    growth.add(ROOT, children([]))
+    while unread := growth.next_unread():
+        for node in unread:
+            growth.add(node, children(growth.tokens(node)))
+    assert growth.draft().token_ids == draft.token_ids
+    assert growth.draft().parents == draft.parents
+    assert draft.parents
+    assert max(draft.depths) > 2
+
+
+def windowed(head: EagleHead, window: int | None) -> EagleHead:
+    head.config = replace(head.config, model=replace(head.config.model, windows=(window,)))
+    return head
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_best_path_of_a_tree_begins_like_a_chain(
+    tapped: Model, directory: Path, temperature: float
+) -> None:
+    """A tree of one token is the token that a chain samples with the noise of its position."""
+    engine = TappedEngine(tapped, Setup(num_blocks=BLOCKS), load_head(directory, tapped))
+    token_ids = list(held_out_prompts(tapped.tokenizer, 1, least=70, most=70)[0])
+    sequence = computed_sequence(engine, token_ids)
+    for seed in range(20):
+        sequence.request = request("0", token_ids, Off(), temperature=temperature, seed=seed)
+        found = [
+            eagle_proposer(engine, catch_up_tokens=512, trees=trees).propose(
+                [DraftRequest(sequence, 1)]
+            )[0]
+            for trees in (True, False)
+        ]
+        sequence.draft_table.pages.clear()
+        assert found[0].token_ids == found[1].token_ids
 
 
 def keep_logits(head: EagleHead, found: list[Tensor]) -> None:
@@ -241,8 +312,7 @@ def test_window_bounds_the_rows_that_a_draft_needs(tapped: Model, directory: Pat
     """A head with a window of 24 computes no row out of its reach, and drafts as if it had."""
     drafts, rows = [], []
     for reach in (24, None):
-        head = load_head(directory, tapped)
-        head.config = replace(head.config, model=replace(head.config.model, windows=(24,)))
+        head = windowed(load_head(directory, tapped), 24)
         engine = TappedEngine(tapped, Setup(num_blocks=BLOCKS), head)
         proposer = eagle_proposer(engine, catch_up_tokens=512)
         proposer._runner.reach_tokens = reach

@@ -111,7 +111,7 @@ def _draw(
     chains: Many[_Chain], logits: Tensor, eos_ids: frozenset[int], keep_distributions: bool
 ) -> list[int]:
     """Sample the next token of each chain, and store its evidence and distributions."""
-    plan = StepPlan(tuple(_last_token(chain.sequence) for chain in chains))
+    plan = StepPlan(tuple(last_token(chain.sequence) for chain in chains))
     masks = {
         row: chain.sequence.grammar.masks(Draft(chain.drafted))[-1]
         for row, chain in enumerate(chains)
@@ -132,7 +132,7 @@ def _draw(
     return tokens.tolist()
 
 
-def _last_token(sequence: Sequence) -> SequenceWork:
+def last_token(sequence: Sequence) -> SequenceWork:
     """Return the work that samples the token after the end of a sequence."""
     last = len(sequence.token_ids) - 1
     return SequenceWork(sequence, last, (sequence.token_ids[last],), samples=True)

@@ -12,6 +12,7 @@ head's own hidden states, so the head computes them again after verification.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,8 +26,12 @@ from draftgate.backends.engine.eagle.head import EagleHead, HeadOutput
 from draftgate.backends.engine.inputs import Feed, build_inputs, slots_of
 from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
 from draftgate.backends.engine.proposers.chains import draw_chains
+from draftgate.backends.engine.proposers.trees import grow_trees
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
+
+PASSES_MEMORY: Final = 0.05
+"""Weight of a new draft in the mean number of passes per token, which averages about twenty."""
 
 
 class HeadRunner:
@@ -35,12 +40,17 @@ class HeadRunner:
     Attributes:
         reach_tokens: maximum distance, in rows, at which a row can influence logits, or None
             without a bound.
+        page_tokens: rows per page.
+        grows_trees: whether rows may attend to branches of earlier passes. The kernels of a GPU
+            read the branches of one step only.
     """
 
     def __init__(self, head: EagleHead, pool: KvPool, kv: DraftLayers) -> None:
         """Bind a head to the pool that holds the features, and to its layer of the pool."""
         (window,) = head.config.model.windows
         self.reach_tokens = window
+        self.page_tokens = kv.page_tokens
+        self.grows_trees = head.device.type == "cpu"
         self._head = head
         self._pool = pool
         self._kv = kv
@@ -68,7 +78,10 @@ class HeadRunner:
 
 
 class EagleProposer:
-    """Proposes chains sampled from an EAGLE-3 head."""
+    """Proposes trees or chains from an EAGLE-3 head.
+
+    Trees are grown without grammar and without changes of the logits. Other drafts are chains.
+    """
 
     def __init__(
         self,
@@ -79,6 +92,7 @@ class EagleProposer:
         keep_distributions: bool,
         catch_up_tokens: int,
         cost: StepCost,
+        trees: bool = True,
     ) -> None:
         """Create a proposer without sequences.
 
@@ -90,17 +104,23 @@ class EagleProposer:
             catch_up_tokens: maximum number of missing rows that the head computes per step, for all
                 sequences together.
             cost: initial cost of a pass by its rows. Measured passes update this cost.
+            trees: whether drafts may be trees.
         """
         self._runner = runner
         self._pages = pages
         self._eos_ids = eos_ids
         self._keep_distributions = keep_distributions
         self._catch_up_tokens = catch_up_tokens
+        self._trees = trees and runner.grows_trees
         self._fit = StepCostFit(cost)
+        self._passes_per_token = 1.0
 
     def depth_s(self, sequences: int) -> float:
-        """Return the predicted seconds of a pass with one row per sequence."""
-        return self._fit.cost.seconds(sequences)
+        """Return the predicted seconds per draft token of passes with one row per sequence.
+
+        A tree has fewer passes than tokens.
+        """
+        return self._passes_per_token * self._fit.cost.seconds(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
         """Return the predicted seconds that the missing rows add to a pass."""
@@ -108,7 +128,7 @@ class EagleProposer:
         return self._fit.cost.seconds(missing) - self._fit.cost.seconds(1)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence whose rows are computed. Other drafts are empty."""
+        """Return a draft for each sequence whose rows are computed. Other drafts are empty."""
         ready: list[int] = []
         catching_up: list[tuple[Sequence, int]] = []
         left = self._catch_up_tokens
@@ -119,7 +139,7 @@ class EagleProposer:
                 continue
             # The tokens before a pending prompt chunk have features, and the others have none yet.
             drafts = first + rows == len(sequence.token_ids) - 1
-            if not self._reserve(sequence, first + rows + (most - 1 if drafts else 0)):
+            if not self._reserve(sequence, first + rows + (most if drafts else 0)):
                 continue
             left -= rows
             sequence.draft_table.valid_tokens = first
@@ -130,10 +150,13 @@ class EagleProposer:
         if catching_up:
             self._catch_up(catching_up)
         drafts_of = [NO_DRAFT] * len(requests)
-        if ready:
-            chains = self._draw([requests[place] for place in ready])
-            for place, chain in zip(ready, chains, strict=True):
-                drafts_of[place] = chain
+        grown = [place for place in ready if self._grows_tree(requests[place])]
+        drawn = [place for place in ready if place not in grown]
+        for places, draft in ((grown, self._grow), (drawn, self._draw)):
+            if places:
+                found = draft([requests[place] for place in places])
+                for place, one in zip(places, found, strict=True):
+                    drafts_of[place] = one
         return drafts_of
 
     def forget(self, sequence: Sequence) -> None:
@@ -172,13 +195,9 @@ class EagleProposer:
             following, hidden = [], output.hidden
             return output.logits
 
-        first_feeds = [
-            self._feed(s, len(s.token_ids) - 1 - s.draft_table.valid_tokens, num_samples=1)
-            for s in sequences
-        ]
         drafts = draw_chains(
             requests,
-            first_feeds,
+            [self._last_feed(sequence) for sequence in sequences],
             next_feed,
             forward,
             self._observe,
@@ -188,6 +207,42 @@ class EagleProposer:
         for sequence in sequences:
             sequence.draft_table.valid_tokens = len(sequence.token_ids) - 1
         return drafts
+
+    def _grows_tree(self, request: DraftRequest) -> bool:
+        """Return whether a draft may be a tree, which has neither grammar nor distributions."""
+        sequence = request.sequence
+        sampled = sequence.request.sampling.temperature > 0
+        distributions = self._keep_distributions and sampled
+        return self._trees and sequence.is_plain and not distributions
+
+    def _grow(self, requests: Many[DraftRequest]) -> list[Draft]:
+        """Return a tree for each sequence, whose pages must be reserved."""
+        sequences = [request.sequence for request in requests]
+        passes = 0
+
+        def observe(feeds: Many[Feed], seconds: float) -> None:
+            nonlocal passes
+            passes += 1
+            self._observe(feeds, seconds)
+
+        drafts = grow_trees(
+            requests,
+            [self._last_feed(sequence) for sequence in sequences],
+            self._runner.page_tokens,
+            lambda feeds: self._runner.read(feeds, self._slots(sequences, feeds)),
+            self._runner.draft,
+            observe,
+        )
+        ratio = passes / max(request.max_tokens for request in requests)
+        self._passes_per_token += PASSES_MEMORY * (ratio - self._passes_per_token)
+        for sequence in sequences:
+            sequence.draft_table.valid_tokens = len(sequence.token_ids) - 1
+        return drafts
+
+    def _last_feed(self, sequence: Sequence) -> Feed:
+        """Return the feed of all rows that a draft needs."""
+        rows = len(sequence.token_ids) - 1 - sequence.draft_table.valid_tokens
+        return self._feed(sequence, rows, num_samples=1)
 
     def _feed(self, sequence: Sequence, rows: int, num_samples: int) -> Feed:
         """Return the feed of a sequence's next rows."""
