@@ -27,6 +27,7 @@ from draftgate.backends.engine.inputs import Feed, build_inputs, slots_of
 from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
 from draftgate.backends.engine.proposers.chains import draw_chains
 from draftgate.backends.engine.proposers.trees import grow_trees
+from draftgate.backends.engine.transfer import to_device
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
 
@@ -65,8 +66,9 @@ class HeadRunner:
         """
         inputs = build_inputs(feeds, self._kv.dump_slot, self._kv.page_tokens).on(self._head.device)
         padding = len(inputs.token_ids) - len(slots)
-        places = torch.tensor(slots + [self._pool.dump_slot] * padding, device=self._head.device)
-        return self._head.forward(inputs, self._pool.read_features(places), self._kv.layers)
+        places = torch.tensor(slots + [self._pool.dump_slot] * padding)
+        features = self._pool.read_features(to_device(places, self._head.device))
+        return self._head.forward(inputs, features, self._kv.layers)
 
     @torch.inference_mode()
     def draft(self, feeds: Many[Feed], hidden: Tensor) -> HeadOutput:
@@ -188,9 +190,8 @@ class EagleProposer:
                 output = self._runner.read(feeds, self._slots(sequences, feeds))
             else:
                 at = {request: row for row, request in enumerate(rows_of)}
-                before = [at[request] for request in following]
-                alike = before == list(range(len(hidden)))
-                output = self._runner.draft(feeds, hidden if alike else hidden[before])
+                before = torch.tensor([at[request] for request in following])
+                output = self._runner.draft(feeds, hidden[to_device(before, hidden.device)])
                 rows_of = following
             following, hidden = [], output.hidden
             return output.logits

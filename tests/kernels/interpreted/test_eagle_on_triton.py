@@ -1,0 +1,95 @@
+"""An EAGLE-3 head on the Triton kernels, compared with the torch operators in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.eagle.config import HeadConfig
+from draftgate.backends.engine.eagle.head import EagleHead, HeadOutput
+from draftgate.backends.engine.eagle.weights import HeadWeights
+from draftgate.backends.engine.inputs import Feed
+from draftgate.backends.engine.kv_pool import KvPool
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.proposers.eagle import HeadRunner
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.taps import Taps
+from draftgate.backends.engine.weights import LayerWeights, Weights
+from tests.engine.tiny_model import (
+    VOCAB,
+    tiny_config,
+    tiny_weights,
+    tokens_of,
+    torch_decoder,
+    triton_decoder,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
+
+TOKENS = 20
+
+
+def head_for(config: ModelConfig, weights: Weights) -> EagleHead:
+    """Return a random head that drafts every second token."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    hidden = config.hidden_size
+    (layer,) = weights.layers
+    own = torch.arange(0, VOCAB, 2)
+    parts = HeadWeights(
+        fuse=Linear(random(hidden, 3 * hidden)),
+        hidden_norm=1 + random(hidden),
+        layer=LayerWeights(
+            input_norm=layer.input_norm,
+            qkv=Linear(random(layer.qkv.out_features, 2 * hidden)),
+            qk_norm=None,
+            output=layer.output,
+            mlp_norm=layer.mlp_norm,
+            gate_up=layer.gate_up,
+            down=layer.down,
+        ),
+        final_norm=1 + random(hidden),
+        lm_head=Linear(random(len(own), hidden)),
+        embedding=weights.embedding,
+        token_ids=own,
+        checkpoint_hash="",
+    )
+    return EagleHead(HeadConfig(config, len(own), hidden, (0, 1, 1), False), parts, 64)
+
+
+def rows_of(make: Callable[[ModelConfig, Weights], Decoder]) -> list[HeadOutput]:
+    """Return the rows of a confirmed text and of a draft after it."""
+    config = tiny_config(num_layers=1, windows=(None,))
+    weights = tiny_weights(config)
+    decoder, head = make(config, weights), head_for(config, weights)
+    head._operators = decoder.operators
+    pool = KvPool(config, 4, torch.float32, feature_size=head.feature_size)
+    decoder.taps = Taps((0, 1, 1), head.fuse, pool)
+    tokens = tokens_of(TOKENS)
+    Runner(decoder, pool).forward([Feed(tokens[:-1], 0, [2, 1], num_samples=0)])
+    kv = pool.draft_layers(config)
+    runner = HeadRunner(head, pool, kv)
+    slots = [32 + place for place in range(16)] + [16, 17, 18]
+    found = [runner.read([Feed(tokens[1:], 0, [0, 3], num_samples=1)], slots)]
+    token = int(found[0].logits.argmax())
+    feed = Feed((token,), TOKENS - 1, [0, 3], num_samples=1)
+    return [*found, runner.draft([feed], found[0].hidden)]
+
+
+def test_head_on_triton_equals_the_head_in_torch() -> None:
+    """Confirmed rows, which read features of the target, and a draft are equal on both."""
+    for found, expected in zip(rows_of(triton_decoder), rows_of(torch_decoder), strict=True):
+        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
