@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.eagle import HeadRunner
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.taps import Taps
-from draftgate.backends.engine.weights import LayerWeights, Weights
+from draftgate.backends.engine.weights import Weights
 from tests.engine.tiny_model import (
     VOCAB,
     tiny_config,
@@ -51,15 +52,7 @@ def head_for(config: ModelConfig, weights: Weights) -> EagleHead:
     parts = HeadWeights(
         fuse=Linear(random(hidden, 3 * hidden)),
         hidden_norm=1 + random(hidden),
-        layer=LayerWeights(
-            input_norm=layer.input_norm,
-            qkv=Linear(random(layer.qkv.out_features, 2 * hidden)),
-            qk_norm=None,
-            output=layer.output,
-            mlp_norm=layer.mlp_norm,
-            gate_up=layer.gate_up,
-            down=layer.down,
-        ),
+        layer=replace(layer, qkv=Linear(random(layer.qkv.out_features, 2 * hidden))),
         final_norm=1 + random(hidden),
         lm_head=Linear(random(len(own), hidden)),
         embedding=weights.embedding,
