@@ -93,6 +93,7 @@ def renamed(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         "architectures": ["Eagle3Speculator"],
         "transformer_layer_config": layer,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 5],
+        "norm_before_residual": False,
     }
     for name in list(tensors):
         tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
@@ -115,6 +116,24 @@ def test_published_layouts_load_alike(tapped: Model, tmp_path: Path, directory: 
         sequence = computed_sequence(engine, token_ids)
         drafts += eagle_proposer(engine).propose([DraftRequest(sequence, 3)])
     assert drafts[0].token_ids == drafts[1].token_ids
+
+
+def test_absent_fields_have_the_defaults_of_their_layout(tmp_path: Path) -> None:
+    """Heads of speculators add to the normalised hidden state, and the authors' heads have one
+    layer whatever their config says."""
+
+    def speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        renamed(config, tensors)
+        del config["norm_before_residual"]
+
+    def authors(config: dict[str, Any], _: dict[str, Tensor]) -> None:
+        config.update(architectures=["LlamaForCausalLM"], num_hidden_layers=40)
+
+    assert read_head_config(write_head(tmp_path / "a", speculators)).norm_before_residual
+    head = write_head(tmp_path / "b", authors)
+    assert is_head(head)
+    assert not read_head_config(head).norm_before_residual
+    assert read_head_config(head).model.num_layers == 1
 
 
 def setting(**changes: Any) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:

@@ -30,6 +30,7 @@ TAPS: Final = 3
 
 _LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _SIZE: Final = "draft_vocab_size"
+_NESTED: Final = "transformer_layer_config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class HeadConfig:
         draft_vocab_size: number of tokens that the head can draft.
         target_hidden_size: width of the target's hidden states.
         taps: tapped layers of the target (`Taps`), or None for the layers that EAGLE-3 taps.
-        norm_before_residual: whether the layer adds to the normalised hidden state.
+        norm_before_residual: whether the layer adds to the normalised hidden state. Without the
+            field, as in vLLM, heads of speculators do, and other heads do not.
     """
 
     model: ModelConfig
@@ -66,10 +68,14 @@ class HeadConfig:
 def is_head(directory: Path) -> bool:
     """Return whether a checkpoint is an EAGLE-3 head."""
     raw = read_json(directory / "config.json", missing={})
-    named = raw.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
     # The authors' heads name the architecture of their target.
-    return architecture in ARCHITECTURES or _SIZE in raw
+    return _is_named(raw) or _SIZE in raw
+
+
+def _is_named(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config names an architecture of heads."""
+    named = raw.get("architectures")
+    return isinstance(named, list) and bool(named) and named[0] in ARCHITECTURES
 
 
 def read_head_config(directory: Path) -> HeadConfig:
@@ -99,14 +105,16 @@ def read_head_config(directory: Path) -> HeadConfig:
         draft_vocab_size=fields.count(_SIZE, model.vocab_size, maximum=model.vocab_size),
         target_hidden_size=fields.count("target_hidden_size", model.hidden_size),
         taps=_taps(fields),
-        norm_before_residual=fields.flag("norm_before_residual"),
+        norm_before_residual=fields.flag("norm_before_residual", default=_NESTED in fields),
     )
 
 
 def _layer_fields(raw: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Return the fields of the head's layer, as those of a Llama with one layer."""
-    nested = raw.get("transformer_layer_config")
+    nested = raw.get(_NESTED)
     layer = dict(nested if isinstance(nested, Mapping) else raw)
+    if not _is_named(raw):
+        layer["num_hidden_layers"] = 1  # some of the authors' heads state the layers of the target
     kind = layer.get("model_type", "llama")
     if kind != "llama":
         raise fields.error("model_type", f"{reprlib.repr(kind)} is not supported; supported: llama")
