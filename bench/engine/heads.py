@@ -23,7 +23,7 @@ from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.worker_config import WorkerConfig
 
 SLOTS: Final = (2, 4, 8)
-SPEED_SLOTS: Final = (0, 2, 3, 4, 5, 6, 8)
+SPEED_SLOTS: Final = (0, 1, 2, 3, 4, 6, 8)
 ROUNDS: Final = 3
 TASKS: Final = ("completion", "rewrite")
 SEQUENCES: Final = 8

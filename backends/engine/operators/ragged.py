@@ -3,6 +3,9 @@
 A sequence is one span, followed by a span with a tail for each further branch of its draft. The
 tail of a branch lists the slots of its path. The kernel takes a path as bits, one per token of the
 draft, in the order of slots.
+
+A tree that grows in several passes (`proposers/trees.py`) has a span without rows for the confirmed
+tokens, followed by one span with a tail for each row.
 """
 
 from __future__ import annotations
@@ -65,6 +68,9 @@ class SpanLists:
     def _add(self, spans: Many[AttentionSpan], page_tokens: int) -> None:
         """Add a sequence: its own span, then its further branches."""
         own, *branches = spans
+        if branches and not own.rows:
+            self._add_grown(own, branches, page_tokens)
+            return
         rows = sum(span.rows for span in spans)
         self.query_starts.append(self.query_starts[-1] + rows)
         self.context_lens.append(own.start + rows)
@@ -77,6 +83,19 @@ class SpanLists:
             return
         self.draft_starts.append(branches[0].tail_start)
         self._add_tree(own, branches, page_tokens)
+
+    def _add_grown(self, own: AttentionSpan, rows: Many[AttentionSpan], page_tokens: int) -> None:
+        """Add rows of a tree whose earlier tokens are in the cache."""
+        most = min(MAX_TREE_TOKENS, len(own.pages) * page_tokens - own.start)
+        slots = slots_of(own.pages, range(own.start, own.start + most), page_tokens)
+        place = {slot: index for index, slot in enumerate(slots)}
+        paths = [[place[slot] for slot in row.tail] for row in rows]
+        self.query_starts.append(self.query_starts[-1] + len(rows))
+        self.context_lens.append(own.start + max(map(max, paths)) + 1)
+        self.tables.append(own.pages)
+        self.draft_starts.append(own.start)
+        self.positions.extend(row.start for row in rows)
+        self.ancestors.extend(sum(1 << at for at in path) for path in paths)
 
     def _add_tree(
         self, own: AttentionSpan, branches: Many[AttentionSpan], page_tokens: int

@@ -42,8 +42,7 @@ class HeadRunner:
         reach_tokens: maximum distance, in rows, at which a row can influence logits, or None
             without a bound.
         page_tokens: rows per page.
-        grows_trees: whether rows may attend to branches of earlier passes. The kernels of a GPU
-            read the branches of one step only.
+        ragged: whether one launch attends all rows of a pass, as on a GPU.
     """
 
     def __init__(self, head: EagleHead, pool: KvPool, kv: DraftLayers) -> None:
@@ -51,7 +50,7 @@ class HeadRunner:
         (window,) = head.config.model.windows
         self.reach_tokens = window
         self.page_tokens = kv.page_tokens
-        self.grows_trees = head.device.type == "cpu"
+        self.ragged = head.device.type != "cpu"
         self._head = head
         self._pool = pool
         self._kv = kv
@@ -113,7 +112,7 @@ class EagleProposer:
         self._eos_ids = eos_ids
         self._keep_distributions = keep_distributions
         self._catch_up_tokens = catch_up_tokens
-        self._trees = trees and runner.grows_trees
+        self._trees = trees
         self._fit = StepCostFit(cost)
         self._passes_per_token = 1.0
 
@@ -230,6 +229,7 @@ class EagleProposer:
             requests,
             [self._last_feed(sequence) for sequence in sequences],
             self._runner.page_tokens,
+            self._runner.ragged,
             lambda feeds: self._runner.read(feeds, self._slots(sequences, feeds)),
             self._runner.draft,
             observe,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.eagle.config import HeadConfig
 from draftgate.backends.engine.eagle.head import EagleHead, HeadOutput
@@ -18,9 +22,13 @@ from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.eagle import HeadRunner
+from draftgate.backends.engine.proposers.trees import grow_trees
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.weights import Weights
+from draftgate.backends.types import ResumedChoice
+from draftgate.policies.speculation.baselines import Off
+from tests.engine.harness import request
 from tests.engine.tiny_model import (
     VOCAB,
     tiny_config,
@@ -62,8 +70,14 @@ def head_for(config: ModelConfig, weights: Weights) -> EagleHead:
     return EagleHead(HeadConfig(config, len(own), hidden, (0, 1, 1), False), parts, 64)
 
 
-def rows_of(make: Callable[[ModelConfig, Weights], Decoder]) -> list[HeadOutput]:
-    """Return the rows of a confirmed text and of a draft after it."""
+class Drafted(NamedTuple):
+    """The rows of a confirmed text and of a draft after it, and a tree after the text."""
+
+    rows: list[HeadOutput]
+    tree: Draft
+
+
+def drafted(make: Callable[[ModelConfig, Weights], Decoder], *, ragged: bool) -> Drafted:
     config = tiny_config(num_layers=1, windows=(None,))
     weights = tiny_weights(config)
     decoder, head = make(config, weights), head_for(config, weights)
@@ -78,11 +92,28 @@ def rows_of(make: Callable[[ModelConfig, Weights], Decoder]) -> list[HeadOutput]
     found = [runner.read([Feed(tokens[1:], 0, [0, 3], num_samples=1)], slots)]
     token = int(found[0].logits.argmax())
     feed = Feed((token,), TOKENS - 1, [0, 3], num_samples=1)
-    return [*found, runner.draft([feed], found[0].hidden)]
+    found.append(runner.draft([feed], found[0].hidden))
+    sequence = Sequence.for_choice(0, request("0", tokens, Off()), ResumedChoice(0, ()))
+    (tree,) = grow_trees(
+        [DraftRequest(sequence, 6)],
+        [Feed(tokens[1:], 0, [0, 3], num_samples=1)],
+        kv.page_tokens,
+        ragged,
+        lambda feeds: runner.read(feeds, slots),
+        runner.draft,
+        lambda *_: None,
+    )
+    return Drafted(found, tree)
 
 
 def test_head_on_triton_equals_the_head_in_torch() -> None:
-    """Confirmed rows, which read features of the target, and a draft are equal on both."""
-    for found, expected in zip(rows_of(triton_decoder), rows_of(torch_decoder), strict=True):
-        torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    """Rows that read features of the target, a draft and a tree are equal on both operators."""
+    found, expected = drafted(triton_decoder, ragged=True), drafted(torch_decoder, ragged=False)
+    for own, wanted in zip(found.rows, expected.rows, strict=True):
+        torch.testing.assert_close(own.hidden, wanted.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(own.logits, wanted.logits, rtol=1e-5, atol=1e-5)
+    assert found.tree.token_ids == expected.tree.token_ids
+    assert found.tree.parents == expected.tree.parents
+    assert found.tree.shares == pytest.approx(expected.tree.shares, rel=1e-4)
+    assert max(found.tree.depths) > 1
+    assert len(set(found.tree.parents)) < len(found.tree)
