@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -44,19 +45,32 @@ STEP_TOKENS: Final = 2048
 """Tokens per step of workers. The limit is large, so that prompts are prefilled in few steps and
 all sequences decode together."""
 
+GREEDY: Final = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """The engine with a loaded model."""
+    """The engine with a loaded model.
+
+    Attributes:
+        max_seqs: maximum number of sequences of a step.
+    """
 
     model: Model
     pool: KvPool
     runner: ModelRunner
     max_model_len: int
+    max_seqs: int = MAX_SEQS
 
     @classmethod
     def load(
-        cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False
+        cls,
+        model: Model,
+        most_tokens: int,
+        longest: int,
+        *,
+        exact: bool = False,
+        max_seqs: int = MAX_SEQS,
     ) -> BenchEngine:
         """Load a model.
 
@@ -64,28 +78,32 @@ class BenchEngine:
             most_tokens: size of the pool in KV tokens.
             longest: number of tokens of the longest sequence.
             exact: whether to use batch-invariant kernels.
+            max_seqs: maximum number of sequences of a step.
         """
         longest = max(longest, LEAST_LENGTH)
         most_tokens = max(most_tokens, longest)
         # Each sequence that ends within a block needs an additional block.
-        blocks = -(-most_tokens // BLOCK_TOKENS) + MAX_SEQS
+        blocks = -(-most_tokens // BLOCK_TOKENS) + max_seqs
         pool = KvPool(model.config, blocks, model.dtype, model.device)
         for layer in pool.layers:
             layer.uniform_(-1.0, 1.0)  # without this, all reads would hit a single page of zeros
         decoder = Decoder(model.config, model.weights(exact=exact), longest)
-        return cls(model, pool, _runner(decoder, pool, longest), longest)
+        runner = runner_for(decoder, pool, max_num_seqs=max_seqs, max_model_len=longest)
+        return cls(model, pool, runner, longest, max_seqs)
 
     def exact(self) -> BenchEngine:
         """Return the engine in exact mode with the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
-        runner = _runner(decoder, self.pool, self.max_model_len)
-        return BenchEngine(self.model, self.pool, runner, self.max_model_len)
+        runner = runner_for(
+            decoder, self.pool, max_num_seqs=self.max_seqs, max_model_len=self.max_model_len
+        )
+        return replace(self, runner=runner)
 
     @cached_property
     def cost(self) -> StepCost:
         """The step costs that a worker measures when it starts."""
         buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
-        most_sequences = min(MAX_SEQS, self.pool.num_blocks)
+        most_sequences = min(self.max_seqs, self.pool.num_blocks)
         return measure_step_cost(
             self.runner,
             self.max_model_len,
@@ -96,12 +114,18 @@ class BenchEngine:
 
     def step_s(self, case: Case) -> float:
         """Run a step with greedy tokens that are read back, and return its seconds."""
-        plan = step_plan(case, self.model.config.vocab_size)
+        return self.plan_s(step_plan([case], self.model.config.vocab_size))
+
+    def plan_s(self, plan: StepPlan) -> float:
+        """Run a step whose tokens are read back, and return its seconds."""
         return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
 
     def device_s(self, case: Case) -> float:
+        """Run a step on a GPU with greedy tokens, and return the seconds of the device."""
+        return self.plan_device_s(step_plan([case], self.model.config.vocab_size))
+
+    def plan_device_s(self, plan: StepPlan) -> float:
         """Run a step on a GPU, and return the seconds of the device."""
-        plan = step_plan(case, self.model.config.vocab_size)
         launcher, launched = self.runner.launcher, list[Any]()
         assert launcher is not None
         taken_s = device_elapsed_s(
@@ -114,7 +138,7 @@ class BenchEngine:
         """Return a new worker that uses the pool. Only a single worker may run at a time."""
         blocks = KvBlocks(self.pool.num_blocks, BLOCK_TOKENS)
         scheduler = Scheduler(
-            SchedulerConfig(MAX_SEQS, STEP_TOKENS),
+            SchedulerConfig(self.max_seqs, STEP_TOKENS),
             blocks,
             policy,
             proposers,
@@ -127,23 +151,27 @@ class BenchEngine:
         return LoadedEngine(worker, self.runner, exchange, served, proposers)
 
 
-def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:
-    """Return a step runner of a decoder and a pool, up to the largest batch."""
-    return runner_for(decoder, pool, max_num_seqs=MAX_SEQS, max_model_len=longest)
+def step_plan(
+    cases: Iterable[Case], vocab_size: int, sampling: SamplingParams = GREEDY
+) -> StepPlan:
+    """Return a step of all sequences of the cases, with separate blocks for each sequence."""
+    work: list[SequenceWork] = []
+    block = 0
+    for case in cases:
+        blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
+        for _ in range(case.batch):
+            work.append(_work(case, len(work), range(block, block + blocks), vocab_size, sampling))
+            block += blocks
+    return StepPlan(tuple(work))
 
 
-def step_plan(case: Case, vocab_size: int) -> StepPlan:
-    """Return the step of a case, with separate blocks for each sequence."""
-    return StepPlan(tuple(_work(case, index, vocab_size) for index in range(case.batch)))
-
-
-def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
+def _work(
+    case: Case, index: int, blocks: range, vocab_size: int, sampling: SamplingParams
+) -> SequenceWork:
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
-    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     request = GenerationRequest(str(index), compact((1,)), sampling, plan)
     sequence = Sequence.for_choice(index, request, ResumedChoice(0, ()))
-    blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
-    sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
+    sequence.block_table.extend(blocks)
     tokens = tuple(token % vocab_size for token in range(1, case.tokens + 1))
     start = case.context_tokens
     if case.name == "prefill":

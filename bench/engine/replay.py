@@ -14,6 +14,7 @@ from typing import Final
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.recording import Text
 
 NAME: Final = "replay"
 
@@ -93,12 +94,15 @@ class ReplayProposer:
     def _propose(self, request: DraftRequest) -> Draft:
         sequence = request.sequence
         self._judge(sequence)
-        known = self.drafts.get(tuple(sequence.request.prompt_ids), ())
-        generated_tokens = sequence.output_tokens
-        token_ids = known[generated_tokens : generated_tokens + request.max_tokens]
+        prompt = tuple(sequence.request.prompt_ids)
+        token_ids = self._tokens(prompt, sequence.output_tokens, request.max_tokens)
         if token_ids:
             self._latest[sequence.key] = _Proposal(len(sequence.token_ids), token_ids)
         return Draft(token_ids)
+
+    def _tokens(self, prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...]:
+        """Return the draft for a position of the output."""
+        return self.drafts.get(prompt, ())[position : position + most]
 
     def _judge(self, sequence: Sequence) -> None:
         """Compare the latest draft with the tokens that the sequence has generated since."""
@@ -111,6 +115,33 @@ class ReplayProposer:
                 self.tested.rejected += 1
                 return
             self.tested.agreed += 1
+
+
+@dataclass(slots=True)
+class RecordedProposer(ReplayProposer):
+    """A proposer whose drafts have the lengths and the right tokens of recorded drafts.
+
+    `drafts` has the true continuation of each prompt. The first wrong token of a draft and all
+    tokens after it are different from the continuation.
+
+    Attributes:
+        name: the proposer in the recording.
+        texts: the recorded text that each prompt replays.
+        vocab_size: size of the vocabulary.
+    """
+
+    name: str = ""
+    texts: dict[tuple[int, ...], Text] = field(default_factory=dict)
+    vocab_size: int = 2
+
+    def _tokens(self, prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...]:
+        text = self.texts.get(prompt)
+        if text is None:
+            return ()
+        guess = text.guess(self.name, position % text.length).first(most)
+        known = self.drafts[prompt][position : position + guess.proposed]
+        wrong = ((token + 1) % self.vocab_size for token in known[guess.agreed :])
+        return (*known[: guess.agreed], *wrong)
 
 
 def corrupted(

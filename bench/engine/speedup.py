@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
 
 from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import weight_bytes
 from bench.engine.device import Rates
-from bench.engine.replay import NAME, ReplayProposer, Tested
+from bench.engine.replay import NAME, RecordedProposer, ReplayProposer, Tested
 from bench.engine.serving import (
     BATCHES,
     PLAIN,
@@ -25,6 +26,7 @@ from bench.engine.serving import (
     greedy_requests,
     in_batches,
 )
+from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
@@ -35,16 +37,44 @@ class Replayed(NamedTuple):
     """Settings of the measurement.
 
     Attributes:
-        acceptance: probability that a draft token is right.
+        acceptance: probability that a draft token is right, or the name of a proposer whose drafts
+            are in `recording`.
         lengths: fixed draft lengths.
         new_tokens: number of output tokens of each prompt.
         rounds: number of rounds of all policies, whose medians count.
+        recording: name or file of recorded drafts.
+        batches: numbers of sequences.
     """
 
-    acceptance: float
+    acceptance: float | str
     lengths: tuple[int, ...]
     new_tokens: int
     rounds: int
+    recording: str = "llama-3.1-8b"
+    batches: tuple[int, ...] = BATCHES
+
+    def proposer(self, continuations: dict[Prompt, list[int]], vocab_size: int) -> ReplayProposer:
+        """Return a proposer that knows the continuation of each prompt.
+
+        Raises:
+            ValueError: the recording is missing, damaged, or without drafts of the proposer.
+        """
+        if not isinstance(self.acceptance, str):
+            return ReplayProposer.of(continuations.items(), self.acceptance, vocab_size)
+        recording = load_recording(self.recording)
+        if self.acceptance not in recording.proposers:
+            raise ValueError(f"{self.recording} has no drafts of {self.acceptance}")
+        # Texts of a task are stored together, so the prompts take texts from all of them in turn.
+        tasks = [recording.texts(task, 0.0) for task in recording.tasks]
+        texts = (
+            tasks[i % len(tasks)][i // len(tasks) % len(tasks[i % len(tasks)])] for i in count()
+        )
+        return RecordedProposer(
+            {prompt: tuple(tokens) for prompt, tokens in continuations.items()},
+            name=self.acceptance,
+            texts=dict(zip(continuations, texts, strict=False)),
+            vocab_size=vocab_size,
+        )
 
 
 @dataclass
@@ -67,12 +97,12 @@ def measure_speedups(
     bench_engine: BenchEngine, settings: Replayed, rates: Rates
 ) -> list[dict[str, Any]]:
     """Return a row for each policy and batch size of a model."""
-    prompts = bench_engine.model.prompts(max(BATCHES))
+    prompts = bench_engine.model.prompts(max(settings.batches))
     with Serving(bench_engine.worker(speculation_policy("off"), {})) as plain:
         generation = plain.run(greedy_requests(prompts, settings.new_tokens, PLAIN))
     continuations = {prompt: generation.outputs[str(index)] for index, prompt in enumerate(prompts)}
     rows = []
-    for batch in BATCHES:
+    for batch in settings.batches:
         runs = _run_all(bench_engine, settings, in_batches(prompts, batch), continuations)
         rows += [_row(bench_engine, settings, rates, batch, name, runs) for name in runs]
         for row in rows[-len(runs) :]:
@@ -98,7 +128,7 @@ def _run_all(
     with ExitStack() as running:
         servings = {}
         for name in policies:
-            proposer = ReplayProposer.of(continuations.items(), settings.acceptance, vocab_size)
+            proposer = settings.proposer(continuations, vocab_size)
             runs[name].tested = proposer.tested
             engine = bench_engine.worker(speculation_policy(name), {NAME: proposer})
             servings[name] = running.enter_context(Serving(engine))
@@ -146,7 +176,7 @@ def _row(
 ) -> dict[str, Any]:
     own, off = runs[name], runs["off"]
     row: dict[str, Any] = {
-        "proposer": None if name == "off" else f"replay, acceptance {settings.acceptance}",
+        "proposer": None if name == "off" else _label(settings),
         "policy": name,
         "batch": batch,
         "decode_tokens_per_s": round(median(own.rates), 1),
@@ -170,6 +200,12 @@ def _row(
         "accepted_of_drafted": round(own.outcome.num_accepted_tokens / max(drafted, 1), 3),
         "tokens_per_step": round(own.tokens / steps, 3),
     }
+
+
+def _label(settings: Replayed) -> str:
+    if isinstance(settings.acceptance, str):
+        return f"replay, {settings.acceptance} of {settings.recording}"
+    return f"replay, acceptance {settings.acceptance}"
 
 
 def _bandwidth_share(bench_engine: BenchEngine, tokens_per_s: float, rates: Rates) -> float:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 NEEDS_PLOTLY: Final = "plotly is not installed: pip install 'draftgate[load]'"
 
 
-def html_page(title: str, body: Iterable[str]) -> str:
+def html_page(title: str, body: Iterable[str], *, charts: bool = True) -> str:
     """Return a page of HTML elements, with plotly.js embedded for its charts.
+
+    Args:
+        charts: whether the page may have charts of plotly.js.
 
     Raises:
         ModuleNotFoundError: plotly is not installed.
@@ -26,9 +29,9 @@ def html_page(title: str, body: Iterable[str]) -> str:
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         style=_asset("page.css"),
-        plotly=_plotly_js(),
+        plotly=_plotly_js() if charts else "",
         body="\n".join(body),
-        script=_asset("page.js"),
+        script=_asset("page.js") if charts else "",
     )
 
 

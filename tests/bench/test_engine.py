@@ -159,7 +159,7 @@ def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = stored(tmp_path)
     ours, case = engine_of(model), Case("prefill", 1, 30, 0)
-    logits = ours.runner.logits(step_plan(case, SMALL["vocab_size"]))
+    logits = ours.runner.logits(step_plan([case], SMALL["vocab_size"]))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
     with torch.inference_mode():
         ids = torch.arange(1, case.tokens + 1)[None] % SMALL["vocab_size"]
@@ -189,7 +189,7 @@ def test_random_weights_are_the_same_in_both_engines(
     shape = SMALL | changes
     model = RandomModel("small", tmp_path, shape, torch.float32, CPU)
     case = Case("prefill", 1, 30, 0)
-    logits = engine_of(model).runner.logits(step_plan(case, SMALL["vocab_size"]))
+    logits = engine_of(model).runner.logits(step_plan([case], SMALL["vocab_size"]))
     with torch.inference_mode():
         ids = torch.arange(1, case.tokens + 1)[None]
         expected = model.transformers()(input_ids=ids).logits[0, -1]
@@ -201,7 +201,7 @@ def test_random_weights_have_a_clear_greedy_token(tmp_path: Path, tied: bool) ->
     """The largest logit exceeds the next by so much that rounding cannot change the token."""
     shape = SMALL | {"tie_word_embeddings": tied}
     model = RandomModel("small", tmp_path, shape, torch.bfloat16, CPU)
-    plan = step_plan(Case("verify", 1, 30, 0), SMALL["vocab_size"])
+    plan = step_plan([Case("verify", 1, 30, 0)], SMALL["vocab_size"])
     logits = engine_of(model).runner.logits(plan)
     best, second = logits.topk(2).values.unbind(1)
     assert ((best - second) / best > 0.1).all()

@@ -27,6 +27,7 @@ from bench.engine.speedup import Replayed, measure_speedups
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.testing import check_draft
+from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from draftgate.policies.registry import speculation_policy
@@ -91,6 +92,27 @@ def test_the_same_seed_corrupts_the_same_tokens() -> None:
     assert all(0 <= token < VOCAB for token in first)
     wrong = corrupted(truth, 0.0, VOCAB, random.Random(1))
     assert not any(a == b for a, b in zip(wrong, truth, strict=True))
+
+
+def test_recorded_drafts_keep_their_lengths_and_right_tokens() -> None:
+    """Every draft has the recorded length, and its right tokens are as many as recorded."""
+    continuation = list(range(200, 200 + NEW_TOKENS))
+    settings = Replayed("draft_model", (1,), NEW_TOKENS, 1)
+    proposer = settings.proposer({PROMPT: continuation}, VOCAB)
+    recording = load_recording("llama-3.1-8b")
+    text = recording.texts(recording.tasks[0], 0.0)[0]
+    lengths = set()
+    for position in range(NEW_TOKENS - 4):
+        known = tuple(continuation[position:])
+        (draft,) = proposer.propose([DraftRequest(sequence_after(continuation[:position]), 4)])
+        guess = text.guess("draft_model", position).first(4)
+        agreed = [a == b for a, b in zip(draft.token_ids, known, strict=False)]
+        assert len(draft) == guess.proposed
+        assert agreed == [place < guess.agreed for place in range(len(draft))]
+        lengths.add(guess.agreed)
+    assert len(lengths) > 2
+    with pytest.raises(ValueError, match="no drafts of eagle"):
+        settings._replace(acceptance="eagle").proposer({PROMPT: continuation}, VOCAB)
 
 
 def test_an_unknown_prompt_gets_no_draft() -> None:
