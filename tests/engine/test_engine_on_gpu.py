@@ -79,6 +79,7 @@ CONFIGS = {
         "layer_ropes": (Rope(500.0), Rope(1e4)),
         "rope": Rope(1e4),
     },
+    "bounded scores": {"attention_softcap": 2.0, "logit_softcap": 3.0},
     "part of a head rotates": {"rope": Rope(1e4, share=0.75)},
     # Rows have all experts, because rounding may change the choice of some.
     "experts": {"experts": replace(TINY_EXPERTS, per_row=TINY_EXPERTS.count)},

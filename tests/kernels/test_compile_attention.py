@@ -26,6 +26,7 @@ def _launches(
     trees: bool,
     parallel: bool,
     window: int | None = None,
+    softcap: float | None = None,
     slots: int = 1 << 20,
 ) -> list[Launch]:
     """Return the kernels for 64 sequences of 5 tokens, with heads as (query, kv, dimensions)."""
@@ -46,6 +47,7 @@ def _launches(
             block_size=16,
             scale=1.0,
             window=window,
+            softcap=softcap,
             trees=drafts if trees else None,
             parallel_splits=parallel,
         )
@@ -122,6 +124,17 @@ def test_merge_loads_several_splits_at_once() -> None:
     _, merge = _launches(torch.bfloat16, (32, 8, 128), trees=True, parallel=True)
     assert merge.ptx.count("ld.global") >= 3 * 8
     assert_lean([merge], programs=32)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_bounded_scores_hardly_spill(head_dim: int, parallel: bool) -> None:
+    """Kernels with a bound on the scores spill at most two registers: with heads of 256 in a loop
+    over splits."""
+    (launch, *_) = _launches(
+        torch.bfloat16, (16, 8, head_dim), trees=True, parallel=parallel, window=4096, softcap=50.0
+    )
+    assert launch.usage.stack_bytes <= (8 if head_dim == 256 and not parallel else 0)
 
 
 def test_offsets_beyond_32_bits_are_computed_in_64() -> None:

@@ -44,6 +44,26 @@ def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
+    """Return the sequence's first token, its number of tokens, and the program's first token.
+
+    Blocks after the last block of a sequence begin beyond its tokens.
+    """
+    # The load is volatile to load the values again in each call. Both the start and the end of the
+    # kernel need the values, which would hold registers in between.
+    begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
+    query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
+    first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
+    return begin, query_len, first_query
+
+
+@triton.jit
+def first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the start of the tile that holds the first key visible from a position."""
+    return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
+
+
+@triton.jit
 def no_keys(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
     """Return the softmax over no keys: (largest score, sum of weights, weighted values)."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)

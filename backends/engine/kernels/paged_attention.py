@@ -60,7 +60,9 @@ from torch import Tensor
 
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 from draftgate.backends.engine.kernels.merge_splits import (
+    block_rows,
     find_sequence,
+    first_visible,
     merge,
     merge_splits,
     no_keys,
@@ -98,6 +100,7 @@ def _attend_keys(
     PATH: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Continue an online softmax with the keys at positions ``first_key .. last_key - 1``.
 
@@ -133,6 +136,9 @@ def _attend_keys(
         if UPCAST:
             key = key.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if CAP != 0:
+            # tanh(x) = 2 / (1 + exp(-2 x)) - 1, without a product that could fuse with a sum.
+            scores = 2.0 / (1.0 + tl.exp2(scores * CAP)) - 1.0
         visible = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (keys[None, :] > position[:, None] - WINDOW)
@@ -181,6 +187,7 @@ def _attend_split(
     TREES: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Return the softmax of rows [ROWS] over the keys of a split. ``first_key`` begins a tile.
 
@@ -194,7 +201,7 @@ def _attend_split(
     largest, total, weighted = _attend_keys(
         largest, total, weighted, query, position, first_key, shared_end, 0, 0,
         key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
-        BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, False, WIDE, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, False, WIDE, UPCAST, CAP,
     )  # fmt: skip
     if TREES:
         first_key = tl.maximum(first_key, shared_end)
@@ -207,24 +214,10 @@ def _attend_split(
             largest, total, weighted = _attend_keys(
                 largest, total, weighted, query, leaf_positions, first_key, path_end, draft_start,
                 path, key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
-                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, WIDE, UPCAST,
+                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, WIDE, UPCAST, CAP,
             )  # fmt: skip
             leaf = tl.max(tl.where(unread_leaves < leaf, unread_leaves, -1), axis=0)
     return largest, total, weighted
-
-
-@triton.jit
-def _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
-    """Return the sequence's first token, its number of tokens, and the program's first token.
-
-    Blocks after the last block of a sequence begin beyond its tokens.
-    """
-    # The load is volatile to load the values again in each call. Both the start and the end of the
-    # kernel need the values, which would hold registers in between.
-    begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
-    query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
-    first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
-    return begin, query_len, first_query
 
 
 @triton.jit
@@ -255,18 +248,12 @@ def _result_rows(
 ):
     """Return the program's rows among all rows (token x query head), int64, and a validity mask."""
     BLOCK_Q: tl.constexpr = ROWS // GROUP
-    begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
+    begin, query_len, first_query = block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
     rows = tl.arange(0, ROWS)
     in_group = first_query * GROUP + rows
     real = (rows < BLOCK_Q * GROUP) & (in_group < query_len * GROUP)
     head = tl.program_id(1) * GROUP + in_group % GROUP
     return ((begin + in_group // GROUP) * num_query_heads + head).to(tl.int64), real
-
-
-@triton.jit
-def _first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the start of the tile that holds the first key visible from a position."""
-    return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
@@ -304,8 +291,9 @@ def _attention_kernel(
     PARALLEL: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
+    CAP: tl.constexpr,
 ):
-    """Attend the rows of one program. WINDOW 0 means no window.
+    """Attend the rows of one program. WINDOW 0 means no window, and CAP 0 no bound on the scores.
 
     The grid is (query blocks, kv heads, splits or 1). With PARALLEL, program (b, h, s) writes its
     split to the scratch. The scratch has weighted values, float32 ``[tokens, query_heads,
@@ -316,7 +304,7 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     sequence = find_sequence(cu_query_lens_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
-    begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
+    begin, query_len, first_query = block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
     if first_query >= query_len:
         return
     context = tl.load(context_lens_ptr + sequence)
@@ -326,7 +314,7 @@ def _attention_kernel(
     first_position = context - query_len + first_query
     # No row of this program sees keys outside key_begin .. key_end. Paths end before their slots.
     key_end = tl.minimum(context, first_position + BLOCK_Q)
-    key_begin = _first_visible(tl.minimum(first_position, draft_start), KEY_TILE, WINDOW)
+    key_begin = first_visible(tl.minimum(first_position, draft_start), KEY_TILE, WINDOW)
     first_split = key_begin // SPLIT
     end_split = tl.cdiv(key_end, SPLIT)
     if PARALLEL and ((split < first_split) | (split >= end_split)):
@@ -356,7 +344,7 @@ def _attention_kernel(
             tl.maximum(index * SPLIT, key_begin), tl.minimum((index + 1) * SPLIT, key_end),
             key_ptr, values_offset, block_tables_ptr, sequence * table_stride, token_stride,
             score_scale, GROUP, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, WINDOW, TREES,
-            WIDE, UPCAST,
+            WIDE, UPCAST, CAP,
         )  # fmt: skip
         if PARALLEL:
             row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
@@ -384,6 +372,7 @@ def paged_attention(
     block_size: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     trees: DraftTrees | None = None,
     parallel_splits: bool | None = None,
     split_size: int = sizes.SPLIT_SIZE,
@@ -400,6 +389,7 @@ def paged_attention(
       scale: factor on the scores, positive.
       window: positions that a row sees, including its own, or None for all. Each value compiles a
         kernel.
+      softcap: bound on the scores, positive, or None. Each value compiles a kernel.
       trees: the draft tokens that each row sees. None compiles a kernel without trees.
       parallel_splits: whether splits get programs of their own. The default is to do so for few
         programs. The setting does not change the sums.
@@ -412,7 +402,7 @@ def paged_attention(
     Raises:
       ValueError: the kernel does not support a size or layout.
     """
-    sizes.check_arguments(query, layer_kv, block_size, scale, window, trees, split_size)
+    sizes.check_arguments(query, layer_kv, block_size, scale, window, softcap, trees, split_size)
     tokens, query_heads, head_dim = query.shape
     kv_heads, sequences = layer_kv.shape[0] // 2, context_lens.shape[0]
     out = torch.empty((tokens, query_heads, head_dim), dtype=query.dtype, device=query.device)
@@ -435,10 +425,11 @@ def paged_attention(
         ancestors, draft_starts, positions, weighted, stats, sequences, num_splits,
         block_tables.stride(0), query.stride(0), query.stride(1),
         kv_heads * layer_kv.stride(0), layer_kv.stride(0), layer_kv.stride(1),
-        query_heads, scale * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
+        query_heads, (softcap or scale) * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), KEY_TILE=sizes.KEY_TILE,
         SPLIT=split_size, ROWS=tiles.query_rows, WINDOW=window or 0, TREES=trees is not None,
         PARALLEL=parallel_splits, WIDE=sizes.is_wide(layer_kv), UPCAST=sizes.interpreting(),
+        CAP=-2 * scale / softcap * _LOG2_E if softcap else 0.0,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
     )  # fmt: skip
     if weighted is not None and stats is not None:

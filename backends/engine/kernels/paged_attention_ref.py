@@ -5,6 +5,9 @@ window + 1) .. p on its own path. Query head h reads key-value head h // group:
 
     out[row, h] = sum_j softmax_j(scale * <query[row, h], key[j]>) * value[j]
 
+With a soft cap c, the scores s become c * tanh(s / c) before the softmax (Gemma 2, arXiv
+2408.00118).
+
 A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. The slot of token j of
 sequence s is ``block_tables[s, j // block_size] * block_size + j % block_size``. Without trees,
 query token i of q with c tokens in the cache has position c - q + i, and so has its key.
@@ -49,6 +52,7 @@ def paged_attention(
     block_size: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     trees: DraftTrees | None = None,
 ) -> Tensor:
     """Attend a ragged batch over a paged cache in float32.
@@ -63,6 +67,7 @@ def paged_attention(
       block_size: slots of a block.
       scale: factor on the scores, usually ``head_dim ** -0.5``, positive.
       window: positions that a row sees, including its own, or None for all.
+      softcap: bound on the scores, positive, or None.
       trees: the draft tokens that each row sees, or None if no draft branches.
 
     Returns:
@@ -83,7 +88,7 @@ def paged_attention(
         visible = key_positions <= positions
         if window is not None:
             visible &= key_positions > positions - window
-        rows = _attend(query[begin:end], keys, values, visible, scale)
+        rows = _attend(query[begin:end], keys, values, visible, scale, softcap)
         out[begin:end] = rows.to(query.dtype)
     return out
 
@@ -114,11 +119,20 @@ def _tree(trees: DraftTrees, sequence: int, rows: slice, context: int) -> tuple[
     return trees.positions[rows, None], torch.cat([confirmed, draft], dim=1)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """Attend the rows of a sequence: float32 [tokens, query_heads, head_dim]."""
     group = query.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
     scores = query.transpose(0, 1).to(torch.float32) @ keys.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     weights = scores.masked_fill_(~visible, -torch.inf).softmax(dim=-1)
     return (weights @ values).transpose(0, 1)

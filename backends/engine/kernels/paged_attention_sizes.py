@@ -50,8 +50,8 @@ def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     The sizes follow the reports of ptxas (Triton 3.6 and 3.7, 2026-11-21), and are not timed on a
     GPU yet. In 16 bits, two programs share a multiprocessor with heads up to 128. One program
     computes while the other waits. In float32, products have no tensor cores, and their operands
-    take many registers. A single variant spills 56 bytes per thread: heads beyond 128 with trees,
-    looping over splits. No supported model has such heads.
+    take many registers. Heads beyond 128 (Gemma) with trees, looping over splits, spill 56 bytes
+    per thread in float32, and 8 bytes in 16 bits with a bound on the scores.
 
     Args:
       dtype: dtype of the query.
@@ -83,6 +83,7 @@ def check_arguments(
     block_size: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
     trees: DraftTrees | None,
     split_size: int,
 ) -> None:
@@ -100,6 +101,8 @@ def check_arguments(
         raise ValueError(f"block_size must be from 1 to {slots} slots, not {block_size}")
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, not {softcap}")
     if split_size % KEY_TILE:
         raise ValueError(f"split_size must be a multiple of {KEY_TILE}, not {split_size}")
     if window is not None and window < 1:

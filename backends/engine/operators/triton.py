@@ -24,7 +24,6 @@ from draftgate.backends.engine.kernels.swiglu import geglu, swiglu
 from draftgate.backends.engine.operators.base import RotaryTables, rotary_tables
 from draftgate.backends.engine.operators.ragged import ragged_spans
 from draftgate.backends.engine.rope import Rope
-from draftgate.backends.errors import CheckpointError
 
 _GATES: Final = {"silu": swiglu, "gelu": geglu}
 
@@ -44,15 +43,7 @@ class TritonOperators:
     """
 
     def __init__(self, config: ModelConfig, tables: Mapping[Rope, RotaryTables]) -> None:
-        """Store the tables, which are on the device.
-
-        Raises:
-            CheckpointError: the model bounds the scores of attention.
-        """
-        if config.attention_softcap is not None:
-            raise CheckpointError(
-                "attn_logit_softcapping is not supported on a GPU; use --device cpu"
-            )
+        """Store the tables, which are on the device."""
         self.name = f"triton-{triton.__version__}"
         self._config = config
         self._tables = tables
@@ -111,6 +102,7 @@ class TritonOperators:
             block_size=ragged.page_tokens,
             scale=1.0,  # because `rope_kv` scales the queries
             window=window,
+            softcap=self._config.attention_softcap,
             trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
         )
         return attended.view(len(queries), -1)

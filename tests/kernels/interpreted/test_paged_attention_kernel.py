@@ -25,18 +25,19 @@ _QUERY_LENS = [20, 1, 5, 0, 4, 1, 18]
 _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
 
 
-def _equals_the_reference(case: AttentionCase, window: int | None) -> None:
+def _equals_the_reference(
+    case: AttentionCase, window: int | None, softcap: float | None = None
+) -> None:
     """Check that both modes equal the reference and have the same bits."""
+    keywords = {**case.keywords(), "window": window, "softcap": softcap}
     loops, parallel = (
-        paged_attention(
-            *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
-        )
+        paged_attention(*case.arguments(), **keywords, split_size=64, parallel_splits=mode)
         for mode in (False, True)
     )
-    expected = paged_attention_ref.paged_attention(
-        *case.arguments(), **case.keywords(), window=window
-    )
-    torch.testing.assert_close(loops, expected, rtol=2e-6, atol=2e-6)
+    expected = paged_attention_ref.paged_attention(*case.arguments(), **keywords)
+    # A bounded score has the rounding error of a number of the size of the bound.
+    tolerance = 2e-6 if softcap is None else 2e-5
+    torch.testing.assert_close(loops, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(loops, parallel)
 
 
@@ -66,6 +67,17 @@ def test_windows_equal_the_reference(window: int) -> None:
     _equals_the_reference(case, window)
 
 
+# The exponential of a score far below the bound is infinite, as expected.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+@pytest.mark.parametrize("softcap", [0.4, 50.0])
+def test_bounded_scores_equal_the_reference(softcap: float) -> None:
+    """Scores are bounded before their mask and their softmax, also far beyond the bound."""
+    case = attention_case(
+        [20, 1, 0, 5], [40, 100, 3, 130], query_heads=3, kv_heads=1, head_dim=16, seed=5
+    )
+    _equals_the_reference(replace(case, query=case.query * 5), 50, softcap)
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
     """The kernel does not read blocks outside every window, which contain NaN."""
@@ -87,17 +99,20 @@ def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
     assert torch.equal(after, kept)
 
 
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 2.0)])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_verified_rows_have_the_bits_of_decodes(parallel: bool, window: int | None) -> None:
+def test_verified_rows_have_the_bits_of_decodes(
+    parallel: bool, window: int | None, softcap: float | None
+) -> None:
     """Each row of a chunk or verify step has the same bits as a separate decode of its token."""
     case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
+    bounds = {"window": window, "softcap": softcap, "split_size": 64}
     together = paged_attention(
-        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
+        *case.arguments(), **case.keywords(), **bounds, parallel_splits=parallel
     )
     for token, (sequence, index) in enumerate(case.rows()):
         alone = case.decode_of(sequence, index)
-        one = paged_attention(*alone.arguments(), **alone.keywords(), window=window, split_size=64)
+        one = paged_attention(*alone.arguments(), **alone.keywords(), **bounds)
         assert torch.equal(one[0], together[token]), (sequence, index)
 
 
@@ -166,5 +181,7 @@ def test_unsupported_layouts_are_rejected() -> None:
         paged_attention(query, layer_kv, *rest, **keywords, split_size=100)
     with pytest.raises(ValueError, match="window"):
         paged_attention(query, layer_kv, *rest, **keywords, window=0)
+    with pytest.raises(ValueError, match="softcap"):
+        paged_attention(query, layer_kv, *rest, **keywords, softcap=0.0)
     with pytest.raises(ValueError, match="positive"):
         paged_attention(query, layer_kv, *rest, block_size=16, scale=0.0)

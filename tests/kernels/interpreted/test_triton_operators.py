@@ -43,6 +43,7 @@ CONFIGS = {
         "sandwich_norms": True,
         "embedding_scale": 6.25,
         "query_scalar": 24.0,
+        "attention_softcap": 2.0,
         "logit_softcap": 3.0,
         "windows": (20, None),
         "layer_ropes": (Rope(500.0), Rope(1e4, share=0.5)),
