@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +22,18 @@ from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""The supported dtypes by their names in safetensors."""
+"""The supported dtypes of unquantised tensors by their names in safetensors."""
+
+PACKED_DTYPES: Final = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+"""Dtypes of quantised tensors. The loader keeps their size."""
+
+WORD_WEIGHTS: Final = 8
+"""Weights of 4 bits in an int32."""
 
 BASE_PREFIX: Final = "model."
 OTHER_PREFIXES: Final = ("", "language_model.model.", "model.language_model.")
@@ -65,8 +76,9 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in the file. The dtype must be one of `STORED_DTYPES`."""
-        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
+        """Size of the tensor in the file, or 0 for an unknown dtype."""
+        dtype = STORED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype)
+        return 0 if dtype is None else math.prod(self.shape) * dtype.itemsize
 
 
 class Checkpoint:
@@ -94,7 +106,19 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """Number of weights in all tensors."""
-        return sum(math.prod(stored.shape) for stored in self.tensors.values())
+        return sum(
+            math.prod(stored.shape) * (WORD_WEIGHTS if stored.dtype == "I32" else 1)
+            for stored in self.tensors.values()
+        )
+
+    def loaded_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all tensors after loading: in `dtype`, or as stored if quantised."""
+        return sum(
+            stored.num_bytes
+            if stored.dtype in PACKED_DTYPES
+            else math.prod(stored.shape) * dtype.itemsize
+            for stored in self.tensors.values()
+        )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Check that tensors exist with these shapes and supported dtypes, and return their bytes.
@@ -102,21 +126,33 @@ class Checkpoint:
         Raises:
             CheckpointError: a check failed. The message names the file and the tensor.
         """
-        for name, shape in shapes.items():
-            stored = self.tensors.get(name)
-            if stored is None:
-                raise CheckpointError(f"{self._directory}: tensor {name} is missing")
-            if stored.shape != shape:
-                raise CheckpointError(
-                    f"{stored.path}: tensor {name} has shape {stored.shape}, "
-                    f"config.json requires {shape}"
-                )
-            if stored.dtype not in STORED_DTYPES:
-                raise CheckpointError(
-                    f"{stored.path}: tensor {name} has dtype {stored.dtype}; "
-                    f"supported: {', '.join(STORED_DTYPES)}"
-                )
-        return sum(self.tensors[name].num_bytes for name in shapes)
+        return sum(self.require_tensor(name, (shape,)) for name, shape in shapes.items())
+
+    def require_tensor(
+        self,
+        name: str,
+        shapes: Collection[tuple[int, ...]],
+        dtypes: Collection[str] = STORED_DTYPES.keys(),
+    ) -> int:
+        """Check that a tensor exists with one of these shapes and dtypes, and return its bytes.
+
+        Raises:
+            CheckpointError: a check failed. The message names the file and the tensor.
+        """
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
+        if stored.shape not in shapes:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} has shape {stored.shape}, "
+                f"config.json requires {' or '.join(map(str, shapes))}"
+            )
+        if stored.dtype not in dtypes:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} has dtype {stored.dtype}; "
+                f"supported: {', '.join(dtypes)}"
+            )
+        return stored.num_bytes
 
 
 class TensorReader:
@@ -145,6 +181,9 @@ class TensorReader:
         self._files.clear()
         self._open.close()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Tensor:
         """Return copies of the tensors, stacked along their first dimension.
 
@@ -162,6 +201,17 @@ class TensorReader:
             part.copy_(self._mapped(each))
             self._on_read(each.num_bytes)
         return stacked
+
+    def read_stored(self, name: str) -> Tensor:
+        """Return a copy of a tensor in its stored dtype.
+
+        Raises:
+            CheckpointError: a file was removed or damaged after its header was read.
+        """
+        stored = self._tensors[name]
+        tensor = self._mapped(stored).clone()
+        self._on_read(stored.num_bytes)
+        return tensor
 
     def _mapped(self, stored: StoredTensor) -> Tensor:
         path, name = stored.path, stored.stored_name

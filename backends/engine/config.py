@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from draftgate.backends.engine.families import FAMILIES, ExpertNames, Family
 from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
+from draftgate.backends.engine.quantisation.scheme import Scheme, read_scheme
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.rope_fields import read_rope, read_ropes
 from draftgate.backends.errors import CheckpointError
@@ -67,6 +68,7 @@ class ModelConfig:
         attention_softcap: bound on the scores of attention, or None.
         logit_softcap: bound on the logits, or None.
         experts: the mixture of experts, or None.
+        quantisation: the format of quantised weights, or None.
     """
 
     vocab_size: int
@@ -96,6 +98,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
+    quantisation: Scheme | None = None
 
     @property
     def query_group(self) -> int:
@@ -140,11 +143,12 @@ def parse_model_config(
         CheckpointError: as for `read_model_config`.
     """
     fields = Fields(raw, str(path))
-    family = _family(fields)
+    family, quantisation = _family(fields), read_scheme(fields)
     if family.text_section:
         fields = fields.section("text_config")
     _check_features(fields, family)
-    return _parse(fields.with_defaults(family.defaults), family, eos_ids)
+    model = _parse(fields.with_defaults(family.defaults), family, eos_ids)
+    return replace(model, quantisation=quantisation)
 
 
 def _family(fields: Fields) -> Family:
@@ -155,13 +159,6 @@ def _family(fields: Fields) -> Family:
             "architectures",
             f"{reprlib.repr(name)} is not supported; "
             f"supported: {', '.join(FAMILIES)}; {UPSTREAM_HINT}",
-        )
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").get("quant_method") or "unnamed"
-        raise fields.error(
-            "quantization_config",
-            f"({reprlib.repr(method)}) is not supported; "
-            f"supported: weights in bfloat16, float16 or float32; {UPSTREAM_HINT}",
         )
     return FAMILIES[name]
 

@@ -53,6 +53,11 @@ class Fields:
         return Fields({**defaults, **self._raw}, self._file, self._prefix)
 
     @property
+    def names(self) -> list[str]:
+        """The names of all fields that are not missing."""
+        return [name for name in self._raw if name in self]
+
+    @property
     def nested(self) -> bool:
         """Whether the value of any field is an object."""
         return any(isinstance(value, Mapping) for value in self._raw.values())

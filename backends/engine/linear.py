@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ a Zen 4, which reads at most 30 GB/s, 2026-11-21).
 """
 
 WIDENED_BYTES: Final = 1 << 20
-"""Float32 bytes of each part of a bfloat16 weight that torch widens if neither oneDNN nor C can
-multiply it."""
+"""Float32 bytes of each part of a weight that a product widens: a quantised weight, or a bfloat16
+weight that neither oneDNN nor C can multiply."""
 
 PACKED_FOR: Final = 16
 """Number of rows for which oneDNN chooses the layout of packed weights. Products of any size may
@@ -111,6 +111,23 @@ PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MAX_R
 # Use private operators of torch, because the public operators pack the weight in every call.
 _pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
 _product: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+
+
+class Product(Protocol):
+    """`x @ weight.T + bias` for a weight in any format. A row does not depend on the others."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def library(self) -> str | None:
+        """The library of float32 products, or None for torch."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [rows, out_features] for x of [rows, in_features]."""
+
+    def float32(self, x: Tensor) -> Tensor:
+        """Return the product in float32."""
 
 
 class Linear:
@@ -203,10 +220,38 @@ class Linear:
 
 
 def _widened_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the float32 product of bfloat16 tensors. Widen one part of the weight at a time."""
-    x = x.float()
-    parts = weight.split(max(1, WIDENED_BYTES // (4 * weight.shape[1])))
-    return torch.cat([_product(x, part.float(), None, "none", [], "") for part in parts], 1)
+    """Return the float32 product of bfloat16 tensors."""
+
+    def widened(first: int, last: int) -> Tensor:
+        return weight[first:last].float()
+
+    return float32_product(x.float(), len(weight), widened)
+
+
+def float32_product(x: Tensor, outputs: int, dense: Callable[[int, int], Tensor]) -> Tensor:
+    """Return a float32 product with a weight of which only one part is in float32 at a time.
+
+    Args:
+        x: float32 [rows, in_features].
+        outputs: rows of the weight.
+        dense: returns the float32 rows of the weight from one index to before another.
+    """
+    # A power of two divides most weights, so that oneDNN needs few kernels.
+    step = 1 << max(0, (WIDENED_BYTES // (4 * x.shape[1])).bit_length() - 1)
+    out = x.new_empty(len(x), outputs)
+    for first in range(0, outputs, step):
+        last = min(first + step, outputs)
+        part = dense(first, last)
+        for rows in range(0, len(x), MAX_ROWS):
+            out[rows : rows + MAX_ROWS, first:last] = _float32(x[rows : rows + MAX_ROWS], part)
+    return out
+
+
+def _float32(x: Tensor, weight: Tensor) -> Tensor:
+    if x.is_cuda or not torch.backends.mkldnn.is_available():
+        return torch.nn.functional.linear(x, weight)
+    product: Tensor = _product(x, weight, None, "none", [], "")
+    return product
 
 
 def _in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, tile_rows: int) -> Tensor:

@@ -335,7 +335,7 @@ def _num_blocks(
     Raises:
         ValueError: the memory is smaller than a block.
     """
-    weight_bytes = sum(Checkpoint(one).num_parameters for one in checkpoints) * dtype.itemsize
+    weight_bytes = sum(Checkpoint(one).loaded_bytes(dtype) for one in checkpoints)
     step_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
     kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.

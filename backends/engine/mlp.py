@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftgate.backends.engine.linear import Linear, padded_rows
+from draftgate.backends.engine.linear import Product, padded_rows
 
 Gate = Callable[[Tensor], Tensor]
 """Returns activation(gate) * up, [rows, width], of [rows, 2 * width]."""
@@ -32,7 +32,7 @@ class Mlp(Protocol):
     """The feed-forward block of a layer."""
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Product]:
         """The matrices in the order of their application."""
         ...
 
@@ -45,11 +45,11 @@ class Mlp(Protocol):
 class DenseMlp:
     """An MLP whose gate and up share a matrix."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Product]:
         """The matrices in the order of their application."""
         yield from (self.gate_up, self.down)
 
@@ -85,7 +85,7 @@ class Experts(Protocol):
     """The matrices of all experts of a layer."""
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Product]:
         """The matrices that compute alone."""
         ...
 
@@ -103,11 +103,11 @@ class Experts(Protocol):
 class SparseMlp:
     """A mixture of experts."""
 
-    router: Linear
+    router: Product
     experts: Experts
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Product]:
         """The matrices of the experts, without the router."""
         return self.experts.linears
 
@@ -133,7 +133,7 @@ class LoopedExperts:
     normalised: bool
 
     @property
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Product]:
         """The matrices in the order of the experts."""
         for mlp in self.mlps:
             yield from mlp.linears

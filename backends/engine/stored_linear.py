@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,20 @@ class FusedModules:
         """Return the modules with `prefix` before their names."""
         names = tuple(f"{prefix}{name}" for name in self.names)
         return FusedModules(names, self.outputs, self.inputs, self.bias)
+
+    def each(self) -> list[FusedModules]:
+        """Return every module by itself."""
+        return [
+            FusedModules((name,), (outputs,), self.inputs, self.bias)
+            for name, outputs in zip(self.names, self.outputs, strict=True)
+        ]
+
+    @staticmethod
+    def joined(parts: Sequence[FusedModules]) -> FusedModules:
+        """Return the modules of all parts, the inverse of `each`."""
+        names = tuple(name for part in parts for name in part.names)
+        outputs = tuple(count for part in parts for count in part.outputs)
+        return FusedModules(names, outputs, parts[0].inputs, parts[0].bias)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor of the modules."""

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
 from draftgate.backends.engine.config import ExpertsConfig, ModelConfig
-from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.fields import UPSTREAM_HINT
+from draftgate.backends.engine.linear import Linear, Product
 from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMlp
 from draftgate.backends.engine.numerics import CPU
 from draftgate.backends.engine.operators.products import multiplies_in_c
-from draftgate.backends.engine.stored_linear import FusedModules, read_linear
+from draftgate.backends.engine.quantisation.reading import read_product, require_weights
+from draftgate.backends.engine.quantisation.scheme import LM_HEAD, quantises
+from draftgate.backends.engine.stored_linear import FusedModules
+from draftgate.backends.errors import CheckpointError
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
@@ -72,16 +76,16 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: Product
     qk_norm: Tensor | None
-    output: Linear
+    output: Product
     mlp_norm: Tensor
     mlp: Mlp
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[Product, ...]:
         """The matrices in the order of their application."""
         return self.qkv, self.output, *self.mlp.linears
 
@@ -93,7 +97,7 @@ class Weights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: Product
     checkpoint_hash: str
 
 
@@ -125,6 +129,11 @@ def load_weights(
     Raises:
         CheckpointError: a file or tensor is missing, damaged, or of the wrong shape or dtype.
     """
+    if config.quantisation is not None and device.type != "cpu":
+        raise CheckpointError(
+            f"{directory}: weights in {config.quantisation.name} are not supported on a GPU; "
+            f"use --device cpu; {UPSTREAM_HINT}"
+        )
     checkpoint = Checkpoint(directory)
     embedding_name, head_name = _matrix_names(checkpoint, config)
     matrix = (config.vocab_size, config.hidden_size)
@@ -134,7 +143,7 @@ def load_weights(
         FINAL_NORM: (config.hidden_size,),
         **layer_shapes(config),
     }
-    total_bytes = checkpoint.require(shapes)
+    total_bytes = require_weights(checkpoint, shapes, {embedding_name}, config.quantisation)
     grouped = device.type != "cpu" if grouped is None else grouped
     loader = _Loader(
         checkpoint, config, dtype, device, exact, grouped, lambda done: progress(done / total_bytes)
@@ -187,13 +196,18 @@ class _Loader:
         with self._reader() as reader:
             return reader.read([name]).to(self._device)
 
-    def head_and_embedding(self, head: str, embedding: str) -> tuple[Linear, Tensor]:
+    def head_and_embedding(self, head: str, embedding: str) -> tuple[Product, Tensor]:
         """Return the LM head and the embedding.
 
         A tied pair shares memory unless a copy is cheap.
         """
-        weight = self.tensor(head)
         tied = head == embedding
+        if not tied and quantises(self._config.quantisation, LM_HEAD):
+            config = self._config
+            modules = FusedModules((LM_HEAD,), (config.vocab_size,), config.hidden_size, bias=False)
+            with self._reader() as reader:
+                return self._product(reader, modules), self.tensor(embedding)
+        weight = self.tensor(head)
         # C reads the weight in its stored layout.
         on_cpu, rounds = self._device.type == "cpu", self._dtype is torch.bfloat16
         in_c = on_cpu and rounds and multiplies_in_c(weight.shape[1])
@@ -209,9 +223,8 @@ class _Loader:
         prefix = _prefix(index)
         with self._reader() as reader:
 
-            def linear(modules: FusedModules) -> Linear:
-                fused = modules.below(prefix)
-                return read_linear(reader, fused, self._device, exact=self._exact)
+            def product(modules: FusedModules) -> Product:
+                return self._product(reader, modules.below(prefix))
 
             norms = {name: self._norm(reader, f"{prefix}{name}.weight") for name in _norms(config)}
             qk_norm = None
@@ -222,9 +235,9 @@ class _Loader:
             names = SANDWICH_NORMS if config.sandwich_norms else NORMS
             return LayerWeights(
                 input_norm=norms[names.input],
-                qkv=linear(products.qkv),
+                qkv=product(products.qkv),
                 qk_norm=qk_norm,
-                output=linear(products.output),
+                output=product(products.output),
                 mlp_norm=norms[names.mlp],
                 mlp=self._mlp(reader, index),
                 output_norm=norms.get(names.output),
@@ -234,17 +247,16 @@ class _Loader:
     def _mlp(self, reader: TensorReader, index: int) -> Mlp:
         config, experts = self._config, self._config.experts
 
-        def linear(modules: FusedModules) -> Linear:
-            below = modules.below(_prefix(index))
-            return read_linear(reader, below, self._device, exact=self._exact)
+        def product(modules: FusedModules) -> Product:
+            return self._product(reader, modules.below(_prefix(index)))
 
         if experts is None or index not in experts.layers:
             products = layer_products(config)
-            return DenseMlp(linear(products.gate_up), linear(products.down))
+            return DenseMlp(product(products.gate_up), product(products.down))
         modules = [expert_products(config, experts, expert) for expert in range(experts.count)]
-        router = linear(router_product(config, experts))
+        router = product(router_product(config, experts))
         if not self._grouped:
-            mlps = tuple(DenseMlp(linear(gate_up), linear(down)) for gate_up, down in modules)
+            mlps = tuple(DenseMlp(product(gate_up), product(down)) for gate_up, down in modules)
             return SparseMlp(router, LoopedExperts(mlps, experts.per_row, experts.normalised))
         # Some machines lack Triton.
         from draftgate.backends.engine.grouped_experts import GroupedExperts
@@ -265,6 +277,10 @@ class _Loader:
         # The sum with 1 in a shorter dtype would lose most bits of a weight near 0.
         weight = reader.read([name], torch.float32).to(self._device)
         return weight.add_(1.0) if self._config.unit_norms else weight
+
+    def _product(self, reader: TensorReader, modules: FusedModules) -> Product:
+        scheme = self._config.quantisation
+        return read_product(reader, modules, self._device, scheme, exact=self._exact)
 
     def _reader(self) -> TensorReader:
         return TensorReader(self._checkpoint, self._dtype, self._count)

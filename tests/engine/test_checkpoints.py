@@ -209,8 +209,8 @@ UNSUPPORTED = {
         "rope_parameters that differ between layers are not supported",
     ),
     "quantised": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"quantization_config \('gptq'\) is not supported; supported: weights in bfloat16",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        r"quantization_config.quant_method 'bitsandbytes' is not supported; supported: ",
     ),
     "attention": (
         {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 6},

@@ -1,0 +1,1 @@
+"""Quantised weights: the formats of checkpoints, their tensors, and products with them."""
