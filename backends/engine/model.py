@@ -100,7 +100,7 @@ class Decoder:
         """
         ops = self.operators
         inputs = inputs.on(self.device)
-        step, live_rows = ops.begin(inputs), inputs.live_rows
+        step, live_rows, gate = ops.begin(inputs), inputs.live_rows, ops.gate
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
@@ -114,9 +114,12 @@ class Decoder:
                 tapping.add(hidden)
             queries = ops.rotate_and_store(step, layer.qkv(normed), layer_kv, layer.qk_norm, rope)
             attended = layer.output(ops.attend(step, queries, layer_kv, window))
-            attended = self._normed(attended, layer.output_norm)
+            if layer.output_norm is not None:
+                attended = ops.add_norm(attended, None, layer.output_norm)
             normed = ops.add_norm(hidden, attended, layer.mlp_norm)
-            delta = self._normed(layer.mlp(normed, ops.gate, live_rows), layer.down_norm)
+            delta = layer.mlp(normed, gate, live_rows)
+            if layer.down_norm is not None:
+                delta = ops.add_norm(delta, None, layer.down_norm)
         if tapping is not None:
             tapping.end(hidden, delta, inputs.slots)
         if not inputs.num_samples + inputs.num_hidden:
@@ -124,9 +127,6 @@ class Decoder:
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
         return ops.add_norm(hidden[rows], last, self._weights.final_norm)
-
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self.operators.add_norm(x, None, weight)
 
 
 def _rounded(value: float | None, dtype: torch.dtype) -> float | None:

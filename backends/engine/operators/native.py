@@ -102,7 +102,13 @@ class NativeOperators:
         """Store the tables, and declare the arguments of the functions."""
         self.name = library_name()
         self._config = config
-        self._tables = tables
+        self._tables = tables  # which own the memory of the pointers
+        self._rotations = {
+            rope: (cosines.data_ptr(), sines.data_ptr(), cosines.shape[1])
+            for rope, (cosines, sines) in tables.items()
+        }
+        self._gelu = config.activation == "gelu"
+        self._rotation = self._rotations[config.rope]
         self._chunk_tokens = MAX_ROWS // (config.num_heads // config.num_kv_heads)
         self._add_norm = library.add_norm
         self._add_norm.argtypes = (*[_Pointer] * 4, _Int, _Int, ctypes.c_float, _Int)
@@ -140,7 +146,7 @@ class NativeOperators:
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
-        normed, weight = torch.empty_like(hidden), weight.float()
+        normed, weight = torch.empty_like(hidden), _float32(weight)
         self._add_norm(
             hidden.data_ptr(),
             normed.data_ptr(),
@@ -164,10 +170,10 @@ class NativeOperators:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
-        rotation, tables = step.rotation, self._tables[rope or config.rope]
-        rotation.cosines, rotation.sines = tables.cosines.data_ptr(), tables.sines.data_ptr()
-        rotation.half, rotation.strip = tables.cosines.shape[1], layer_kv.stride(0)
-        qk_norm = None if qk_norm is None else qk_norm.float()
+        rotation, turns = step.rotation, self._rotation if rope is None else self._rotations[rope]
+        rotation.cosines, rotation.sines, rotation.half = turns
+        rotation.strip = layer_kv.stride(0)
+        qk_norm = None if qk_norm is None else _float32(qk_norm)
         self._rotate_and_store(
             queries.data_ptr(),
             layer_kv.data_ptr(),
@@ -195,9 +201,14 @@ class NativeOperators:
         """Return activation(gate) * up, [rows, width]."""
         rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        gelu, threads = self._config.activation == "gelu", torch.get_num_threads()
-        self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, gelu, threads)
+        threads = torch.get_num_threads()
+        self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, self._gelu, threads)
         return out
+
+
+def _float32(weight: Tensor) -> Tensor:
+    # Calls of torch that change nothing would cost a microsecond each.
+    return weight if weight.dtype is torch.float32 else weight.float()
 
 
 def chunks_of(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:

@@ -47,6 +47,7 @@ class TritonOperators:
         self.name = f"triton-{triton.__version__}"
         self._config = config
         self._tables = tables
+        self._own_tables = tables[config.rope]
 
     def begin(self, inputs: StepInputs) -> TritonStep:
         """Return the step's spans on the device. Copy spans that are still on the host."""
@@ -77,7 +78,7 @@ class TritonOperators:
             fused,
             step.positions,
             step.slots,
-            *self._tables[rope or config.rope],
+            *(self._own_tables if rope is None else self._tables[rope]),
             layer_kv,
             qk_norm=qk_norm,
             eps=config.rms_norm_eps,
