@@ -22,9 +22,10 @@ from bench.harness.provenance import provenance
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.worker_config import WorkerConfig
 
-SLOTS: Final = (2, 4, 8)
-SPEED_SLOTS: Final = (0, 1, 2, 3, 4, 6, 8)
-ROUNDS: Final = 3
+SLOTS: Final = (0, 2, 4, 6)
+"""Draft lengths. 0 measures the cost of features alone."""
+
+ROUNDS: Final = 2
 TASKS: Final = ("completion", "rewrite")
 SEQUENCES: Final = 8
 """Sequences in a batch."""
@@ -43,7 +44,7 @@ def load_arm(proposer: str, draft: str | None, window: int | None) -> Arm:
         proposer=proposer,
         draft_model=draft,
         draft_window_tokens=window,
-        speculation=f"fixed:{max(SPEED_SLOTS)}",
+        speculation=f"fixed:{max(SLOTS)}",
         kv_bytes=KV_BYTES,
         max_num_seqs=SEQUENCES,
     )
@@ -67,7 +68,7 @@ def measure(arms: Many[Arm]) -> list[dict[str, Any]]:
         if task not in TASKS:
             continue
         for temperature in TEMPERATURES:
-            for slots in SPEED_SLOTS:
+            for slots in SLOTS:
                 tallies, speeds = _rounds(arms, prompts, slots, temperature)
                 for arm in arms:
                     tally = tallies[arm.proposer]
@@ -79,8 +80,7 @@ def measure(arms: Many[Arm]) -> list[dict[str, Any]]:
                         "tokens_per_cpu_s": round(median(speeds[arm.proposer]), 1),
                         **tally.summary(),
                     }
-                    if slots in SLOTS:
-                        row["accepted_by_position"] = by_position(tally.outcomes, slots)
+                    row["accepted_by_position"] = by_position(tally.outcomes, slots)
                     rows.append(row)
                     print(row, flush=True)
     return rows
