@@ -10,27 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.drafts import Draft
-from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.eagle.config import HeadConfig
 from draftgate.backends.engine.eagle.head import EagleHead, HeadOutput
 from draftgate.backends.engine.eagle.weights import HeadWeights
+from draftgate.backends.engine.gpu.runner import gpu_runner
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.proposers.eagle import HeadRunner
+from draftgate.backends.engine.proposers.eagle import EagleProposer, HeadRunner
 from draftgate.backends.engine.proposers.trees import grow_trees
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.weights import Weights
-from draftgate.backends.types import ResumedChoice
+from draftgate.backends.types import GenerationRequest, ResumedChoice
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine.harness import request
+from draftgate.policies.types import SpeculationMode
+from tests.engine.harness import COST, Setup, request
 from tests.engine.tiny_model import (
     VOCAB,
+    TinyEngine,
+    cpu_engine,
     tiny_config,
     tiny_weights,
     tokens_of,
@@ -117,3 +124,38 @@ def test_head_on_triton_equals_the_head_in_torch() -> None:
     assert found.tree.shares == pytest.approx(expected.tree.shares, rel=1e-4)
     assert max(found.tree.depths) > 1
     assert len(set(found.tree.parents)) < len(found.tree)
+
+
+def test_gpu_runner_drafts_from_a_head_without_changing_a_token() -> None:
+    """A worker with the GPU runner and trees of a head generates the tokens of one without drafts,
+    greedy and sampled."""
+    config = tiny_config(num_layers=1, windows=(None,))
+    weights = tiny_weights(config)
+    prompts = [tokens_of(18, seed) for seed in range(2)]
+    settings = [{"temperature": heat, "seed": 3, "max_tokens": 5} for heat in (0.0, 0.9)]
+
+    def requests(policy: SpeculationPolicy) -> list[GenerationRequest]:
+        mode = SpeculationMode.EAGLE
+        pairs = zip(prompts, settings, strict=True)
+        return [request(str(i), p, policy, mode=mode, **s) for i, (p, s) in enumerate(pairs)]
+
+    decoder, head = triton_decoder(config, weights), head_for(config, weights)
+    head._operators = decoder.operators
+    pool = KvPool(config, 16, torch.float32, feature_size=head.feature_size)
+    decoder.taps = Taps((0, 1, 1), head.fuse, pool)
+
+    def proposers(engine: TinyEngine) -> dict[str, Proposer]:
+        kv = pool.draft_layers(config)
+        runner = HeadRunner(head, pool, kv)
+        runner.ragged = True
+        pages = DraftPages(engine.blocks, kv.groups, kv.page_tokens, kv.group_pages)
+        bounds = {"catch_up_tokens": 64, "cost": COST, "eos_ids": config.eos_ids}
+        return {"eagle": EagleProposer(runner, pages, keep_distributions=False, **bounds)}
+
+    policy = speculation_policy("fixed:4")
+    setup = Setup(policy, proposers, max_num_seqs=2, num_blocks=16)
+    runner = gpu_runner(decoder, pool, max_num_seqs=2, max_model_len=64)
+    found = TinyEngine(config, runner, setup).run(requests(policy))
+    plain = Setup(Off(), lambda _: {}, max_num_seqs=2, num_blocks=16)
+    assert found.tokens == cpu_engine(config, weights, plain).run(requests(Off())).tokens
+    assert found.rejected > 0
