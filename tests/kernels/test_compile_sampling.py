@@ -7,11 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.kernels.token_mask import forbid_tokens
 from tests.kernels import noise_kernel
-from tests.kernels.compiling import assert_lean, launches_of, meta_tensor
+from tests.kernels.compiling import BLACKWELL, HOPPER, assert_lean, launches_of, meta_tensor
 
 _ROWS = 320
 _VOCABS = [49152, 128256, 151936]
@@ -39,19 +41,41 @@ def test_noise_does_not_spill(name: str) -> None:
     assert "lg2.approx" not in launch.ptx
 
 
-@pytest.mark.parametrize("vocab", _VOCABS)
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampling_does_not_spill(dtype: torch.dtype, vocab: int) -> None:
-    """None of the three kernels spills, and a multiprocessor runs two programs of each kernel."""
-    logits = meta_tensor(_ROWS, vocab, dtype=dtype)
-    launches = launches_of(lambda: sample(logits, _row_sampling()))
-    assert_lean(launches, programs=2)
-    assert [launch.name for launch in launches] == [
+def test_sampling_does_not_spill(dtype: torch.dtype, target: GPUTarget) -> None:
+    """None of the three kernels spills, and a multiprocessor runs two programs of all kernels but
+    the cut-off, whose programs have 16 warps."""
+    logits = meta_tensor(_ROWS, 151936, dtype=dtype)
+    cutoff, *others = launches_of(lambda: sample(logits, _row_sampling()), target)
+    assert_lean([cutoff])
+    assert_lean(others, programs=2)
+    assert [launch.name for launch in (cutoff, *others)] == [
         "_cutoff_kernel",
         "_tile_winner_kernel",
         "_row_winner_kernel",
     ]
-    assert "lg2.approx" not in launches[1].ptx
+    assert "lg2.approx" not in others[0].ptx
+
+
+def test_searches_read_a_row_without_exchanges_between_threads() -> None:
+    """Top-k and top-p add the weights above four pivots in a loop without barriers or shuffles."""
+    cutoff, *_ = launches_of(lambda: sample(meta_tensor(_ROWS, 128256), _row_sampling()))
+    inner = [loop for loop in _loops(cutoff.ptx) if "bar.sync" not in loop and "shfl" not in loop]
+    # Each of the 512 threads has 4 logits of a tile.
+    assert sum(loop.count("add.s64") == 4 * 4 for loop in inner) == 2
+
+
+def _loops(ptx: str) -> list[str]:
+    """Return the instructions between each label and each branch back to the label."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    places = {line.partition(":")[0]: place for place, line in enumerate(lines) if ":" in line}
+    loops = []
+    for place, line in enumerate(lines):
+        _, is_branch, label = line.rstrip(";").rpartition("bra ")
+        if is_branch and places[label.strip()] < place:
+            loops.append("\n".join(lines[places[label.strip()] : place]))
+    return loops
 
 
 @pytest.mark.parametrize("vocab", _VOCABS)

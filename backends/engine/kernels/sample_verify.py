@@ -5,8 +5,8 @@ Three kernels draw a token. No kernel writes a tensor of the size of the logits:
 * ``_cutoff_kernel``, with a program per row, finds the last pair (logit, id) that top-k and top-p
   keep, and the min-p floor. A row without filters costs four scalar loads. The kernel searches the
   cut-off logit over the ordered bit patterns of float32, with four pivots per pass. The search
-  takes at most 14 passes of 4V bytes, from cache after the first pass. A further pass cuts ties by
-  id.
+  takes at most 14 passes of 4V bytes, from cache after the first pass. Threads add up their own
+  tokens, and exchange their integer sums once per pass. A further pass cuts ties by id.
 * ``_tile_winner_kernel``, with the grid (rows, tiles), finds (max, argmax) of ``logits / T + g``
   over the kept tokens of a tile. The kernel reads 4V bytes per row once and writes 8 bytes per
   tile. Greedy rows draw nothing.
@@ -100,29 +100,41 @@ def _search_logit(
     low,
     high,
     BY_MASS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the largest logit x such that tokens with logit >= x weigh at least ``target``.
 
     The invariant is weight(low) >= target > weight(high), on ordered bit patterns (int64).
     """
-    steps = tl.arange(0, PIVOTS) + 1
     while high - low > 1:
         width = high - low
-        pivots = _float_of_key(low + width * steps // (PIVOTS + 1))
-        weights = tl.zeros([PIVOTS], tl.int64)
+        pivot_1 = _float_of_key(low + width // 5)
+        pivot_2 = _float_of_key(low + width * 2 // 5)
+        pivot_3 = _float_of_key(low + width * 3 // 5)
+        pivot_4 = _float_of_key(low + width * 4 // 5)
+        # Each thread adds up its own tokens, so that threads wait for each other only at the end
+        # of a pass. A tensor [TILE, 4] would need another layout, and exchange every tile between
+        # threads.
+        sums_1 = tl.zeros([TILE], tl.int64)
+        sums_2 = tl.zeros([TILE], tl.int64)
+        sums_3 = tl.zeros([TILE], tl.int64)
+        sums_4 = tl.zeros([TILE], tl.int64)
         first = vocab * 0
         while first < vocab:
             ids, logits = _load_tile(row_ptr, first, vocab, TILE)
             weight = tl.where(ids < vocab, _weight(logits, temperature, top, BY_MASS), 0)
-            inside = logits[:, None] >= pivots[None, :]
-            weights += tl.sum(tl.where(inside, weight[:, None], 0), axis=0)
+            sums_1 += tl.where(logits >= pivot_1, weight, 0)
+            sums_2 += tl.where(logits >= pivot_2, weight, 0)
+            sums_3 += tl.where(logits >= pivot_3, weight, 0)
+            sums_4 += tl.where(logits >= pivot_4, weight, 0)
             first += TILE
         # Weights fall from pivot to pivot, so the number of heavy pivots selects the interval.
-        heavy = tl.sum((weights >= target).to(tl.int64), axis=0)
-        high = tl.where(heavy < PIVOTS, low + width * (heavy + 1) // (PIVOTS + 1), high)
-        low = low + width * heavy // (PIVOTS + 1)
+        heavy = (tl.sum(sums_1, axis=0) >= target).to(tl.int64)
+        heavy += (tl.sum(sums_2, axis=0) >= target).to(tl.int64)
+        heavy += (tl.sum(sums_3, axis=0) >= target).to(tl.int64)
+        heavy += (tl.sum(sums_4, axis=0) >= target).to(tl.int64)
+        high = tl.where(heavy < 4, low + width * (heavy + 1) // 5, high)
+        low = low + width * heavy // 5
     return _float_of_key(low)
 
 
@@ -155,7 +167,6 @@ def _cutoff_kernel(
     cut_logit_ptr,
     cut_id_ptr,
     floor_ptr,
-    PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write the last kept pair (float32 logit, int32 id) and the float32 floor.
@@ -185,7 +196,7 @@ def _cutoff_kernel(
             cut_logit = _search_logit(
                 row_ptr, vocab, temperature, top, target,
                 _key_of_float(cut_logit), _key_of_float(best) + 1,
-                False, PIVOTS, TILE,
+                False, TILE,
             )  # fmt: skip
             above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, False, TILE)
             ties = target - above
@@ -200,7 +211,7 @@ def _cutoff_kernel(
             cut_logit = _search_logit(
                 row_ptr, vocab, temperature, top, target,
                 _key_of_float(cut_logit), _key_of_float(best) + 1,
-                True, PIVOTS, TILE,
+                True, TILE,
             )  # fmt: skip
             above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, True, TILE)
             weight = tl.maximum(_weight(cut_logit, temperature, top, True), 1)
@@ -313,11 +324,10 @@ def sample(logits: Tensor, rows: RowSampling, *, tile: int = 4096) -> Tensor:
         cut_logit,
         cut_id,
         floor,
-        PIVOTS=4,
-        TILE=min(tile, 1024),
-        num_warps=8,
-        # Run at least two rows on a multiprocessor, so that a row searches while another row waits.
-        maxnreg=96,
+        # 4 logits per thread and as many warps as fit without spilled registers: a row alone on its
+        # multiprocessor needs the loads of all warps in flight (sm_90, Triton 3.6, 2026-11-27).
+        TILE=min(tile, 2048),
+        num_warps=16,
     )
     _tile_winner_kernel[(num_rows, num_tiles)](
         logits,
