@@ -90,11 +90,11 @@ class Setting:
             name: `random-1b` or `random-8b`.
         """
         from bench.engine.models import make_model
-        from bench.engine.random_model import LLAMA_SHAPES, RandomModel
+        from bench.engine.random_model import SHAPES, RandomModel
 
         with tempfile.TemporaryDirectory() as folder:
             if self.tiny:
-                shape = LLAMA_SHAPES[name] | TINY_SHAPE | {"head_dim": 16}
+                shape = SHAPES[name] | TINY_SHAPE | {"head_dim": 16}
                 yield RandomModel(f"{name}, tiny", Path(folder), shape, self.dtype, self.device)
             else:
                 yield make_model(name, Path(folder), self.dtype, self.device)
