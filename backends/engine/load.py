@@ -163,7 +163,8 @@ def _loaded_decoder(
     max_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
     max_sequences = min(num_blocks, config.max_num_seqs)
     numerics = partial(numerics_class, weights.checkpoint_hash, dtype, decoder.arithmetic, device)
-    cache = _cache(device, numerics(exact=config.exact), max_tokens, max_sequences, config.verify)
+    timed = draft.format_class(numerics(exact=config.exact))
+    cache = _cache(device, timed, max_tokens, max_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
         test = partial(steps_are_exact, runner, model, dtype, max_tokens, device)
