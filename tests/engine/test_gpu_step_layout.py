@@ -49,8 +49,19 @@ def test_largest_shape_is_captured_first() -> None:
     shapes = list(Shapes(ROW_BUCKETS[-1], 64, 30_000, BLOCK_TOKENS).captured())
     assert shapes == sorted(shapes, reverse=True)
     assert len(set(shapes)) == len(shapes) == 3 * len(ROW_BUCKETS)
-    assert shapes[0] == StepShape(256, 64, 2048)
+    assert shapes[0] == StepShape(512, 64, 2048)
     assert not list(Shapes(0, 64, 30_000, BLOCK_TOKENS).captured())
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_verification_of_64_sequences_is_captured_without_much_padding(tokens: int) -> None:
+    """Drafts of up to 7 tokens for 64 sequences run in a graph, with less than 32 rows of
+    padding."""
+    shapes = Shapes(ROW_BUCKETS[-1], 64, 30_000, BLOCK_TOKENS)
+    for rows in range(64 * (tokens - 1) + 1, 64 * tokens + 1):
+        shape, captured = shapes.shape(rows, min(rows, 64), 8192)
+        assert captured
+        assert shape.rows - rows < 32
 
 
 def test_fields_written_on_the_host_are_read_on_the_device() -> None:

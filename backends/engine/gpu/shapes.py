@@ -10,13 +10,15 @@ from typing import Final
 
 from draftgate.backends.engine.gpu.layout import StepShape
 
-ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32))
 """Rows of captured steps.
 
 A step of up to 184 rows takes the time to read the bfloat16 weights (790 TFLOP/s over 4.3 TB/s, an
-H200's data sheet), so padding is nearly free. Longer steps take much longer than their launches and
-run without a graph. The spacing keeps padding below an eighth from 64 rows on, where attention and
-activations begin to matter. The values are from the data sheet (2026-11-21), not measured.
+H200's data sheet), so padding is nearly free. Up to about 400 rows of an 8B model (8 ms), the host
+takes longer to launch the kernels of a step than the GPU to run them (300 launches of 20 to 30 us).
+A graph of 512 rows also contains the drafts of 64 sequences with 7 tokens each. Longer steps hide
+their launches and run without a graph. The padding is at most 31 rows, 0.6 ms of products. These
+numbers are estimates (2026-11-27), not measured.
 """
 
 CONTEXT_FACTOR: Final = 4
