@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -157,11 +157,12 @@ def _loaded_decoder(
     pool = _pool(config, decoder, draft, directory, max_model_len, dtype)
     num_blocks = pool.num_blocks
     verify = VERIFICATIONS[config.verify]
+    limits = config.step_limits(device.type)
     runner = runner_for(
-        decoder, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len, verify=verify
+        decoder, pool, max_num_seqs=limits.sequences, max_model_len=max_model_len, verify=verify
     )
     max_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    max_sequences = min(num_blocks, config.max_num_seqs)
+    max_sequences = min(num_blocks, limits.sequences)
     numerics = partial(numerics_class, weights.checkpoint_hash, dtype, decoder.arithmetic, device)
     timed = draft.format_class(numerics(exact=config.exact))
     cache = _cache(device, timed, max_tokens, max_sequences, config.verify)
@@ -181,14 +182,8 @@ def _loaded_decoder(
             config, decoder, pool, blocks, runner.forward, cost, *draft.models, max_model_len
         )
     )
-    scheduler = Scheduler(
-        SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
-        blocks,
-        speculation_policy(config.speculation),
-        proposers if run is None else run.watch(proposers),
-        cost,
-        batching_policy(config.batching),
-    )
+    watched = proposers if run is None else run.watch(proposers)
+    scheduler = _scheduler(config, SchedulerConfig(*limits, model.eos_ids), blocks, watched, cost)
     name = numerics(exact=exact)
     card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
     if run is None:  # a replay of the run would lack the imported blocks
@@ -204,6 +199,17 @@ def _loaded_decoder(
     recording = open_recording(config, proposers, card, scheduler, run)
     exchange = KvExchange(blocks, pool)
     return LoadedEngine(worker, runner, exchange, served, proposers, save_costs, recording)
+
+
+def _scheduler(
+    config: WorkerConfig,
+    limits: SchedulerConfig,
+    blocks: KvBlocks,
+    proposers: Mapping[str, Proposer],
+    cost: StepCost,
+) -> Scheduler:
+    speculation, batching = speculation_policy(config.speculation), batching_policy(config.batching)
+    return Scheduler(limits, blocks, speculation, proposers, cost, batching)
 
 
 def _loaded_encoder(
@@ -340,7 +346,8 @@ def _num_blocks(
     step_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
     kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.
-    most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
+    sequences = config.step_limits(decoder.device.type).sequences
+    most = sequences * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize, feature_size), most)
 
 
@@ -354,12 +361,13 @@ def _largest_step_bytes(
     """
     if decoder.device.type != "cuda" or config.kv_bytes is not None:
         return 0
-    tokens = min(config.max_step_tokens, max_model_len)
+    limits = config.step_limits(decoder.device.type)
+    tokens = min(limits.tokens, max_model_len)
     pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)
     runner = runner_for(
         decoder,
         pool,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=limits.sequences,
         max_model_len=max_model_len,
         captured=False,
     )

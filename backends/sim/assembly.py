@@ -284,7 +284,7 @@ def _scheduler(
     eos_ids: frozenset[int] = frozenset(),
 ) -> Scheduler:
     return make(
-        SchedulerConfig(config.max_num_seqs, config.max_step_tokens, eos_ids),
+        SchedulerConfig(*config.step_limits("cpu"), eos_ids),
         KvBlocks(num_blocks(config, profile), BLOCK_TOKENS),
         policy,
         proposers,

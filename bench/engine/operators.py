@@ -40,7 +40,7 @@ PROMPTS: Final = (256, 1024, 2048, 4096, 8000)
 STREAMS: Final = (1, 4, 16, 64)
 CONTEXT_TOKENS: Final = 512
 LONGEST: Final = 8192
-PREFILL_TOKENS: Final = WorkerConfig().max_step_tokens
+PREFILL_TOKENS: Final = WorkerConfig().step_limits("cpu").tokens
 """Maximum tokens of a step, the default of a worker."""
 
 ROUND_TOKENS: Final = 8192

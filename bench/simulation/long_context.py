@@ -166,7 +166,7 @@ class Study(NamedTuple):
             ValueError: a request was refused.
         """
         longest = max(row.prompt_tokens + row.output_tokens for row in drawn.rows)
-        tokens = (longest + SLOTS + 2 * BLOCK_TOKENS) * config.max_num_seqs
+        tokens = (longest + SLOTS + 2 * BLOCK_TOKENS) * config.step_limits("cpu").sequences
         config = structs.replace(
             config,
             profile=self.profile,

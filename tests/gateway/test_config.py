@@ -31,11 +31,19 @@ def test_flag_overrides_environment_file_and_default(tmp_path: Path) -> None:
         2 << 20,
         "float32",
     )
-    assert config.max_num_seqs == 64
+    assert config.max_num_seqs is None
     assert origins["port"] == "--port"
     assert origins["threads"] == "DRAFTGATE_THREADS"
     assert origins["kv_bytes"] == f"{file}: kv_bytes"
     assert origins["max_num_seqs"] == "default"
+
+
+def test_limits_of_a_step_depend_on_the_device_unless_they_are_set() -> None:
+    """A GPU has larger defaults than a CPU, and a set limit holds on both."""
+    default, chosen = WorkerConfig(), WorkerConfig(max_num_seqs=3, max_step_tokens=16)
+    assert default.step_limits("cpu") == (64, 512)
+    assert default.step_limits("cuda") == (256, 2048)
+    assert chosen.step_limits("cpu") == chosen.step_limits("cuda") == (3, 16)
 
 
 def test_environment_can_name_the_file(tmp_path: Path) -> None:

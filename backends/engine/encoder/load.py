@@ -91,11 +91,12 @@ def load_encoder(
     runner = EncoderRunner(Encoder(shape, weights), modules)
     test = partial(rows_are_exact, runner.encoder, max_model_len)
     exact = is_exact(test, dtype, device, required=config.exact)
+    step_tokens = config.step_limits(device.type).tokens
     worker = TextBatcher(
         TextLimits(
             max_model_len,
-            config.max_step_tokens,
-            min(BATCH_STEP_TOKENS, config.max_step_tokens),
+            step_tokens,
+            min(BATCH_STEP_TOKENS, step_tokens),
             MAX_SEQUENCES,
         ),
         tokenizer,

@@ -89,20 +89,21 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
     forward = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
     model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, forward)
     vocab_size = setup.draft.config.vocab_size
+    limits = setup.config.step_limits(setup.decoder.device.type)
     feeds = [
         Feed((index * TOKEN_STRIDE % vocab_size,), 0, [0], num_samples=1)
-        for index in range(setup.config.max_num_seqs)
+        for index in range(limits.sequences)
     ]
     return DraftModelProposer(
         model,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
         eos_ids=setup.eos_ids,
         keep_distributions=setup.keep_distributions,
-        catch_up_tokens=setup.config.max_step_tokens,
+        catch_up_tokens=limits.tokens,
         cost=measure_depths(
             lambda count: model.forward(feeds[:count]),
             lambda: setup.forward(feeds[:1]),
-            setup.config.max_num_seqs,
+            limits.sequences,
         ),
     )
 
@@ -112,16 +113,17 @@ def _eagle(setup: ProposerSetup) -> Proposer:
     kv = setup.pool.draft_layers(setup.head.config.model)
     runner = HeadRunner(setup.head, setup.pool, kv)
     token = Feed((0,), 0, [0], num_samples=1)
+    limits = setup.config.step_limits(setup.decoder.device.type)
     return EagleProposer(
         runner,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
         eos_ids=setup.eos_ids,
         keep_distributions=setup.keep_distributions,
-        catch_up_tokens=setup.config.max_step_tokens,
+        catch_up_tokens=limits.tokens,
         cost=measure_depths(
             lambda count: runner.read([token] * count, [0] * count).logits,
             lambda: setup.forward([token]),
-            setup.config.max_num_seqs,
+            limits.sequences,
         ),
     )
 
@@ -129,7 +131,7 @@ def _eagle(setup: ProposerSetup) -> Proposer:
 def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
     """Capture the forward pass of a draft model on a GPU, for every batch of one-token feeds."""
     longest = setup.max_model_len or setup.decoder.config.max_position_embeddings
-    most = setup.config.max_num_seqs
+    most = setup.config.step_limits(draft.device.type).sequences
     rows = next((rows for rows in ROW_BUCKETS if rows >= most), ROW_BUCKETS[-1])
     shapes = Shapes(rows, most, longest, kv.page_tokens)
     forward = DeviceForward(draft, kv.layers, kv.dump_slot, shapes)

@@ -70,8 +70,7 @@ class Rentable:
         return Machine(
             profile.cost,
             profile.kv_bytes // profile.kv_token_bytes,
-            CONFIG.max_num_seqs,
-            CONFIG.max_step_tokens,
+            *CONFIG.step_limits("cuda"),
             draft.depths,
             draft.call_s,
             draft.sequence_s,

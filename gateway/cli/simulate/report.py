@@ -90,7 +90,7 @@ def _recorded(setup: Setup) -> dict[str, Any]:
 def settings_of(setup: Setup) -> dict[str, Any]:
     """Return the settings needed to repeat the simulation."""
     load = to_builtins(setup.load, enc_hook=str)
-    config = setup.config
+    config, limits = setup.config, setup.config.step_limits("cpu")
     return {
         **{name: value for name, value in load.items() if value is not None},
         "workers": setup.workers,
@@ -102,8 +102,8 @@ def settings_of(setup: Setup) -> dict[str, Any]:
         "profile": config.profile,
         "batching": config.batching,
         "proposer": config.proposer or "ngram",
-        "max_num_seqs": config.max_num_seqs,
-        "max_step_tokens": config.max_step_tokens,
+        "max_num_seqs": limits.sequences,
+        "max_step_tokens": limits.tokens,
         "max_model_len": config.max_model_len,
         "kv_bytes": config.kv_bytes,
         "seeds": list(setup.seeds),
