@@ -18,6 +18,9 @@ ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("torch", "triton", "numpy", "msgspec", "safetensors", "tokenizers", "jinja2")
 OPTIONAL: Final = ("pytest", "hypothesis", "transformers", "vllm")
 
+FILES_LIMIT_S: Final = 540
+"""Longest time of all test files of a stage, which leaves time to write their results."""
+
 FILE_LIMIT_S: Final = 280
 """Longest time of a test file, so that a hang leaves time for the others."""
 
@@ -88,13 +91,19 @@ def run_files(setting: Setting, files: list[Path]) -> dict[str, Any]:
     """
     if _version("pytest") is None:
         raise Skipped("pytest is not installed")
-    rows = [run_file(file, interpreted=not setting.on_gpu) for file in files]
+    ends_s = time.monotonic() + FILES_LIMIT_S
+    rows = []
+    for file in files:
+        left_s = min(FILE_LIMIT_S, ends_s - time.monotonic())
+        rows.append(run_file(file, interpreted=not setting.on_gpu, limit_s=max(left_s, 1.0)))
     bad = [row["file"] for row in rows if not row["ok"]]
     status = {"status": "failed", "reason": f"failed: {', '.join(bad)}"} if bad else {}
     return {"files": rows, **status}
 
 
-def run_file(file: Path, *, interpreted: bool = False) -> dict[str, Any]:
+def run_file(
+    file: Path, *, interpreted: bool = False, limit_s: float = FILE_LIMIT_S
+) -> dict[str, Any]:
     """Run a test file in a process, and return its counts and the end of a failure's output."""
     # The GPU tests need no plugins, and a broken one of the machine would end every run.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -105,7 +114,7 @@ def run_file(file: Path, *, interpreted: bool = False) -> dict[str, Any]:
     try:
         done = subprocess.run(  # noqa: S603 - trusted arguments
             command, cwd=ROOT, env=environment, capture_output=True, text=True,
-            timeout=FILE_LIMIT_S, check=False,
+            timeout=limit_s, check=False,
         )  # fmt: skip
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:

@@ -121,3 +121,5 @@ def test_test_files_run_without_plugins_and_report_failures(tmp_path: Path) -> N
     found = checks.run_files(Setting("kernels", tmp_path, "cuda", tiny=True), [good, bad])
     assert (found["status"], found["files"][1]["failed"]) == ("failed", 1)
     assert any("assert False" in line for line in found["files"][1]["output"])
+    slow = checks.run_file(good, limit_s=0.0)
+    assert (slow["ok"], slow["reason"]) == (False, "timeout")
