@@ -49,7 +49,7 @@ def page_body(results: dict[str, Row]) -> Iterator[str]:
             ]
             for stage in STAGES
         ],
-        words=(0, 1, 2, 4),
+        words=(1, 4),
     )
     steps = [*results["steps-1b"].get("steps", []), *results["steps-8b"].get("steps", [])]
     rates = results["rates"].get("rates")
