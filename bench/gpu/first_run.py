@@ -48,6 +48,7 @@ STAGES: Final = (
     Stage("rates", "Memory bandwidth and matrix rate", 180),
     Stage("steps-1b", "Steps of a random 1B model over batches and contexts"),
     Stage("steps-8b", "Steps of a random 8B model over batches and contexts"),
+    Stage("steps-30b-a3b", "Steps of a random mixture of experts over batches and contexts"),
     Stage("profile", "Step costs of the 8B model as a profile for the simulator"),
     Stage("idle", "Share of time in which the GPU waits for the host, 8B"),
     Stage("replay", "off against replayed drafts of each recorded proposer, 8B"),
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     if args.list:
         for stage in STAGES:
-            print(f"{stage.name:14}{stage.purpose}")
+            print(f"{stage.name:16}{stage.purpose}")
         return
     args.out.mkdir(parents=True, exist_ok=True)
     environment = _environment(args.out, args.wheels)

@@ -51,7 +51,8 @@ def page_body(results: dict[str, Row]) -> Iterator[str]:
         ],
         words=(1, 4),
     )
-    steps = [*results["steps-1b"].get("steps", []), *results["steps-8b"].get("steps", [])]
+    models = [stage.name for stage in STAGES if stage.name.startswith("steps-")]
+    steps = [row for name in models for row in results[name].get("steps", [])]
     rates = results["rates"].get("rates")
     if steps and rates:
         yield "<h2>Roofline</h2>"

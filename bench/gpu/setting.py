@@ -26,8 +26,11 @@ TINY_SHAPE: Final[dict[str, Any]] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 8192,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
 }
-"""Shape of the models of a rehearsal, which takes the place of 1B and 8B parameters."""
+"""Shape of the models of a rehearsal. Dense models ignore the sizes of experts."""
 
 MEMORY_SHARE: Final = 0.85
 """Share of the memory left by the weights that the KV cache may take. Activations, graphs and the
@@ -87,7 +90,7 @@ class Setting:
         """Yield a model of random weights, which is tiny in a rehearsal.
 
         Args:
-            name: `random-1b` or `random-8b`.
+            name: key of `SHAPES`.
         """
         from bench.engine.models import make_model
         from bench.engine.random_model import SHAPES, RandomModel

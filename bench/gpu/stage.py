@@ -21,6 +21,7 @@ MODULES: Final = {
     "rates": "steps",
     "steps-1b": "steps",
     "steps-8b": "steps",
+    "steps-30b-a3b": "steps",
     "profile": "steps",
     "exact": "steps",
     "transformers": "steps",

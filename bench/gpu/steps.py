@@ -1,4 +1,4 @@
-"""Stages that time steps: rates, 1B and 8B models, profile, exact mode and transformers."""
+"""Stages that time steps: rates, models of each size, profile, exact mode and transformers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def run_steps_8b(setting: Setting) -> dict[str, Any]:
     """Return the steps of a model of 8B parameters, beside the estimates."""
     result = _steps(setting, "random-8b")
     return result | {"estimates": against_estimates(result["steps"])}
+
+
+def run_steps_30b_a3b(setting: Setting) -> dict[str, Any]:
+    """Return the steps of a mixture of 128 experts, of which a token uses 3B parameters."""
+    return _steps(setting, "random-30b-a3b")
 
 
 def _steps(setting: Setting, name: str, *, alone: bool = True) -> dict[str, Any]:

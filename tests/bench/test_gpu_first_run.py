@@ -86,7 +86,8 @@ def test_stage_that_hangs_is_ended(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_rehearsal_measures_steps_and_writes_the_page(tmp_path: Path) -> None:
     """On a CPU, stages measure tiny models, skip what needs a GPU, and draw the roofline."""
-    rehearse(tmp_path, "--only", "rates", "steps-8b", "profile", "trees", "idle")
+    chosen = ("rates", "steps-8b", "steps-30b-a3b", "profile", "trees", "idle")
+    rehearse(tmp_path, "--only", *chosen)
     found = results(tmp_path)
     assert found.pop("idle") == "skipped"
     assert set(found.values()) == {"passed"}
@@ -98,9 +99,11 @@ def test_page_has_a_roofline_and_escapes_logs() -> None:
     found: dict[str, dict] = {each.name: {} for each in first_run.STAGES}
     found["rates"] = {"status": "passed", "rates": RATES}
     found["steps-8b"] = {"status": "passed", "steps": [STEP, {**STEP, "failed": "no memory"}]}
+    found["steps-30b-a3b"] = {"status": "passed", "steps": [{**STEP, "ms": 5.2}]}
     found["engine"] = {"status": "failed", "log": ["<script>"]}
     page = "\n".join(page_body(found))
     assert "64 x 1 tokens after 1024: 7.6 ms" in page
+    assert "64 x 1 tokens after 1024: 5.2 ms" in page
     assert "<script>" not in page
 
 
