@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftgate.backends.core.drafts import ROOT
 from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.linear import padded_rows
 from draftgate.backends.engine.transfer import to_device
@@ -100,8 +101,7 @@ class RaggedSpans(NamedTuple):
         query_starts: int32 [sequences + 1], the first row of each sequence, then the end of the
             last one. Padding sequences have no rows.
         context_lens: int32 [sequences], slots in use, including those of the step.
-        tables: int32 [sequences, pages of the longest table]. Kernels ignore entries beyond a
-            context.
+        tables: the page tables.
         ancestors: int64 [rows], the draft tokens that a row of a tree sees, itself included, as
             bits.
         draft_starts: int32 [sequences], tokens before a tree, or the whole context without a tree.
@@ -111,7 +111,7 @@ class RaggedSpans(NamedTuple):
 
     query_starts: Tensor
     context_lens: Tensor
-    tables: Tensor
+    tables: BlockTables
     ancestors: Tensor
     draft_starts: Tensor
     positions: Tensor

@@ -26,7 +26,7 @@ from draftgate.backends.engine.kernels.accept_walk import accept_walk
 from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, NO_ROW, StopRules
 from draftgate.backends.engine.kernels.kv_move import kv_move
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
-from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgate.backends.engine.kernels.rope_kv import rope_kv
 from draftgate.backends.engine.kernels.sample_verify import sample
@@ -170,7 +170,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
             layer_kv,
             inputs.up_to(sequences, tokens),
             inputs.full(sizes.context, sequences),
-            tables[:sequences],
+            BlockTables.of_rows(tables[:sequences]),
         )
         drafts = forked_drafts(inputs, sequences, tokens) if trees else None
         read = sequences * sizes.context * 2 * sizes.kv_heads * sizes.head_dim

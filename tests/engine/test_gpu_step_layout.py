@@ -14,7 +14,7 @@ from draftgate.backends.core.steps import SequenceWork
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
 from draftgate.backends.engine.gpu.packing import PackedFeeds, pack_feeds
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
-from draftgate.backends.engine.inputs import feed_of, lay_out
+from draftgate.backends.engine.inputs import Feed, feed_of, lay_out
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.ragged import ragged_spans
@@ -77,8 +77,8 @@ def test_fields_written_on_the_host_are_read_on_the_device() -> None:
         assert fields[name].tolist()[:2] == [number, number]
         assert set(fields[name].tolist()[2:]) == {number + 100}
         assert (fields[name].data_ptr() - memory.data_ptr()) % 64 == 0
-    assert fields["tables"].tolist() == [[1000] * 5] * 3
-    assert layout.used_bytes(3) == layout.num_bytes
+    assert fields["tables"].tolist() == [1000] * 15
+    assert layout.used_bytes(15) == layout.num_bytes
 
 
 @given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))
@@ -137,17 +137,41 @@ def test_packed_spans_equal_separately_copied_spans() -> None:
     layout = StepLayout(StepShape(rows=8, sequences=4, pages=16))
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     packed.write(HostFields(layout, memory), dump_slot=77)
-    inputs = StepFields(layout.fields(memory), BLOCK_TOKENS).inputs(len(packed.rows.sample_rows))
+    inputs = StepFields(layout, memory, BLOCK_TOKENS).inputs(len(packed.rows.sample_rows))
     found, direct = inputs.ragged, ragged_spans(lay_out(feeds).spans, CPU)
     assert found.query_starts.tolist() == [*direct.query_starts.tolist(), 7, 7]
     assert inputs.slots.tolist()[7:] == [77]
     assert inputs.sample_rows.tolist() == [1, 2, 3, 4, 5, 6]
-    assert torch.equal(found.tables[0, :3], direct.tables[0, :3])
+    assert found.tables.blocks.tolist() == [3, 9, 4, 5] + [0] * 60
+    assert found.tables.starts.tolist() == [0, 3, 0, 0]
+    assert direct.tables.blocks.tolist() == [3, 9, 4, 5]
+    assert direct.tables.starts.tolist() == [0, 3]
+    assert direct.tables.longest == 3
+    assert found.tables.longest == 16
     for name in ("ancestors", "positions"):
         assert torch.equal(getattr(found, name)[:7], getattr(direct, name))
     for name in ("context_lens", "draft_starts"):
         assert torch.equal(getattr(found, name)[:2], getattr(direct, name))
     assert found.page_tokens == direct.page_tokens == BLOCK_TOKENS
+
+
+def test_step_copies_only_the_pages_of_its_contexts() -> None:
+    """One long context among 255 short ones does not lengthen their page tables."""
+    pages = list(range(8192))
+    contexts = [131_072] + [1024] * 255
+    packed = pack_feeds(Feed([1], context - 1, pages, 1) for context in contexts)
+    assert packed.num_pages == 8192 + 255 * 64
+    shape = Shapes(0, 256, 131_072, BLOCK_TOKENS).shape(256, 256, packed.longest_context)[0]
+    layout = StepLayout(shape)
+    assert layout.num_bytes - layout.used_bytes(0) == 8_388_608
+    assert layout.used_bytes(packed.num_pages) - layout.used_bytes(0) == 98_048
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    packed.write(HostFields(layout, memory), dump_slot=0)
+    tables = StepFields(layout, memory, BLOCK_TOKENS).inputs(256).ragged.tables
+    for sequence, context in ((0, 131_072), (1, 1024), (255, 1024)):
+        start = int(tables.starts[sequence])
+        used = context // BLOCK_TOKENS
+        assert tables.blocks[start : start + used].tolist() == pages[:used]
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 
 SLACK = 256
 """Slots after the blocks, as many as in the engine's pool."""
@@ -72,16 +72,11 @@ class AttentionCase:
     block_size: int
     trees: DraftTrees | None = None
 
-    def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    def arguments(self, device: str = "cpu") -> tuple[Any, ...]:
         """Return the positional arguments on a device."""
-        fields = (
-            self.query,
-            self.layer_kv,
-            self.cu_query_lens,
-            self.context_lens,
-            self.block_tables,
-        )
-        return tuple(field.to(device) for field in fields)
+        fields = (self.query, self.layer_kv, self.cu_query_lens, self.context_lens)
+        tables = BlockTables.of_rows(self.block_tables.to(device))
+        return *(field.to(device) for field in fields), tables
 
     def keywords(self, device: str = "cpu") -> dict[str, Any]:
         """Return the keyword arguments that kernel and reference share, without the window."""

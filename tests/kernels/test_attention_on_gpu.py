@@ -134,9 +134,10 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
         out = paged_attention(*inputs, **keywords, parallel_splits=parallel)
     for case in (first, second):
         layer_kv[:, : case.layer_kv.shape[1]].copy_(case.layer_kv)
-        for index, tensor in enumerate(case.arguments()):
-            if index != 1:
-                inputs[index].copy_(tensor)
+        query, _, *lens, tables = case.arguments()
+        buffers = (inputs[0], *inputs[2:4], *inputs[4][:2])
+        for buffer, tensor in zip(buffers, (query, *lens, *tables[:2]), strict=True):
+            buffer.copy_(tensor)
         for buffer, tensor in zip(keywords["trees"], case.keywords()["trees"], strict=True):
             buffer.copy_(tensor)
         graph.replay()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels.merge_splits import merge_splits
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
-from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from tests.examples import grid
 from tests.kernels.compiling import Launch, assert_lean, launches_of, meta_tensor
 
@@ -43,7 +43,7 @@ def _launches(
             meta_tensor(2 * kv_heads, slots, head_dim, dtype=dtype),
             meta_tensor(65, dtype=index),
             meta_tensor(64, dtype=index),
-            meta_tensor(64, 512, dtype=index),
+            BlockTables(meta_tensor(64 * 512, dtype=index), meta_tensor(64, dtype=index), 512),
             block_size=16,
             scale=1.0,
             window=window,

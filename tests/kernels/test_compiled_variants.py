@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from draftgate.backends.engine.kernels.expert_routes import group
 from draftgate.backends.engine.kernels.kv_move import kv_move
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
-from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from draftgate.backends.engine.kernels.token_mask import forbid_tokens
 from tests.kernels.compiling import meta_tensor, variants_of
 
@@ -25,7 +25,7 @@ def _attend(sequences: int, pages: int) -> None:
         meta_tensor(16, 1 << 20, 128, dtype=torch.bfloat16),
         meta_tensor(sequences + 1, dtype=index),
         meta_tensor(sequences, dtype=index),
-        meta_tensor(sequences, pages, dtype=index),
+        BlockTables(meta_tensor(8, dtype=index), meta_tensor(sequences, dtype=index), pages),
         block_size=16,
         scale=1.0,
         trees=DraftTrees(

@@ -66,13 +66,13 @@ class DeviceForward:
         packed.write(fields, self._dump_slot)
         if more is not None:
             more(fields)
-        used = layout.used_bytes(sequences)
+        used = layout.used_bytes(packed.num_pages)
         if captured:
             self._fixed[:used].copy_(host[:used], non_blocking=True)
             return shape, self._fixed_fields(shape)
         memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         memory[:used].copy_(host[:used], non_blocking=True)
-        return shape, StepFields(layout.fields(memory), self.shapes.page_tokens)
+        return shape, StepFields(layout, memory, self.shapes.page_tokens)
 
     def run(
         self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0
@@ -121,4 +121,4 @@ class DeviceForward:
         return self._fixed_fields(shape)
 
     def _fields_of_fixed(self, shape: StepShape) -> StepFields:
-        return StepFields(self._layout(shape).fields(self._fixed), self.shapes.page_tokens)
+        return StepFields(self._layout(shape), self._fixed, self.shapes.page_tokens)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.inputs import AttentionSpans, RaggedSpans, StepInputs
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 
 _ALIGNED: Final = 64
@@ -54,6 +55,7 @@ _FIELDS: Final = {
     "query_starts": _Field(torch.int32, "sequences", 1),
     "context_lens": _Field(torch.int32, "sequences"),
     "draft_starts": _Field(torch.int32, "sequences"),
+    "table_starts": _Field(torch.int32, "sequences"),
     # Rows whose tokens the previous step samples, and the rows of that step that sample them.
     "pending_rows": _Field(torch.int64, "rows"),
     "pending_sources": _Field(torch.int64, "rows"),
@@ -84,7 +86,11 @@ _NUMPY: Final[dict[torch.dtype, Any]] = {
 
 
 class StepLayout:
-    """The offsets of the fields of a step. The page tables are the last field."""
+    """The offsets of the fields of a step.
+
+    The page tables are the last field, one after the other, so that a step copies only the pages
+    that it uses.
+    """
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -102,9 +108,9 @@ class StepLayout:
         """Size of a step in bytes."""
         return self._tables_begin + self.shape.sequences * self.shape.pages * _TABLES.itemsize
 
-    def used_bytes(self, sequences: int) -> int:
-        """Return the leading bytes that a step of this number of sequences needs."""
-        return self._tables_begin + sequences * self.shape.pages * _TABLES.itemsize
+    def used_bytes(self, pages: int) -> int:
+        """Return the leading bytes that a step needs, given the pages of all its contexts."""
+        return self._tables_begin + pages * _TABLES.itemsize
 
     def fields(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the fields as views of `memory`, uint8 [at least num_bytes]."""
@@ -112,8 +118,7 @@ class StepLayout:
             name: memory[begin:end].view(_FIELDS[name].dtype)
             for name, (begin, end) in self._spans.items()
         }
-        tables = memory[self._tables_begin : self.num_bytes].view(_TABLES)
-        return found | {"tables": tables.view(self.shape.sequences, self.shape.pages)}
+        return found | {"tables": memory[self._tables_begin : self.num_bytes].view(_TABLES)}
 
     def array(self, name: str, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
         """Return a field other than the tables as a view of main memory."""
@@ -121,16 +126,17 @@ class StepLayout:
         return memory[begin:end].view(_NUMPY[_FIELDS[name].dtype])
 
     def tables_array(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
-        """Return the tables as a view of main memory, [sequences, pages]."""
-        tables = memory[self._tables_begin : self.num_bytes].view(np.int32)
-        return tables.reshape(self.shape.sequences, self.shape.pages)
+        """Return the tables as a view of main memory, [sequences * pages]."""
+        return memory[self._tables_begin : self.num_bytes].view(np.int32)
 
 
 class StepFields:
     """The fields of a step on the device."""
 
-    def __init__(self, fields: dict[str, Tensor], page_tokens: int) -> None:
-        self._fields = fields
+    def __init__(self, layout: StepLayout, memory: Tensor, page_tokens: int) -> None:
+        """Wrap `memory`, uint8 [at least num_bytes], on the device."""
+        self._fields = layout.fields(memory)
+        self._longest_table = layout.shape.pages
         self._page_tokens = page_tokens
 
     def __getitem__(self, name: str) -> Tensor:
@@ -149,7 +155,7 @@ class StepFields:
             RaggedSpans(
                 fields["query_starts"],
                 fields["context_lens"],
-                fields["tables"],
+                BlockTables(fields["tables"], fields["table_starts"], self._longest_table),
                 fields["ancestors"],
                 fields["draft_starts"],
                 fields["attention_positions"],
@@ -179,5 +185,5 @@ class HostFields:
 
     @property
     def tables(self) -> npt.NDArray[np.int32]:
-        """The page tables, [sequences, pages]."""
+        """The page tables, one after the other: [sequences * pages]."""
         return self._layout.tables_array(self._memory)

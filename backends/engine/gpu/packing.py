@@ -27,6 +27,11 @@ class PackedFeeds:
         """KV slots of the longest context, 0 without sequences."""
         return max(self.spans.context_lens, default=0)
 
+    @property
+    def num_pages(self) -> int:
+        """KV pages of all contexts. Pages that sequences share count once for each of them."""
+        return self.spans.table_starts[-1]
+
     def write(self, host: HostFields, dump_slot: int) -> None:
         """Write the fields that the forward pass reads.
 
@@ -46,6 +51,7 @@ class PackedFeeds:
         host.write("query_starts", spans.query_starts, len(rows.token_ids))
         host.write("context_lens", spans.context_lens)
         host.write("draft_starts", spans.draft_starts)
+        host.write("table_starts", spans.table_starts[:-1])
         spans.write_tables(host.tables)
 
 

@@ -38,7 +38,7 @@ bytes from device memory, later query blocks from cache. Queries and outputs mov
 4096 tokens with 8 heads of 128 in bfloat16 reads 16.8 MB, which takes at least 3.5 us at 4.8 TB/s.
 
 Empty programs. The grid has (tokens * group // rows + sequences) * kv_heads programs for any
-lengths. With parallel splits, the grid has this number times the splits of the block tables' width.
+lengths. With parallel splits, the grid has this number times the splits of the longest block table.
 A program without keys bisects (log2(sequences) dependent loads), loads up to four words and
 returns. The program occupies its multiprocessor for a few microseconds, so capture graphs for
 several table widths.
@@ -69,7 +69,7 @@ from draftgate.backends.engine.kernels.merge_splits import (
     normalise,
     store_rows,
 )
-from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from draftgate.backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
 
 _LOG2_E: Final = 1.4426950408889634
@@ -256,14 +256,15 @@ def _result_rows(
     return ((begin + in_group // GROUP) * num_query_heads + head).to(tl.int64), real
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
 def _attention_kernel(
     out_ptr,
     query_ptr,
     key_ptr,
     cu_query_lens_ptr,
     context_lens_ptr,
-    block_tables_ptr,
+    blocks_ptr,
+    table_starts_ptr,
     ancestors_ptr,
     draft_starts_ptr,
     positions_ptr,
@@ -271,7 +272,6 @@ def _attention_kernel(
     scratch_stats_ptr,
     num_sequences,
     num_splits,
-    table_stride,
     query_token_stride,
     query_head_stride,
     values_offset,
@@ -308,9 +308,7 @@ def _attention_kernel(
     if first_query >= query_len:
         return
     context = tl.load(context_lens_ptr + sequence)
-    draft_start = context
-    if TREES:
-        draft_start = tl.load(draft_starts_ptr + sequence)
+    draft_start = tl.load(draft_starts_ptr + sequence) if TREES else context
     first_position = context - query_len + first_query
     # No row of this program sees keys outside key_begin .. key_end. Paths end before their slots.
     key_end = tl.minimum(context, first_position + BLOCK_Q)
@@ -335,6 +333,7 @@ def _attention_kernel(
         GROUP, HEAD_DIM, HEAD_PAD, ROWS, UPCAST,
     )  # fmt: skip
     key_ptr += kv_head.to(tl.int64) * strip_stride
+    table_start = tl.load(table_starts_ptr + sequence)
     if PARALLEL:
         first_split, end_split = split, split + 1
     sum_largest, sum_total, sum_weighted = no_keys(ROWS, HEAD_PAD)
@@ -342,7 +341,7 @@ def _attention_kernel(
         largest, total, weighted = _attend_split(
             query, position, leaves, draft_start, ancestors_ptr,
             tl.maximum(index * SPLIT, key_begin), tl.minimum((index + 1) * SPLIT, key_end),
-            key_ptr, values_offset, block_tables_ptr, sequence * table_stride, token_stride,
+            key_ptr, values_offset, blocks_ptr, table_start, token_stride,
             score_scale, GROUP, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, WINDOW, TREES,
             WIDE, UPCAST, CAP,
         )  # fmt: skip
@@ -367,7 +366,7 @@ def paged_attention(
     layer_kv: Tensor,
     cu_query_lens: Tensor,
     context_lens: Tensor,
-    block_tables: Tensor,
+    block_tables: BlockTables,
     *,
     block_size: int,
     scale: float,
@@ -384,7 +383,7 @@ def paged_attention(
       layer_kv: ``[2 * kv_heads, slots, head_dim]``, unit last stride, dtype of ``query``.
       cu_query_lens: int32 ``[sequences + 1]``. Padding sequences have no query tokens.
       context_lens: int32 ``[sequences]``.
-      block_tables: int32 ``[sequences, max_blocks]``.
+      block_tables: all tables. Their entries are fewer than 2**31.
       block_size: slots of a block.
       scale: factor on the scores, positive.
       window: positions that a row sees, including its own, or None for all. Each value compiles a
@@ -411,7 +410,7 @@ def paged_attention(
     group = query_heads // kv_heads
     tiles = sizes.tiles(query.dtype, head_dim, group)
     query_blocks = tokens // (tiles.query_rows // group) + sequences
-    num_splits = triton.cdiv(block_tables.shape[1] * block_size, split_size)
+    num_splits = triton.cdiv(block_tables.longest * block_size, split_size)
     if parallel_splits is None:
         parallel_splits = sizes.runs_parallel(num_splits, query_blocks * kv_heads)
     ancestors, draft_starts, positions = trees or (None, None, None)
@@ -421,9 +420,9 @@ def paged_attention(
         weighted = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
         stats = torch.empty((*rows, 2), dtype=torch.float32, device=query.device)
     _attention_kernel[(query_blocks, kv_heads, num_splits if parallel_splits else 1)](
-        out, query, layer_kv, cu_query_lens, context_lens, block_tables,
+        out, query, layer_kv, cu_query_lens, context_lens, *block_tables[:2],
         ancestors, draft_starts, positions, weighted, stats, sequences, num_splits,
-        block_tables.stride(0), query.stride(0), query.stride(1),
+        query.stride(0), query.stride(1),
         kv_heads * layer_kv.stride(0), layer_kv.stride(0), layer_kv.stride(1),
         query_heads, (softcap or scale) * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), KEY_TILE=sizes.KEY_TILE,

@@ -8,8 +8,8 @@ window + 1) .. p on its own path. Query head h reads key-value head h // group:
 With a soft cap c, the scores s become c * tanh(s / c) before the softmax (Gemma 2, arXiv
 2408.00118).
 
-A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. The slot of token j of
-sequence s is ``block_tables[s, j // block_size] * block_size + j % block_size``. Without trees,
+A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. The slot of token j of a
+sequence with block table t is ``t[j // block_size] * block_size + j % block_size``. Without trees,
 query token i of q with c tokens in the cache has position c - q + i, and so has its key.
 
 With trees, the tokens from ``draft_starts[s]`` on are a draft tree, depth first. Draft token i has
@@ -23,6 +23,28 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class BlockTables(NamedTuple):
+    """The block tables of all sequences, one after the other, in any order.
+
+    Attributes:
+      blocks: int32 ``[any size]``, contiguous.
+      starts: int32 ``[sequences]``, contiguous, the place of each table in ``blocks``. The number
+        of its entries follows from the context.
+      longest: upper bound on the entries of a table.
+    """
+
+    blocks: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> BlockTables:
+        """Return tables of equal length, int32 ``[sequences, length]``."""
+        sequences, length = rows.shape
+        starts = torch.arange(sequences, dtype=torch.int32, device=rows.device) * length
+        return cls(rows.flatten(), starts, length)
 
 
 class DraftTrees(NamedTuple):
@@ -47,7 +69,7 @@ def paged_attention(
     layer_kv: Tensor,
     cu_query_lens: Tensor,
     context_lens: Tensor,
-    block_tables: Tensor,
+    block_tables: BlockTables,
     *,
     block_size: int,
     scale: float,
@@ -63,7 +85,7 @@ def paged_attention(
       cu_query_lens: int32 ``[sequences + 1]``. Sequence s has query tokens
         ``cu_query_lens[s] .. cu_query_lens[s + 1]``, possibly none.
       context_lens: int32 ``[sequences]``, tokens in the cache including all of this step's.
-      block_tables: int32 ``[sequences, max_blocks]``. Entries beyond the context have no effect.
+      block_tables: entries beyond a context have no effect.
       block_size: slots of a block.
       scale: factor on the scores, usually ``head_dim ** -0.5``, positive.
       window: positions that a row sees, including its own, or None for all.
@@ -80,7 +102,8 @@ def paged_attention(
         begin, end = bounds[sequence], bounds[sequence + 1]
         if begin == end:
             continue
-        keys, values = _gather(layer_kv, block_tables[sequence], context, block_size).chunk(2)
+        blocks = block_tables.blocks[int(block_tables.starts[sequence]) :]
+        keys, values = _gather(layer_kv, blocks, context, block_size).chunk(2)
         if trees is None:
             positions, key_positions = _chain(end - begin, context, query.device)
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -21,21 +21,20 @@ import numpy.typing as npt
 import torch
 
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, RaggedSpans, slots_of
+from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables
 from draftgate.backends.engine.transfer import to_device
 
 MAX_TREE_TOKENS: Final = 64
 """Maximum draft tokens of a tree, the bits of a mask."""
 
-_TABLE_UNIT: Final = 16
-"""Unit of the width of page tables: the width is this number times a power of two.
-
-Triton compiles a kernel again for strides that are not multiples of the unit.
-"""
-
 
 @dataclass(slots=True)
 class SpanLists:
-    """The fields of `RaggedSpans` as lists."""
+    """The fields of `RaggedSpans` as lists.
+
+    The pages of a sequence may be more than its context needs. `table_starts` are the places of
+    the needed pages among those of all sequences, and their total number.
+    """
 
     query_starts: list[int] = field(default_factory=lambda: [0])
     context_lens: list[int] = field(default_factory=list)
@@ -43,6 +42,7 @@ class SpanLists:
     ancestors: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     tables: list[Many[int]] = field(default_factory=list)
+    table_starts: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, spans: AttentionSpans) -> SpanLists:
@@ -55,6 +55,7 @@ class SpanLists:
         if spans.tails:
             for group in _grouped(spans):
                 lists._add(group, spans.page_tokens)
+            lists._place_tables(spans.page_tokens)
             return lists
         lists.query_starts.extend(accumulate(spans.rows))
         ends = [start + rows for start, rows in zip(spans.starts, spans.rows, strict=True)]
@@ -63,6 +64,7 @@ class SpanLists:
             lists.positions.extend(range(start, end))
         lists.ancestors = [0] * len(lists.positions)
         lists.tables = spans.pages
+        lists._place_tables(spans.page_tokens)
         return lists
 
     def _add(self, spans: Many[AttentionSpan], page_tokens: int) -> None:
@@ -119,10 +121,14 @@ class SpanLists:
                 if depth >= branch.start - branch.tail_start:
                     self.ancestors.append(seen)
 
+    def _place_tables(self, page_tokens: int) -> None:
+        pages = (-(-context // page_tokens) for context in self.context_lens)
+        self.table_starts = [0, *accumulate(pages)]
+
     def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
-        """Write the page tables to [sequences, pages], cut to the width of the array."""
-        for row, pages in zip(tables, self.tables, strict=False):
-            row[: len(pages)] = pages if len(pages) <= len(row) else pages[: len(row)]
+        """Write the needed pages of all sequences to an array of at least this number."""
+        for (start, end), pages in zip(pairwise(self.table_starts), self.tables, strict=True):
+            tables[start:end] = pages if len(pages) == end - start else pages[: end - start]
 
 
 def as_bits(masks: list[int]) -> npt.NDArray[np.int64]:
@@ -142,10 +148,9 @@ def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> 
     padding = [0] * (rows - len(lists.positions))
     lists.positions.extend(padding)
     lists.ancestors.extend(padding)
-    longest = max((len(pages) for pages in lists.tables), default=1)
-    width = _TABLE_UNIT << max(0, (-(-longest // _TABLE_UNIT) - 1).bit_length())
-    tables = np.zeros((len(lists.tables), width), dtype=np.int32)
+    tables = np.empty(lists.table_starts[-1], dtype=np.int32)
     lists.write_tables(tables)
+    longest = -(-max(lists.context_lens, default=0) // spans.page_tokens)
 
     def column(values: list[int]) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int32), device)
@@ -153,7 +158,9 @@ def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> 
     return RaggedSpans(
         column(lists.query_starts),
         column(lists.context_lens),
-        to_device(torch.from_numpy(tables), device),
+        BlockTables(
+            to_device(torch.from_numpy(tables), device), column(lists.table_starts[:-1]), longest
+        ),
         to_device(torch.from_numpy(as_bits(lists.ancestors)), device),
         column(lists.draft_starts),
         column(lists.positions),
