@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
 
-import hypothesis
 import pytest
 
 from tests.chromium import find_chromium
@@ -23,10 +23,6 @@ LONGEST = (
 """Long files, which start first. Later in the alphabet, one process would run them alone at the
 end, while the others have nothing left to do."""
 
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if IN_CI else "dev")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add options that include the tests marked long and hub."""
@@ -38,15 +34,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Disable the hub before any import and use one thread, so that results are bitwise stable."""
-    if not config.getoption("--long"):
-        hypothesis.settings.register_profile("quick", max_examples=QUICK)
-        hypothesis.settings.load_profile("quick")
+    # A GPU machine may lack hypothesis, which the tests of kernels on the GPU do not use.
+    with suppress(ModuleNotFoundError):
+        _load_profile(long=config.getoption("--long"))
     if not config.getoption("--hub"):
         os.environ["HF_HUB_OFFLINE"] = "1"
     if HAS_TORCH:
         import torch
 
         torch.set_num_threads(1)
+
+
+def _load_profile(*, long: bool) -> None:
+    """Set the number of examples of property tests, and make them deterministic in CI."""
+    from hypothesis import settings
+
+    settings.register_profile("dev", deadline=None)
+    settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+    settings.load_profile("ci" if IN_CI else "dev")
+    if not long:
+        settings.register_profile("quick", max_examples=QUICK)
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

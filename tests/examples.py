@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
-import hypothesis
 import pytest
 from _pytest.mark import ParameterSet
 
@@ -19,6 +18,8 @@ QUICK = 50
 
 def examples(long: int) -> int:
     """Return the number of examples of a property, by its number in the long run."""
+    import hypothesis  # a GPU machine may lack it
+
     return long * hypothesis.settings().max_examples // DEFAULT
 
 
