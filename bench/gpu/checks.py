@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -31,6 +32,13 @@ PYTEST: Final = (
     "-W", "ignore::pytest.PytestConfigWarning",
     "-p", "no:cacheprovider",
 )  # fmt: skip
+
+INTERPRETED: Final = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | (
+    {"OPENBLAS_CORETYPE": "Prescott"} if platform.machine() == "x86_64" else {}
+)
+"""Variables of Triton's interpreter, which multiplies with NumPy. As on a GPU, the bits of a row
+must not depend on its place in the batch. The OpenBLAS kernels for Haswell and Zen break this
+rule."""
 
 _COUNT: Final = re.compile(r"(\d+) (passed|failed|skipped|error)s?\b")
 
@@ -108,7 +116,7 @@ def run_file(
     # The GPU tests need no plugins, and a broken one of the machine would end every run.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
+        environment |= INTERPRETED
     command = [sys.executable, "-m", "pytest", *PYTEST, str(file)]
     started_s = time.monotonic()
     try:

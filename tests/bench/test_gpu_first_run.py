@@ -115,6 +115,17 @@ def test_steps_are_compared_with_their_estimates() -> None:
     assert [(row["ratio"], row["as_expected"]) for row in rows] == [(1.0, True), (1.5, False)]
 
 
+def test_interpreted_files_run_as_in_the_tests(tmp_path: Path) -> None:
+    """A rehearsal gives the interpreter the same variables as the tests of the kernels."""
+    file = tmp_path / "test_variables.py"
+    file.write_text(
+        f"import os\n\ndef test_variables():\n    assert {checks.INTERPRETED}.items() <= "
+        "os.environ.items()\n"
+    )
+    assert checks.run_file(file, interpreted=True)["ok"]
+    assert not checks.run_file(file)["ok"]
+
+
 def test_test_files_run_without_plugins_and_report_failures(tmp_path: Path) -> None:
     """A file without asyncio runs although the plugins' options are unknown, and failures count."""
     good, bad = tmp_path / "test_good.py", tmp_path / "test_bad.py"

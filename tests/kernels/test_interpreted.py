@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench.gpu.checks import INTERPRETED
+
 pytest.importorskip("triton")
 
 _FOLDER = Path(__file__).parent / "interpreted"
 _ROOT = Path(__file__).parents[2]
-# The interpreter multiplies with NumPy. As on a GPU, the bits of a row must not depend on its place
-# in the batch. The OpenBLAS kernels for Haswell and Zen break this rule.
-_SAME_ROWS = {"OPENBLAS_CORETYPE": "Prescott"} if platform.machine() == "x86_64" else {}
 _FILES = sorted(_FOLDER.glob("test_*.py"))
 _ON_ENGINE = [path for path in _FILES if path.stem.startswith(("test_gpu", "test_triton"))]
 # All files share two processes, because an import of torch and Triton takes seconds.
@@ -31,7 +29,7 @@ def test_kernels_equal_their_references_in_the_interpreter(
     group: str, request: pytest.FixtureRequest
 ) -> None:
     """Every Triton kernel in the interpreter gives the result of its torch reference."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **_SAME_ROWS}
+    environment = os.environ | INTERPRETED
     # The inner run inherits no other options of the outer run, such as coverage and parallelism.
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
