@@ -2,8 +2,8 @@
 
 The head reads the hidden states of three layers for each token, fused to one vector: the *feature*
 of the token. Every step stores the features of all its rows in the KV pool, each in the slot of the
-token's keys and values. Whoever has a token's keys and values therefore has its feature, also after
-a prefix-cache hit, a preemption or a transfer.
+token's keys and values. A worker that has a token's keys and values therefore has its feature, also
+after a prefix-cache hit, a preemption or a transfer.
 """
 
 from __future__ import annotations
