@@ -36,7 +36,7 @@ from training import corpus
 from training.data import Ids, PackedStream, even_windows
 from training.losses import Teacher, output_loss
 from training.recipes import HEAD, HeadRecipe
-from training.train import CLIP, MODELS, documents, load_model, rate_factor
+from training.train import CLIP, MODELS, build_optimizers, documents, load_model, rate_factor
 
 logger = logging.getLogger("train.eagle")
 
@@ -323,23 +323,6 @@ def agreement(
     return [round(share, 4) for share in (equal / len(windows)).tolist()]
 
 
-def build_optimizers(head: Head, recipe: HeadRecipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the layer and AdamW for the LM head and the norms."""
-    matrices = [p for p in (head.fc.weight, *head.midlayer.parameters()) if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in head.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            matrices, lr=recipe.matrix_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return optimizers
-
-
 def save_head(head: Head, target: LlamaConfig, recipe: HeadRecipe, folder: Path) -> None:
     """Write the head as a bfloat16 checkpoint without the embedding, which is the target's."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -377,7 +360,8 @@ def train(options: argparse.Namespace, recipe: HeadRecipe = HEAD) -> Head:
     texts = documents(corpus.training_files())
     token_ids = frequent_tokens(texts, target.config.vocab_size, recipe.draft_vocab_size)
     head = build_head(target, recipe, token_ids)
-    optimizers = build_optimizers(head, recipe)
+    hidden = (head.fc.weight, *head.midlayer.parameters())
+    optimizers = build_optimizers(head, hidden, recipe.matrix_rate, recipe.other_rate)
     stream = PackedStream(texts, recipe.seed)
     held_out = even_windows(documents(corpus.held_out_files()), recipe.length, HELD_OUT_WINDOWS)
     began_s = saved_s = time.monotonic()

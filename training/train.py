@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from training import attention, card, corpus, evaluate, tokenization
 from training.data import Ids, PackedStream, encode_documents, even_windows
 from training.losses import Teacher, output_loss
-from training.recipes import RECIPES, Phase, Recipe
+from training.recipes import RECIPES, Phase
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".train"
@@ -87,16 +87,21 @@ def build_model(name: str, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return Muon for the layers' matrices and AdamW for the embedding and the norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+def build_optimizers(
+    model: torch.nn.Module,
+    hidden: Iterable[Tensor],
+    matrix_rate: float,
+    other_rate: float,
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for the hidden matrices, and AdamW for all other parameters of a model."""
+    matrices = [p for p in hidden if p.ndim == 2]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(
-            matrices, lr=recipe.matrix_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            matrices, lr=matrix_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         ),
-        torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -159,7 +164,10 @@ class Run:
         self.options = options
         self.minutes_budget = options.minutes or self.recipe.minutes
         self.model = build_model(name, options.seed).train()
-        self.optimizers = build_optimizers(self.model, self.recipe)
+        layers, recipe = self.model.model.layers.parameters(), self.recipe
+        self.optimizers = build_optimizers(
+            self.model, layers, recipe.matrix_rate, recipe.other_rate
+        )
         self.stream = PackedStream(documents(corpus.training_files()), options.seed)
         self.held_out = documents(corpus.held_out_files())
         self.teacher = load_model(MODELS["target"]) if self.recipe.teacher_share else None

@@ -21,6 +21,7 @@ from draftgate.backends.engine.weights import load_weights
 from tests.engine.eagle_heads import ReferenceHead
 from training import eagle
 from training.recipes import HEAD
+from training.train import build_optimizers
 
 RECIPE = replace(HEAD, inner=32, draft_vocab_size=300, taps=(1, 3, 6), matrix_rate=0.02)
 
@@ -75,7 +76,8 @@ def test_updates_bring_the_head_closer_to_the_target(target, head: eagle.Head) -
     """A few updates on one batch lower the loss at every depth, and leave the target as it was."""
     before = target.model.embed_tokens.weight.clone()
     ids = torch.randint(1, 4096, (4, 33), generator=torch.Generator().manual_seed(2))
-    optimizers = eagle.build_optimizers(head, RECIPE)
+    hidden = (head.fc.weight, *head.midlayer.parameters())
+    optimizers = build_optimizers(head, hidden, RECIPE.matrix_rate, RECIPE.other_rate)
     found = []
     for _ in range(8):
         found.append([loss.item() for loss in losses(target, head, ids)])
