@@ -123,7 +123,7 @@ async def test_sources_differ_by_style_too(scene: Scene) -> None:
         "spans => spans.map((span) => { const s = getComputedStyle(span);"
         " return s.fontStyle + s.textDecorationStyle + s.textDecorationLine; })"
     )
-    assert len(styles) == len(set(styles)) == 8
+    assert len(styles) == len(set(styles)) == 9
 
 
 async def test_page_has_landmarks_and_headings(scene: Scene) -> None:

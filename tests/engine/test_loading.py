@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,15 +136,15 @@ def test_a_file_truncated_during_loading_is_an_error(
 ) -> None:
     """A file that is truncated during loading raises an error with its name."""
     config = read_model_config(small)
-    require = checkpoint.Checkpoint.require
+    require = weights.require_weights
 
-    def cut_then_require(self: checkpoint.Checkpoint, shapes: dict[str, tuple[int, ...]]) -> int:
-        num_bytes = require(self, shapes)
+    def require_then_cut(*args: Any) -> int:
+        num_bytes = require(*args)
         for path in small.glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[:-1000])
         return num_bytes
 
-    monkeypatch.setattr(checkpoint.Checkpoint, "require", cut_then_require)
+    monkeypatch.setattr(weights, "require_weights", require_then_cut)
     with pytest.raises(CheckpointError, match=r"damaged or missing weights .*model-0000\d-of"):
         load_weights(small, config, torch.float32)
 

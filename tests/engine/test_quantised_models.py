@@ -155,6 +155,34 @@ def test_skipped_modules_keep_their_weights(form: str, layer: str, tmp_path: Pat
     assert kinds == {QuantisedLinear, StackedLinear}
 
 
+@pytest.mark.parametrize(
+    ("of_tensors", "of_modules"),
+    [
+        ("model.language_model.", "model.language_model."),
+        ("language_model.model.", "model.language_model."),
+        ("language_model.model.", "language_model.model."),
+    ],
+)
+@pytest.mark.parametrize("form", ["awq", "compressed-int4"])
+def test_skipped_modules_may_have_another_prefix(
+    form: str, of_tensors: str, of_modules: str, tmp_path: Path
+) -> None:
+    """The list of skipped modules applies under every prefix of tensors and modules."""
+    layer = "layers.0.mlp.down_proj"
+    write_quantised(random_model("llama"), tmp_path, FORMATS[form], (f"model.{layer}",))
+    expected = logits_of(tmp_path)
+    path = tmp_path / "model.safetensors"
+    renamed = {
+        of_tensors + name.removeprefix("model.") if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(renamed, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"][FORMATS[form].skips] = [f"{of_modules}{layer}", "lm_head"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(tmp_path), expected)
+
+
 def test_modules_with_different_scales_are_not_fused(tmp_path: Path) -> None:
     """Each module of a fused product rounds its activations with its own scale."""
     write_quantised(random_model("llama"), tmp_path, FORMATS["fp8-static"])

@@ -29,5 +29,11 @@ class _MetaInputs(Inputs):
 
 @pytest.mark.parametrize("case", list(cases(_MetaInputs())), ids=lambda case: case.name)
 def test_bench_case_does_not_spill(case: KernelCase) -> None:
-    """No kernel spills at full shapes, and a multiprocessor runs two programs."""
-    assert_lean(launches_of(case.run), programs=2)
+    """No kernel spills at full shapes.
+
+    A multiprocessor runs two programs, except of the search of a cutoff: its 16 warps keep enough
+    loads in flight alone.
+    """
+    launches = launches_of(case.run)
+    assert_lean([one for one in launches if one.name == "_cutoff_kernel"])
+    assert_lean([one for one in launches if one.name != "_cutoff_kernel"], programs=2)

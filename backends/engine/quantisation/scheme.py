@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from draftgate.backends.engine.checkpoint import BASE_PREFIX, OTHER_PREFIXES
 from draftgate.backends.engine.fields import UPSTREAM_HINT, Fields
 
 LM_HEAD: Final = "lm_head"
@@ -77,8 +78,21 @@ Scheme = Fp8Scheme | Int4Scheme
 
 
 def quantises(scheme: Scheme | None, module: str) -> bool:
-    """Return whether a scheme quantises the weight of a module."""
-    return scheme is not None and not any(pattern.search(module) for pattern in scheme.skipped)
+    """Return whether a scheme quantises the weight of a module, given by its name in the engine."""
+    return scheme is not None and not any(
+        pattern.search(name) for pattern in scheme.skipped for name in _listed_names(module)
+    )
+
+
+def _listed_names(module: str) -> tuple[str, ...]:
+    """Return the names that a list of skipped modules may use for a module.
+
+    They follow the modules of transformers, whose prefix can differ from that of the tensors.
+    """
+    rest = module.removeprefix(BASE_PREFIX)
+    if rest == module:
+        return module, f"language_model.{module}"
+    return tuple(prefix + rest for prefix in (BASE_PREFIX, *OTHER_PREFIXES))
 
 
 def read_scheme(config: Fields) -> Scheme | None:
