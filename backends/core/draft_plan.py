@@ -97,13 +97,18 @@ class DraftPlan:
         """
         self._step += 1
         view = self._without_drafts(decodes, spare)
+        if not self._drafting.may_draft(decodes):
+            self._unproposed = ()
+            self._plan_none(view)
+            self.traces = self._traces(decodes, (), (), (), cost) if traced else {}
+            return []
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
         plain_rate = rate(view, cost)
         terms = self._current_terms(view, decodes, cost, plain_rate * self._speedup.ratio)
         self._unproposed = decodes if ahead and self._drafting.names else ()
         if ahead:
-            self._view, self._accepted, self._slots, self.drafting_s = view, 0.0, 0, 0.0
+            self._plan_none(view)
             self.traces = self._traces(decodes, (), (), (), cost) if traced else {}
             return []
         offers = self._drafting.offers(decodes, terms)
@@ -132,6 +137,9 @@ class DraftPlan:
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def _plan_none(self, view: StepView) -> None:
+        self._view, self._accepted, self._slots, self.drafting_s = view, 0.0, 0, 0.0
 
     def take_next(self, sequence: Sequence, most: int) -> Draft:
         """Return the tokens of another worker that follow a sequence, and reserve their blocks.

@@ -68,6 +68,10 @@ class Drafting:
         """Whether `compute` may explore an unused proposer in this step."""
         return self._exploration.has_candidates
 
+    def may_draft(self, sequences: Many[Sequence]) -> bool:
+        """Return whether a proposer or a grammar may draft for any of these sequences."""
+        return bool(self._proposers) or any(one.grammar is not None for one in sequences)
+
     def best_survival(self, sequence: Sequence) -> float | None:
         """Return the survival of a sequence's first draft token with the strongest evidence.
 

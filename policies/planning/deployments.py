@@ -1,16 +1,16 @@
 """Deployments, which are numbers of machines by type and role, and the search for the best one.
 
-The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above,
-and a simulation measures it. A deployment is not measured if its bound is below the lower end of
-another interval. The intervals are rough at first, and the deployments that may still be the best
-are then measured precisely.
+The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above.
+Short simulations of all deployments at common rates for the weight (`eliminate`) leave those that
+may be the best, which longer simulations then measure. A deployment is not measured if its bound is
+below the lower end of another interval.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Final
 
 from draftgate.policies.planning.bounds import Bounds, pool_bound
@@ -19,6 +19,14 @@ from draftgate.policies.values import immutable, replace
 
 TOLERANCE: Final = 1e-9
 """Relative excess over a budget that counts as rounding."""
+
+ROUNDS: Final = 8
+"""Most rounds of tests, with rates down to 1/256 of the highest bound. Chosen, not tuned,
+2026-11-27."""
+
+NARROW: Final = 1.25
+"""Ratio of the highest upper to the highest lower end at which tests end. The verdict of a short
+simulation is rarely clear within a quarter of the rate. Chosen, not tuned, 2026-11-27."""
 
 
 class Layout(StrEnum):
@@ -198,9 +206,15 @@ class Measured:
         """The rate by weight, 0 without an estimate."""
         return (self.rate_rps or 0.0) / self.candidate.weight
 
+    @property
+    def most_value(self) -> float:
+        """The upper end of the interval by weight."""
+        return self.high_rps / self.candidate.weight
 
-Measure = Callable[[Candidate, float], Measured]
-"""Measures a candidate. A measurement may stop when its rate is certainly below the given one."""
+
+Measure = Callable[[Sequence[tuple[Candidate, float]]], Iterable[Measured]]
+"""Measures candidates, each beside a rate. A measurement may stop when its rate is certainly lower.
+"""
 
 
 @immutable
@@ -208,9 +222,8 @@ class Search:
     """The result of a search.
 
     Attributes:
-        measured: the measured candidates, in the order of their measurement.
-        unmeasured: the candidates whose bound is too low, or that the limit of measurements leaves
-            out.
+        measured: the tested candidates. Those that were eliminated have no estimate.
+        unmeasured: the candidates that the limit of tests leaves out.
         complete: whether every candidate that might be better has been measured.
     """
 
@@ -226,7 +239,7 @@ class Search:
         """
         least = _certain_value(self.measured)
         known = [one for one in self.measured if one.rate_rps]
-        equal = [one for one in known if one.high_rps / one.candidate.weight >= least]
+        equal = [one for one in known if one.most_value >= least]
         return min(
             equal,
             key=lambda one: (one.candidate.deployment.layout.complexity, -one.value),
@@ -245,42 +258,84 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     )
 
 
-def find_best(candidates: Iterable[Candidate], measure: Measure, most: int) -> Search:
-    """Measure candidates in order, except for those that are certainly worse than the best one.
+class Outcome(Enum):
+    """Whether a candidate serves a rate, as far as a short simulation shows."""
+
+    SERVES = auto()
+    FAILS = auto()
+    UNCLEAR = auto()
+
+
+Test = Callable[[Sequence[tuple[Candidate, float]]], Iterable[Outcome]]
+"""Tests candidates, each at a rate."""
+
+
+def eliminate(candidates: Sequence[Candidate], test: Test) -> list[Measured]:
+    """Return the range of each candidate's rate, after tests at common rates for the weight.
+
+    The first tests are at half of the highest bound. While no candidate serves its rate, the next
+    tests are at half of the rate. Otherwise they are between the highest rate that one serves and
+    the highest upper end. A candidate that fails where another one serves is not tested again. The
+    upper end of candidates is 0 if all of them fail at the lowest rate.
+    """
+    ranges = [Measured(one, None, 0.0, one.bound_rps) for one in candidates]
+    value = 0.5 * max((one.most_value for one in ranges), default=0.0)
+    for _ in range(ROUNDS):
+        least = max(value, _certain_value(ranges))
+        left = [index for index, one in enumerate(ranges) if one.most_value > least]
+        pairs = [(candidates[index], value * candidates[index].weight) for index in left]
+        for index, (_, rate_rps), outcome in zip(left, pairs, test(pairs), strict=True):
+            ranges[index] = _tested(ranges[index], rate_rps, outcome)
+        certain = _certain_value(ranges)
+        most = max((one.most_value for one in ranges), default=0.0)
+        if certain and most <= NARROW * certain:
+            return ranges
+        lowest, value = value, math.sqrt(certain * most) if certain else 0.5 * value
+    if certain:
+        return ranges
+    return [replace(one, high_rps=0.0) if one.most_value <= lowest else one for one in ranges]
+
+
+def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
+    if outcome is Outcome.SERVES:
+        return replace(measured, low_rps=max(rate_rps, measured.low_rps))
+    return replace(measured, high_rps=rate_rps) if outcome is Outcome.FAILS else measured
+
+
+def find_best(candidates: Iterable[Candidate], test: Test, measure: Measure, most: int) -> Search:
+    """Test candidates, and measure those that may be the best one, the most promising first.
 
     Args:
-        most: the largest number of measurements.
+        most: the largest number of candidates to test.
     """
-    measured, unmeasured, complete = list[Measured](), list[Candidate](), True
-    for candidate in candidates:
-        beat_rps = _certain_value(measured) * candidate.weight
-        if candidate.bound_rps <= beat_rps:
-            unmeasured.append(candidate)
-        elif len(measured) == most:
-            unmeasured.append(candidate)
-            complete = False
-        else:
-            measured.append(measure(candidate, beat_rps))
-    return Search(tuple(measured), tuple(unmeasured), complete)
+    possible = ranked(candidates)
+    found = eliminate(possible[:most], test)
+    least = _certain_value(found)
+    left = [index for index, one in enumerate(found) if one.most_value > least]
+    left.sort(key=lambda index: _promise(found[index]))
+    certain = 0.0
+    for group in (left[:1], left[1:]):  # the first measurement limits the others
+        left = [index for index in group if found[index].most_value > certain]
+        pairs = [
+            (_limited(found[index]), certain * found[index].candidate.weight) for index in left
+        ]
+        for index, measured in zip(left, measure(pairs), strict=True):
+            found[index] = replace(measured, candidate=found[index].candidate)
+        certain = _certain_value(one for one in found if one.rate_rps)
+    beyond = tuple(possible[most:])
+    complete = all(one.bound_rps <= certain * one.weight for one in beyond)
+    return Search(tuple(found), beyond, complete)
 
 
-def refined(rough: Search, measure: Measure) -> Search:
-    """Measure the candidates of a rough search again that may be the best, highest values first.
+def _limited(measured: Measured) -> Candidate:
+    """Return a candidate with the upper end of its range as its bound."""
+    return replace(measured.candidate, bound_rps=measured.high_rps)
 
-    The upper ends of the rough intervals are their bounds.
-    """
-    known = sorted((one for one in rough.measured if one.rate_rps), key=lambda one: -one.value)
-    limited = [
-        replace(one.candidate, bound_rps=min(one.candidate.bound_rps, one.high_rps))
-        for one in known
-    ]
-    found = find_best(limited, measure, len(limited))
-    again = {one.candidate.deployment: one for one in found.measured}
-    measured = tuple(
-        replace(again.get(one.candidate.deployment, one), candidate=one.candidate)
-        for one in rough.measured
-    )
-    return Search(measured, rough.unmeasured, rough.complete)
+
+def _promise(measured: Measured) -> tuple[float, int, float]:
+    """Return a key that sorts the highest lower ends first, and then the simplest layouts."""
+    low = measured.low_rps / measured.candidate.weight
+    return -low, measured.candidate.deployment.layout.complexity, -measured.most_value
 
 
 def _certain_value(measured: Iterable[Measured]) -> float:

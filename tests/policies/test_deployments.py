@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -24,13 +26,14 @@ from draftgate.policies.planning.deployments import (
     Group,
     Layout,
     Measured,
+    Outcome,
     bound_rps,
     deployments,
+    eliminate,
     find_best,
     find_least,
     maximal,
     ranked,
-    refined,
 )
 from draftgate.policies.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.policies.types import Role
@@ -40,6 +43,7 @@ DEPTHS = StepCost((1,), (0.0,))
 MACHINE = Machine(COST, 60_000, 256, 2048, DEPTHS)
 LENGTHS = Lengths.of([(500, 200), (1500, 100), (100, 300)], 0.9)
 RATES = st.floats(0.0, 10.0)
+Found = TypeVar("Found", Outcome, Measured)
 MACHINES = st.builds(Bounds, RATES, RATES, RATES)
 
 
@@ -175,29 +179,91 @@ def test_repeated_deployment_has_the_same_bound_per_machine() -> None:
     assert once.repeated(4).total({"a": 2.0, "b": 1.0}) == pytest.approx(16.0)
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0), st.sampled_from([1.0, 2.0])),
-        min_size=1,
-        max_size=8,
-    )
+CANDIDATES = st.lists(
+    st.tuples(
+        st.floats(0.1, 9.0),
+        st.floats(0.0, 1.0),
+        st.sampled_from([1.0, 2.0]),
+        st.sampled_from(Layout),
+    ),
+    min_size=1,
+    max_size=8,
 )
-def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn) -> None:
-    """Without noise, the best value is that of all candidates. Lower bounds are not measured."""
-    candidates = [_candidate(bound, weight=weight) for bound, _, weight in drawn]
-    shares = [share for _, share, _ in drawn]
-    values = {id(one): one.bound_rps * share for one, share in zip(candidates, shares, strict=True)}
+"""The bound of each candidate, its rate as a share of the bound, its weight and its layout."""
+
+
+def _each(
+    of_one: Callable[[Candidate, float], Found],
+) -> Callable[[Sequence[tuple[Candidate, float]]], list[Found]]:
+    """Return a function of several pairs, each with the result of a function of one pair."""
+    return lambda pairs: [of_one(candidate, rate_rps) for candidate, rate_rps in pairs]
+
+
+UNCLEAR = _each(lambda _candidate, _rate_rps: Outcome.UNCLEAR)
+FAILING = _each(lambda _candidate, _rate_rps: Outcome.FAILS)
+
+
+@given(CANDIDATES, st.sampled_from([1.0, 1.2]))
+def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn, doubt: float) -> None:
+    """Without errors, the best value is that of all candidates, whatever is unclear to the tests.
+
+    A candidate that fails where another one serves is not measured.
+    """
+    candidates = [_candidate(bound, layout, weight) for bound, _, weight, layout in drawn]
+    rates = {
+        id(one): one.bound_rps * share
+        for one, (_, share, *_) in zip(candidates, drawn, strict=True)
+    }
+
+    def test(candidate: Candidate, rate_rps: float) -> Outcome:
+        rate = rates[id(candidate)]
+        if rate / doubt <= rate_rps <= rate * doubt:
+            return Outcome.UNCLEAR
+        return Outcome.SERVES if rate > rate_rps else Outcome.FAILS
+
+    def measure(candidate: Candidate, beat_rps: float) -> Measured:
+        (rate,) = (rates[id(one)] for one in candidates if one.deployment is candidate.deployment)
+        assert rate <= candidate.bound_rps
+        return Measured(candidate, None if rate < beat_rps else rate, rate, rate)
+
+    found = find_best(candidates, _each(test), _each(measure), most=100)
+    best = max(rates[id(one)] / one.weight for one in candidates)
+    known = [one.value for one in found.measured if one.rate_rps]
+    if best > max(one.bound_rps / one.weight for one in candidates) / 64:
+        assert max(known) == pytest.approx(best)
+    assert found.complete
+    assert not found.unmeasured
+    assert [one.candidate for one in found.measured] == ranked(candidates)
+
+
+def test_tests_leave_few_candidates() -> None:
+    """Rates are tested once per round, and only candidates near the best one are measured."""
+    rates = [1.0, 0.5, 0.95, 0.2, 0.1]
+    candidates = [_candidate(4.0 - index) for index in range(len(rates))]
+    tested: list[tuple[float, float]] = []
+
+    def test(candidate: Candidate, rate_rps: float) -> Outcome:
+        tested.append((candidate.bound_rps, round(rate_rps, 3)))
+        rate = rates[round(4.0 - candidate.bound_rps)]
+        return Outcome.SERVES if rate > rate_rps else Outcome.FAILS
+
+    ranges = eliminate(candidates, _each(test))
+    assert tested[:4] == [(4.0, 2.0), (3.0, 2.0), (4.0, 1.0), (3.0, 1.0)]
+    assert len(tested) == len(set(tested))
+    assert [round(one.low_rps, 2) for one in ranges] == [0.84, 0.0, 0.84, 0.0, 0.0]
+    assert [round(one.high_rps, 2) for one in ranges] == [1.0, 0.5, 1.0, 0.5, 0.0]
+
+
+def test_candidates_that_serve_nothing_are_not_measured() -> None:
+    """A search is complete without a measurement if every candidate fails at every rate."""
 
     def measure(candidate: Candidate, _beat_rps: float) -> Measured:
-        rate = values[id(candidate)]
-        return Measured(candidate, rate, rate, rate)
+        raise AssertionError(candidate)
 
-    found = find_best(candidates, measure, most=100)
-    best = max(values[id(one)] / one.weight for one in candidates)
+    found = find_best([_candidate(2.0), _candidate(1.0)], FAILING, _each(measure), most=9)
     assert found.complete
-    assert max(one.value for one in found.measured) == pytest.approx(best)
-    assert all(one.bound_rps / one.weight <= best for one in found.unmeasured)
-    assert len(found.measured) + len(found.unmeasured) == len(candidates)
+    assert found.best is None
+    assert {one.high_rps for one in found.measured} == {0.0}
 
 
 def test_simple_layouts_are_measured_first() -> None:
@@ -207,13 +273,17 @@ def test_simple_layouts_are_measured_first() -> None:
     assert ranked([mixed, low, apart, high]) == [high, low, apart, mixed]
 
 
-def test_limit_of_measurements_is_reported() -> None:
-    """A search that stops at its limit is incomplete, and names what it has not measured."""
+@pytest.mark.parametrize(("bound", "complete"), [(0.9, True), (2.0, False)])
+def test_limit_of_tests_is_reported(bound: float, complete: bool) -> None:
+    """A search names what its limit leaves out, and is incomplete if that might be better."""
     found = find_best(
-        [_candidate(3.0), _candidate(2.0)], lambda one, _: Measured(one, 1.0, 0.9, 1.1), most=1
+        [_candidate(3.0), _candidate(bound)],
+        UNCLEAR,
+        _each(lambda one, _: Measured(one, 1.0, 0.9, 1.1)),
+        most=1,
     )
-    assert not found.complete
-    assert [one.bound_rps for one in found.unmeasured] == [2.0]
+    assert found.complete is complete
+    assert [one.bound_rps for one in found.unmeasured] == [bound]
 
 
 @pytest.mark.parametrize(("low", "recommended"), [(1.9, Layout.TOGETHER), (2.2, Layout.APART)])
@@ -225,7 +295,7 @@ def test_simpler_layout_wins_unless_it_is_certainly_worse(low: float, recommende
         return Measured(candidate, *rates[candidate.deployment.layout])
 
     candidates = [_candidate(5.0, layout) for layout in rates]
-    best = find_best(candidates, measure, most=9).best
+    best = find_best(candidates, UNCLEAR, _each(measure), most=9).best
     assert best is not None
     assert best.candidate.deployment.layout is recommended
 
@@ -238,35 +308,11 @@ def test_only_candidates_that_are_certainly_worse_are_left_out() -> None:
         limits.append(beat_rps)
         return Measured(candidate, 2.3, 2.0, 2.6)
 
-    found = find_best([_candidate(bound) for bound in (5.0, 2.2, 1.9)], measure, most=9)
-    assert limits == [0.0, 2.0]
-    assert [one.bound_rps for one in found.unmeasured] == [1.9]
-    assert found.complete
-
-
-def test_rough_search_selects_the_candidates_of_the_precise_one() -> None:
-    """Candidates whose rough intervals are below the best precise interval keep these intervals."""
-    rates = {Layout.TOGETHER: 1.0, Layout.APART: 2.0, Layout.MIXED: 1.7}
-    again: list[Layout] = []
-
-    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
-        layout = candidate.deployment.layout
-        again.append(layout)
-        return Measured(candidate, rates[layout], rates[layout] - 0.1, rates[layout] + 0.1)
-
-    rough = find_best(
-        [_candidate(5.0, layout) for layout in rates],
-        lambda one, _: Measured(one, rate := rates[one.deployment.layout], rate / 2, rate + 0.5),
-        most=9,
+    found = find_best(
+        [_candidate(bound) for bound in (5.0, 2.2, 1.9)], UNCLEAR, _each(measure), most=9
     )
-    found = refined(rough, measure)
-    assert again == [Layout.APART, Layout.MIXED]
-    assert {one.candidate.deployment.layout: one.high_rps for one in found.measured} == {
-        Layout.TOGETHER: 1.5,
-        Layout.APART: 2.1,
-        Layout.MIXED: pytest.approx(1.8),
-    }
-    assert {one.candidate.bound_rps for one in found.measured} == {5.0}
+    assert limits == [0.0, 2.0]
+    assert [one.rate_rps for one in found.measured] == [2.3, 2.3, None]
     assert found.complete
 
 

@@ -28,7 +28,7 @@ from draftgate.loadgen.search.types import (
     SearchProbe,
 )
 from draftgate.loadgen.types import PlannedRequest, Record
-from draftgate.policies.planning.deployments import Candidate, Deployment, Layout, Measured
+from draftgate.policies.planning.deployments import Candidate, Deployment, Layout, Measured, Outcome
 from draftgate.policies.types import Role
 
 PLACEMENT: Final = {Layout.TOGETHER: "together", Layout.APART: "apart", Layout.MIXED: "auto"}
@@ -38,8 +38,14 @@ POOLS: Final = {**dict.fromkeys(Layout, "splitwise"), Layout.TOGETHER: "together
 CHECKED: Final = 2000
 """Requests of the simulation that tests a plan."""
 
+TESTED, LEAST_TESTED = 400, 100
+"""Most and least requests of a short simulation. Chosen, not tuned, 2026-11-27."""
+
 START: Final = 0.5
 """First rate of a search, as a share of the bound. Chosen, not tuned, 2026-11-24."""
+
+
+_OUTCOMES: Final = {ProbeVerdict.HOLDS: Outcome.SERVES, ProbeVerdict.FAILS: Outcome.FAILS}
 
 
 def speculation_of(deployment: Deployment, role: Role) -> str:
@@ -110,6 +116,15 @@ class Simulation:
             held = [one for one in search.tried if (one.share or 0.0) >= goal.share]
             rate_rps = max((one.probe.rate_rps for one in held), default=None)
         return Measured(candidate, rate_rps, found.low_rps, found.high_rps)
+
+    def test(self, deployment: Deployment, goal: SearchGoal, rate_rps: float) -> Outcome:
+        """Return whether the share of a goal meets its targets at a rate, as far as is clear.
+
+        The simulation ends when this is certain, or else after `TESTED` requests.
+        """
+        settle_s = warm_up_s(goal, rate_rps)
+        probe = SearchProbe(rate_rps, goal.seed, settle_s, TESTED, LEAST_TESTED)
+        return _OUTCOMES.get(self._probe(deployment, probe, goal).verdict, Outcome.UNCLEAR)
 
     def holds(self, deployment: Deployment, goal: SearchGoal, rate_rps: float) -> bool:
         """Return whether the share of a goal meets its targets at a rate.

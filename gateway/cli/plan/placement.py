@@ -53,7 +53,7 @@ def placement(  # noqa: PLR0913, PLR0917 - each is a flag
     proposer: Proposer = "ngram",
     link_gbps: LinkGbps = None,
     precision: Precision = 0.05,
-    max_simulations: MaxSimulations = 12,
+    max_simulations: MaxSimulations = 50,
     seed: Seed = 0,
     json_out: JsonFile = None,
     html_out: HtmlFile = None,

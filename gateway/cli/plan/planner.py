@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
@@ -26,23 +27,17 @@ from draftgate.policies.planning.deployments import (
     Deployment,
     Layout,
     Measured,
+    Outcome,
     Search,
     bound_rps,
     find_best,
     find_least,
-    ranked,
-    refined,
 )
 from draftgate.policies.planning.throughput import Targets
 
 MOST_REQUESTS: Final = 6000
 """Most simulated requests per deployment. An interval of 5% needs 2,000 to 8,000 requests near the
 root. Chosen, not tuned, 2026-11-24."""
-
-ROUGH_PRECISION: Final = 0.25
-ROUGH_REQUESTS: Final = 1500
-"""Precision and most simulated requests per deployment of the first, rough search. Chosen, not
-tuned, 2026-11-24."""
 
 MORE: Final = 3
 """How many units a plan may have more than the goodput of one unit predicts."""
@@ -148,17 +143,21 @@ class Planner:
                 yield self.candidate(replace(deployment, drafts=True), weight)
 
     def search(self, candidates: Iterable[Candidate], most: int) -> Search:
-        """Simulate the candidates that may be the best, first roughly and then precisely.
+        """Simulate candidates briefly, and then those that may be the best precisely.
+
+        The simulations run in parallel processes.
 
         Args:
             most: most candidates to simulate.
         """
-        possible = ranked(one for one in candidates if one.bound_rps > 0.0)
-        if self.goal.precision >= ROUGH_PRECISION:
-            return find_best(possible, self.measure, most)
-        rough = replace(self.goal, precision=ROUGH_PRECISION, most_requests=ROUGH_REQUESTS)
-        found = find_best(possible, partial(self.measure, goal=rough), most)
-        return refined(found, self.measure)
+        possible = [one for one in candidates if one.bound_rps > 0.0]
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+            return find_best(
+                possible,
+                lambda pairs: processes.map(self.test, *_columns(pairs)),
+                lambda pairs: processes.map(self.measure, *_columns(pairs)),
+                most,
+            )
 
     def search_least(self, candidates: Iterable[Candidate], rate_rps: float, most: int) -> Search:
         """Simulate candidates in the order of their weights until one serves a rate.
@@ -168,16 +167,15 @@ class Planner:
         """
         return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
 
-    def measure(
-        self, candidate: Candidate, beat_rps: float = 0.0, goal: SearchGoal | None = None
-    ) -> Measured:
-        """Return the goodput of a candidate (`Simulation.measure`).
-
-        Args:
-            goal: another goal than that of the planner.
-        """
+    def test(self, candidate: Candidate, rate_rps: float) -> Outcome:
+        """Return whether a candidate serves a rate, by a short simulation."""
         with without_full_gc():
-            return self.simulation.measure(candidate, goal or self.goal, beat_rps)
+            return self.simulation.test(candidate.deployment, self.goal, rate_rps)
+
+    def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
+        """Return the goodput of a candidate (`Simulation.measure`)."""
+        with without_full_gc():
+            return self.simulation.measure(candidate, self.goal, beat_rps)
 
     def holds(self, candidate: Candidate, rate_rps: float) -> bool:
         """Return whether a deployment serves a rate, by one simulation."""
@@ -204,6 +202,12 @@ class Planner:
             if sum(map(meets_slo, records)) >= self.goal.share * len(records):
                 return deployment, records
         return None, records
+
+
+def _columns(
+    pairs: Sequence[tuple[Candidate, float]],
+) -> tuple[Iterator[Candidate], Iterator[float]]:
+    return (one for one, _ in pairs), (rate_rps for _, rate_rps in pairs)
 
 
 def planner_of(  # noqa: PLR0913 - each is an option
