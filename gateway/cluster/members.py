@@ -26,11 +26,11 @@ READ_S: Final = 1.0
 """Interval of reading the store, which equals the interval of the workers' reports."""
 
 WORKER_READ_S: Final = 1e-4
-"""Least interval of reading the store, for each worker and for each gateway of the pool.
+"""Least interval of reading the store, for each worker and for each node of the pool.
 
-The server takes 10 to 15 us per worker for a snapshot on a busy machine. All gateways together thus
+The server takes 10 to 15 us per worker for a snapshot on a busy machine. All nodes together thus
 take at most a seventh of its time. The interval exceeds `READ_S` in pools with more than 10,000
-pairs of a worker and a gateway. With 1,000 workers and 64 gateways, it is 6.4 s. (`draftgate bench
+pairs of a worker and a node. With 1,000 workers and 64 nodes, it is 6.4 s. (`draftgate bench
 scale`, AMD EPYC Zen 3, 2026-11-23.)"""
 
 REFUSED_S: Final = 30.0
@@ -140,7 +140,7 @@ class Members:
         if self._store.outage is None and not self._fleet.rivals and _now_s() < self._next_read_s:
             return
         snapshot = await self._store.snapshot()
-        self._next_read_s = _now_s() + read_pause_s(len(snapshot.workers), snapshot.gateways)
+        self._next_read_s = _now_s() + read_pause_s(len(snapshot.workers), snapshot.nodes)
         # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
         leased = {view.worker_id: view.leased_tokens for view in snapshot.workers}
@@ -290,9 +290,9 @@ class Members:
         task.add_done_callback(self._leaving.discard)
 
 
-def read_pause_s(workers: int, gateways: int) -> float:
-    """Return the time in which a gateway does not read the store again, or 0 in a small pool."""
-    pause_s = WORKER_READ_S * workers * gateways
+def read_pause_s(workers: int, nodes: int) -> float:
+    """Return the time in which a node does not read the store again, or 0 in a small pool."""
+    pause_s = WORKER_READ_S * workers * nodes
     return pause_s if pause_s > READ_S else 0.0
 
 

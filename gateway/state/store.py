@@ -28,6 +28,13 @@ STALE_S: Final = 3.0
 A limit of two heartbeats would sometimes skip a worker whose event loop stalls for a second.
 (Chosen, not tuned, 2026-11-22.)"""
 
+GATEWAY_S: Final = 60.0
+"""A node counts as a gateway for this time after its last lease.
+
+A node without leases only runs requests of others. The gateways that lease share the capacity and
+the quotas during an outage. A gateway whose clients pause still counts. (Chosen, not tuned,
+2026-11-27.)"""
+
 FORGET_S: Final = 60.0
 """A worker without a report for this time is forgotten, with its epoch.
 
@@ -91,14 +98,16 @@ class Snapshot:
 
     Attributes:
         workers: the workers, sorted by id. The reader decides which are too old.
-        gateways: number of nodes that renewed leases within `STALE_S`, including this node.
+        gateways: number of nodes that held a lease within `GATEWAY_S`, including this node.
         degraded: whether the store did not respond. The snapshot then has the last known reports
             and only the leases of this gateway.
+        nodes: number of nodes of the pool, which renewed within `STALE_S`.
     """
 
     workers: tuple[WorkerView, ...]
     gateways: int = 1
     degraded: bool = False
+    nodes: int = 1
 
 
 @immutable

@@ -23,7 +23,7 @@ end
 return {
   now[1] * 1000000 + now[2], workers, capacities, redis.call('HGETALL', P .. 'leased'),
   redis.call('HGETALL', P .. 'leases'), redis.call('ZRANGE', P .. 'expiry', 0, -1, 'WITHSCORES'),
-  redis.call('ZRANGE', P .. 'gateways', 0, -1), redis.call('KEYS', P .. '*'),
+  redis.call('ZRANGE', P .. 'nodes', 0, -1), redis.call('KEYS', P .. '*'),
 }
 """
 """A script that returns a consistent snapshot and writes nothing."""
@@ -38,7 +38,7 @@ class Pool:
         leases: tokens and worker of each request's lease.
         leased: tokens by worker, as counted by the store.
         left_s: remaining time of each lease in seconds, negative after its expiry.
-        gateways: gateways that have renewed recently.
+        nodes: nodes that have renewed recently.
         keys: keys of the pool, without the prefix.
     """
 
@@ -46,7 +46,7 @@ class Pool:
     leases: dict[str, tuple[int, str]]
     leased: dict[str, int]
     left_s: dict[str, float]
-    gateways: tuple[str, ...]
+    nodes: tuple[str, ...]
     keys: frozenset[str]
 
     @property
@@ -79,7 +79,7 @@ def read_pool(redis: RedisServer) -> Pool:
     Raises:
         redis.RedisError: the server does not respond.
     """
-    now_us, workers, capacities, leased, leases, expiry, gateways, keys = redis.command(
+    now_us, workers, capacities, leased, leases, expiry, nodes, keys = redis.command(
         "EVAL", SNAPSHOT_SCRIPT, 0, PREFIX
     )
     return Pool(
@@ -87,7 +87,7 @@ def read_pool(redis: RedisServer) -> Pool:
         {request: _lease(text) for request, text in _pairs(leases)},
         {worker: int(tokens) for worker, tokens in _pairs(leased)},
         {request: (float(at_us) - now_us) / 1e6 for request, at_us in _pairs(expiry)},
-        tuple(gateways),
+        tuple(nodes),
         frozenset(key.removeprefix(PREFIX) for key in keys),
     )
 
@@ -99,7 +99,7 @@ async def until_settled(nodes: Cluster, redis: RedisServer) -> None:
     async def lists_only_living_nodes() -> bool:
         pool = await asyncio.to_thread(read_pool, redis)
         known = {key.removeprefix("w:") for key in pool.keys if key.startswith("w:")}
-        joined = len(pool.gateways) == len(nodes.nodes)
+        joined = len(pool.nodes) == len(nodes.nodes)
         return pool.is_empty and pool.workers.keys() == known == workers and joined
 
     await eventually(nodes.at_rest)

@@ -89,9 +89,7 @@ async def recovered(nodes: list[NodeProcess], server: RedisServer) -> None:
 
     async def all_reported() -> bool:
         with suppress(redis.RedisError):
-            reported = await asyncio.to_thread(
-                server.command, "ZCARD", "draftgate:{default}:gateways"
-            )
+            reported = await asyncio.to_thread(server.command, "ZCARD", "draftgate:{default}:nodes")
             return reported == len(nodes)
         return False
 

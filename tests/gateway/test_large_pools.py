@@ -128,7 +128,7 @@ class Pool:
 
     async def snapshot(self) -> Snapshot:
         self.read += 1
-        return Snapshot(self._views, self._gateways, self.degraded)
+        return Snapshot(self._views, self._gateways, self.degraded, nodes=self._gateways)
 
 
 def _no_backend(config: WorkerConfig) -> Backend:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.store import Lease
 from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 from tests.examples import examples
 from tests.gateway.quota_contract import QuotaContract, reservation
@@ -167,14 +168,17 @@ async def test_settled_reservations_leave_only_the_account(
     assert keys == {"quota:t"}
 
 
-async def test_gateways_that_renew_leases_share_the_quotas(
+async def test_gateways_with_leases_share_the_quotas(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """The store counts every gateway that renews its leases."""
+    """The store counts every gateway that has leases, and no node that only renews."""
     other = RedisStore.at(redis_server.url, "p", "g2")
     await pool.renew((), 30.0)
     await other.renew((), 30.0)
+    assert await pool.quotas.renew((), 30.0) == 1
+    await other.renew((Lease("r", "w", "1", 5, 7),), 30.0)
     assert await pool.quotas.renew((), 30.0) == 2
+    assert await other.quotas.renew((), 30.0) == 1
     await other.close()
 
 

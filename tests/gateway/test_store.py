@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import Refusal, StoreError, new_epoch
+from draftgate.gateway.state.store import LeaseCandidate, Refusal, StoreError, new_epoch
+from draftgate.policies.quotas import Quota, QuotaReservation
+from draftgate.policies.values import replace
 from tests.gateway.harness import eventually
 from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
@@ -164,7 +167,7 @@ async def test_all_keys_of_a_pool_share_its_tag(
     await granted(pool, "r", 5)
     await pool.renew((), 30.0)
     keys = redis_server.command("KEYS", "*")
-    assert len(keys) == 8
+    assert len(keys) == 9
     assert all(key.startswith("draftgate:{p}:") for key in keys)
     other = RedisStore.at(redis_server.url, "q", "g1")
     assert (await other.snapshot()).workers == ()
@@ -183,14 +186,51 @@ async def test_ended_leases_leave_no_keys(pool: RedisStore, redis_server: RedisS
     assert keys == {"hb", "w:w", "number"}
 
 
-async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer) -> None:
-    """The store counts every gateway that renews, with or without leases."""
+async def test_only_nodes_with_leases_count_as_gateways(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """A node counts as a gateway after its first lease, also between two requests."""
     other = RedisStore.at(redis_server.url, "p", "g2")
-    assert (await pool.snapshot()).gateways == 1
+    await other.publish(report(capacity_tokens=1000))
     await pool.renew((), 30.0)
     await other.renew((), 30.0)
+    for store in (pool, other):
+        found = await store.snapshot()
+        assert (found.nodes, found.gateways) == (2, 1)
+    await granted(other, "r", 1)
+    await other.release(("r",))
+    for _ in range(2):
+        await other.renew((), 30.0)
     assert (await pool.snapshot()).gateways == 2
+    assert (await other.snapshot()).gateways == 1
     await other.close()
+
+
+async def test_nodes_without_leases_leave_their_share_of_an_outage(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """During an outage, the only gateway of a pool leases the whole capacity of its workers,
+    however many nodes only have workers."""
+    nodes = [RedisStore.at(redis_server.url, "p", f"worker-{number}") for number in range(3)]
+    gateway = GuardedStore(RedisStore.at(redis_server.url, "p", "gateway"))
+    for number, node in enumerate(nodes):
+        worker = report(f"w{number}", capacity_tokens=1000)
+        await node.publish(replace(worker, address="http://w"))
+        await node.renew((), 30.0)
+    await gateway.snapshot()
+    await gateway.quotas.renew((), 30.0)
+    redis_server.kill()
+    offers = (LeaseCandidate("w0", "1"),)
+    found = [await gateway.reserve(f"r{number}", 500, offers, 30.0) for number in range(3)]
+    quota = Quota(requests_per_minute=60)
+    asked = [QuotaReservation(f"q{number}", "t", 0, quota, 1) for number in range(61)]
+    fits = [await gateway.quotas.reserve(one, 30.0) is None for one in asked]
+    redis_server.start_again()
+    assert all(one.degraded for one in found)
+    assert [one.lease is not None for one in found] == [True, True, False]
+    assert fits == [True] * 60 + [False]
+    for store in (*nodes, gateway):
+        await store.close()
 
 
 async def test_reports_of_a_newer_version_are_tolerated(

@@ -67,7 +67,7 @@ class SharedStores:
             result = _finished(getattr(getattr(self, store), name)(*arguments))
             # The store has the leases of all gateways, so it does not divide capacity among them.
             if call.method == "leases.snapshot":
-                result = replace(result, gateways=self.gateways)
+                result = replace(result, gateways=self.gateways, nodes=self.gateways)
             elif call.method == "quotas.renew":
                 result = self.gateways
         except Exception as error:  # noqa: BLE001 - the client gets every error of its call

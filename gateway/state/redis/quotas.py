@@ -10,7 +10,7 @@ from typing import Final
 
 from draftgate.gateway.state.redis.client import Connected
 from draftgate.gateway.state.redis.scripts import Scripts
-from draftgate.gateway.state.store import STALE_S
+from draftgate.gateway.state.store import GATEWAY_S
 from draftgate.policies.quotas import (
     Limit,
     QuotaReservation,
@@ -27,13 +27,15 @@ _LIMITS: Final = tuple(Limit)
 class RedisQuotas:
     """A `QuotaStore` in Redis, with one script and one round trip for each call."""
 
-    def __init__(self, connected: Connected, pool: str, clock: str = "") -> None:
+    def __init__(self, connected: Connected, pool: str, node_id: str, clock: str = "") -> None:
         """Use a client, which the owner of this store closes.
 
         Args:
             pool: name of the pool, which is part of the prefix of all keys.
+            node_id: the id of this node among the nodes that renew leases.
             clock: Lua source that replaces `lua/clock.lua`.
         """
+        self._node_id = node_id
         self._scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "quotas"), clock=clock)
 
     async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
@@ -44,13 +46,13 @@ class RedisQuotas:
 
     async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
         """Extend reservations, as `QuotaStore.renew` describes."""
-        args: list[object] = [round(ttl_s * 1e6), round(STALE_S * 1e6)]
+        args: list[object] = [round(ttl_s * 1e6), round(GATEWAY_S * 1e6), self._node_id]
         for reservation in reservations:
             quota = reservation.quota
             args += _fields(reservation)
             args += (quota.requests_per_minute or 0, quota.tokens_per_minute or 0)
         gateways: int = await self._scripts.run("renew_quota", args)
-        return max(1, gateways)
+        return gateways
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
         """End reservations, as `QuotaStore.settle` describes."""

@@ -18,6 +18,7 @@ from draftgate.gateway.state.redis.quotas import RedisQuotas, reservation_argume
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import (
     FORGET_S,
+    GATEWAY_S,
     STALE_S,
     Lease,
     LeaseCandidate,
@@ -47,17 +48,18 @@ class RedisStore:
 
     outage = None
 
-    def __init__(self, connected: Connected, pool: str, gateway_id: str, clock: str = "") -> None:
+    def __init__(self, connected: Connected, pool: str, node_id: str, clock: str = "") -> None:
         """Use a client, which is closed with this store.
 
         Args:
             pool: name of the pool, which is part of the prefix of all keys.
-            gateway_id: the id of this node among the nodes that renew leases.
+            node_id: the id of this node among the nodes that renew leases.
             clock: Lua source that replaces `lua/clock.lua`.
         """
-        self.quotas = RedisQuotas(connected, pool, clock)
+        self.quotas = RedisQuotas(connected, pool, node_id, clock)
         self.flows = RedisFlows(connected, pool, clock)
-        self._gateway_id = gateway_id
+        self._node_id = node_id
+        self._granted = self._reported = 0  # leases, in total and before the last renewal
         constants = f"local FORGET_MS = {round(FORGET_S * 1000)}"
         leases = ("pool", "leases")
         self._scripts = Scripts(
@@ -68,13 +70,13 @@ class RedisStore:
         )
 
     @classmethod
-    def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
+    def at(cls, address: str, pool: str, node_id: str) -> RedisStore:
         """Return the store of a pool at an address (`gateway.state.redis.url`).
 
         Raises:
             ValueError: the address is invalid.
         """
-        return cls(open_client(address), pool, gateway_id)
+        return cls(open_client(address), pool, node_id)
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
@@ -94,11 +96,12 @@ class RedisStore:
 
         Reports that this version cannot read are omitted.
         """
-        gateways, *fields = await self._scripts.run("snapshot", (_us(FORGET_S), _us(STALE_S)))
+        args = (_us(FORGET_S), _us(STALE_S), _us(GATEWAY_S), self._node_id)
+        nodes, gateways, *fields = await self._scripts.run("snapshot", args)
         rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
         views = (_view(*row) for row in rows)
         found = sorted(filter(None, views), key=lambda view: view.worker_id)
-        return Snapshot(tuple(found), max(1, gateways))
+        return Snapshot(tuple(found), gateways, nodes=max(1, nodes))
 
     async def reserve(
         self,
@@ -121,6 +124,7 @@ class RedisStore:
         if outcome == "refused":
             return Reservation(None, Refusal(rest[0]))
         index, number, behind_tokens = rest
+        self._granted += 1
         chosen = offers[index]
         lease = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
         return Reservation(lease, behind_tokens=behind_tokens)
@@ -141,10 +145,14 @@ class RedisStore:
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
         """Extend leases, as `Store.renew` describes."""
-        args: list[object] = [self._gateway_id, _us(ttl_s)]
+        granted = self._granted
+        is_gateway = bool(leases) or granted > self._reported
+        args: list[object] = [self._node_id, _us(ttl_s), int(is_gateway)]
         for lease in leases:
             args += (lease.request_id, lease.worker_id, lease.epoch, lease.tokens, lease.number)
-        return frozenset(await self._scripts.run("renew", args))
+        fenced = frozenset(await self._scripts.run("renew", args))
+        self._reported = granted
+        return fenced
 
     async def release(self, request_ids: Collection[str]) -> None:
         """End the leases and claims of requests, as `Store.release` describes."""

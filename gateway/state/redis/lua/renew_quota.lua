@@ -1,13 +1,13 @@
 -- Extend the reservations that a gateway holds, and restore lost reservations.
 -- O(reservations given x log reservations)
--- ARGV: ttl in us, maximum age of a gateway's renewal in us, then for each reservation:
+-- ARGV: ttl in us, maximum age of a gateway's lease in us, the node, then for each reservation:
 --       request, tenant, requests, tokens, requests per minute, tokens per minute (0 without a limit)
--- Returns the number of gateways.
+-- Returns the number of gateways, including the node.
 
-local ttl_us, stale_us = ARGV[1], ARGV[2]
+local ttl_us, gateway_us, node = ARGV[1], ARGV[2], ARGV[3]
 local now = now_us()
 prune_quotas(now)
-for at = 3, #ARGV, 6 do
+for at = 4, #ARGV, 6 do
   local request = ARGV[at]
   if redis.call('HEXISTS', RESERVATIONS, request) == 1 then
     redis.call('ZADD', ENDS, now + ttl_us, request)
@@ -18,4 +18,4 @@ for at = 3, #ARGV, 6 do
   end
 end
 save_accounts()
-return redis.call('ZCOUNT', GATEWAYS, now - stale_us, '+inf')
+return count_gateways(node, now - gateway_us)
