@@ -11,6 +11,9 @@ ARGS ?=
 TORCH_INDEX ?=
 torch_index = $(if $(TORCH_INDEX),--extra-index-url https://download.pytorch.org/whl/$(TORCH_INDEX))
 
+# The time for `make fuzz`.
+SECONDS ?= 600
+
 # The Python of the GPU machine, for `make wheelhouse`.
 WHEELS_PYTHON ?= 3.12
 
@@ -26,7 +29,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long coverage check docs wheelhouse format clean
+.PHONY: help setup serve test test-long coverage fuzz check docs wheelhouse format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +78,11 @@ test-long: $(SETUP) ## run every test, including the long ones
 coverage: $(SETUP) ## run the quick tests and report line coverage
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage report --skip-covered
+
+# Atheris has wheels for Linux on x86-64 only, so that it is not among the packages of `make setup`.
+fuzz: $(SETUP) ## fuzz all parsers for SECONDS (600), or those in ARGS
+	$(pip_install) atheris
+	nice $(BIN)/python -m tests.fuzz $(SECONDS) $(ARGS)
 
 check: $(SETUP) ## check style, types, import contracts, docstrings of tests and spelling
 	$(BIN)/ruff check .

@@ -1,0 +1,80 @@
+"""Targets: the messages of other nodes, and the frames that carry them and KV blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.framing import Frames, FrameTooLarge, framed
+from draftgate.backends.kv_transfer.exchange import AdoptBlocks
+from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
+from draftgate.backends.kv_transfer.framing import FrameCodec
+from draftgate.backends.peer.block_stream import BlockCommand, BlockReport, BlockStream
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES
+from draftgate.backends.remote_worker import Codec, Command, KvCall, KvReply, Report, Submit
+from tests.fuzz.grammars import GRAMMARS
+from tests.fuzz.http_bodies import TOKENIZER
+from tests.fuzz.mutation import MSGPACK
+from tests.fuzz.target import Target
+
+ADMISSION = Admission(TOKENIZER, 8192, 65536, GRAMMARS)
+COMMANDS: Codec[Command] = Codec(Command)
+REPORTS: Codec[Report] = Codec(Report)
+FORMAT = KvFormat("class", "uint8", 2, 2, 4)
+CHUNKS: FrameCodec[Any] = FrameCodec(BlockCommand | BlockReport)
+
+
+def command(data: bytes) -> None:
+    """Read a command, and check its request as the worker does."""
+    (message,) = Frames(MOST_COMMAND_BYTES).add(framed(data))
+    found = COMMANDS.decode(message)
+    if isinstance(found, Submit):
+        ADMISSION.check(found.request)
+
+
+def report(data: bytes) -> None:
+    """Read a report of a worker."""
+    REPORTS.decode(data)
+
+
+def frames(data: bytes) -> None:
+    """Split a stream into messages, which do not depend on the division into pieces."""
+    middle = len(data) // 2
+    whole, pieces = Frames(1 << 16), Frames(1 << 16)
+    expected = list(whole.add(data))
+    assert [*pieces.add(data[:middle]), *pieces.add(data[middle:])] == expected
+
+
+def check_chunk(chunk: KvChunk) -> None:
+    """Check the blocks of a chunk. A damaged chunk has fewer blocks than hashes."""
+    assert all(index < len(chunk.hashes) for index in chunk.intact(FORMAT.block_bytes))
+
+
+def blocks(data: bytes) -> None:
+    """Read a message about KV blocks, with the blocks of its chunk."""
+    message = CHUNKS.decode(data, memoryview(bytes(FORMAT.block_bytes)))
+    if isinstance(message, KvReply) and isinstance(message.result, KvChunk):
+        check_chunk(message.result)
+    if isinstance(message, KvCall) and isinstance(message.operation, AdoptBlocks):
+        check_chunk(message.operation.chunk)
+
+
+def block_stream(data: bytes) -> None:
+    """Read frames of blocks as the event loop does."""
+    received: list[object] = []
+    stream = BlockStream[Any](BlockCommand, FORMAT, received.append, lambda: None)
+    while data:
+        buffer = stream.get_buffer(len(data))
+        part, data = data[: len(buffer)], data[len(buffer) :]
+        buffer[: len(part)] = part
+        stream.buffer_updated(len(part))
+
+
+TARGETS = [
+    Target("peer_command", command, (ValueError, RequestRejected), MSGPACK),
+    Target("peer_report", report, (ValueError,), MSGPACK),
+    Target("peer_frames", frames, (FrameTooLarge,)),
+    Target("kv_blocks", blocks, (ValueError,), MSGPACK),
+    Target("kv_frames", block_stream),
+]
