@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
+from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.responses import InputItem
 
 encode: Final = msgspec.json.Encoder().encode
@@ -72,12 +73,15 @@ def conversation(body: bytes, stored: bytes | None, request_id: str) -> bytes:
     """Return the JSON array of the items of a request and of the conversation that it continues.
 
     Args:
-        body: a valid body of `/v1/responses`.
+        body: a body of `/v1/responses` that `parse_responses` accepts, which ignores unknown fields.
         stored: the response that the request continues, if any.
         request_id: the id of the request, which becomes part of the ids of its items.
+
+    Raises:
+        InvalidRequest: an unknown field of an item is not valid JSON.
     """
     earlier: Iterable[Raw] = () if stored is None else _raw_items.decode(conversation_after(stored))
-    return encode([*earlier, *_sent_items(_sent.decode(body).input, request_id)])
+    return encode([*earlier, *_sent_items(decode(body, _sent).input, request_id)])
 
 
 def _sent_items(sent: str | list[dict[str, Any]], request_id: str) -> list[dict[str, Any]]:
