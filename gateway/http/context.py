@@ -122,7 +122,7 @@ async def requested_model(
         return first  # the usual case
     try:
         name = _naming.decode(await read_body(request)).model
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return first
     if name is None:
         offering = (model for model in node.models if task in model.tasks)

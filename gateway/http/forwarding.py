@@ -247,7 +247,7 @@ async def _error_after_comments(answer: UpstreamAnswer) -> UpstreamBroken:
             break
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict) and found.get("error"):
         return _UpstreamError(msgspec.json.encode(_with_retry(found, answer)))

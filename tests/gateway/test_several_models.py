@@ -53,6 +53,13 @@ async def completed(http: httpx.AsyncClient, backend: ScriptedBackend, **fields:
     return (await response).status_code
 
 
+async def test_a_body_that_cannot_be_read_is_a_client_error() -> None:
+    """The node answers 400 if it cannot read which of its models a request names."""
+    async with running(models=(OTHER,)) as gateway, client(gateway) as http:
+        for body in (b'{"model": "\xff"}', b'{"model": ' + b"[" * 10_000):
+            assert (await http.post(COMPLETIONS, content=body)).status_code == 400
+
+
 async def test_models_are_listed_and_requested_by_name() -> None:
     """Each model has an entry, and each request runs on a worker of the model that it names."""
     async with running(models=(OTHER,)) as gateway, client(gateway) as http:

@@ -218,7 +218,7 @@ def _reason(body: bytes) -> str:
     """Return the message of an upstream's error after a colon, or an empty string."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return ""
     error = found.get("error") if isinstance(found, dict) else None
     message = error.get("message") if isinstance(error, dict) else error

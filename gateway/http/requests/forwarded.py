@@ -77,7 +77,7 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
     is_object = True
     try:
         fields = _fields.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         is_object, fields = False, _Fields()
     return ForwardedFields(
         is_object,
@@ -128,7 +128,7 @@ def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise _not_an_object() from None
     return msgspec.json.encode({**fields, **changed})
 
