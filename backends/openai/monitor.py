@@ -98,7 +98,7 @@ class UpstreamMonitor:
                 return await self._read_models()
         except TimeoutError:
             return ProbeFailure(f"it did not respond in {PATIENCE_S:g} s", timeout=True)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return ProbeFailure(public_reason(error), timeout=False)
         return None
 
@@ -128,7 +128,7 @@ class UpstreamMonitor:
         try:
             async with self._get("/props") as response:
                 props = await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError):
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError):
             return None
         return _number(props, "total_slots") or None
 

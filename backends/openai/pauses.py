@@ -79,7 +79,7 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
         return float(text)
     try:
         moment = parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if moment.tzinfo is None:  # the dates of RFC 850 and asctime are in GMT
         moment = moment.replace(tzinfo=UTC)

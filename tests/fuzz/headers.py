@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
 
-from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
 
 from draftgate.backends.openai.pauses import retry_after_s
 from draftgate.backends.peer.proof import ProofChecker, SharedSecret
@@ -38,7 +40,7 @@ def request_headers(data: bytes) -> None:
     assert level.ttft_s is None or level.ttft_s > 0
     flow_of(headers)
     retry_count(headers)
-    request = make_mocked_request("GET", "/v1/models", headers=headers)
+    request: Any = SimpleNamespace(path="/v1/models", headers=CIMultiDict(headers))
     assert client_request_id(request)
     BROWSERS.check(request, keys=False)
 

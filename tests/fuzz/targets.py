@@ -26,5 +26,3 @@ MODULES = (
 TARGETS: dict[str, Target] = {
     target.name: target for module in MODULES for target in module.TARGETS
 }
-
-MODULE_OF = {target.name: module.__name__ for module in MODULES for target in module.TARGETS}

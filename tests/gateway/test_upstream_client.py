@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from draftgate.backends.openai.monitor import UpstreamMonitor
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.types import Capabilities
 from draftgate.backends.upstream_testing import check_upstream
@@ -355,3 +359,19 @@ async def test_openai_upstream_passes_conformance_suite(sim: Listening) -> None:
     await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
     with pytest.raises(AssertionError, match="counts as running"):
         await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))
+
+
+async def test_models_that_are_nested_too_deeply_are_a_failed_probe() -> None:
+    """A list of models that cannot be read does not end the probes."""
+
+    async def nested(request: web.Request) -> web.Response:
+        text = "[" * 100_000 if request.path == "/v1/models" else ""
+        return web.Response(text=text, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", nested)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        monitor = UpstreamMonitor(session, str(server.make_url("")).rstrip("/"), time.monotonic)
+        failure = await monitor.probe()
+    assert failure is not None
+    assert not failure.timeout

@@ -73,7 +73,7 @@ def conversation(body: bytes, stored: bytes | None, request_id: str) -> bytes:
     """Return the JSON array of the items of a request and of the conversation that it continues.
 
     Args:
-        body: a body of `/v1/responses` that `parse_responses` accepts, which ignores unknown fields.
+        body: a body of `/v1/responses` that `parse_responses` accepts. It ignores unknown fields.
         stored: the response that the request continues, if any.
         request_id: the id of the request, which becomes part of the ids of its items.
 
