@@ -5,7 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cache
 from itertools import zip_longest
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+from msgspec import Meta
 
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.prompt_logprobs import PromptLogprobs
@@ -159,6 +161,10 @@ class ResumedChoice:
     next_ids: tuple[int, ...] = ()
 
 
+MOST_CHOICES: Final = 128
+"""Maximum number of choices of a request from another node. Clients get at most 16."""
+
+
 @cache
 def _new_choices(n: int) -> tuple[ResumedChoice, ...]:
     return tuple(ResumedChoice(index, ()) for index in range(n))
@@ -189,7 +195,7 @@ class GenerationRequest:
     prompt_ids: TokenIds
     sampling: SamplingParams
     speculation: SpeculationPlan
-    n: int = 1
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
     tenant: str = ""
     grammar: GrammarSpec | None = None
     resumed: tuple[ResumedChoice, ...] = ()

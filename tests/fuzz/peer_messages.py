@@ -64,8 +64,7 @@ def block_stream(data: bytes) -> None:
     """Read frames of blocks as the event loop does."""
     received: list[object] = []
     stream = BlockStream[Any](BlockCommand, FORMAT, received.append, lambda: None)
-    while data:
-        buffer = stream.get_buffer(len(data))
+    while data and (buffer := stream.get_buffer(len(data))):  # full after an invalid frame
         part, data = data[: len(buffer)], data[len(buffer) :]
         buffer[: len(part)] = part
         stream.buffer_updated(len(part))
