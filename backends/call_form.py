@@ -106,8 +106,12 @@ def _schema(text: str, layout: Mapping[str, Any]) -> str:
 
 
 def choice_as_lark(text: str) -> str:
-    """Return the Lark alternatives of a JSON list of texts."""
-    return " | ".join(map(json.dumps, json.loads(text)))
+    """Return the Lark alternatives of a JSON list of texts.
+
+    Raises:
+        ValueError: the text is not such a list.
+    """
+    return " | ".join(map(json.dumps, msgspec.json.decode(text, type=list[str])))
 
 
 def _literal(text: str, markers: tuple[str, ...], vocabulary: Mapping[str, int]) -> str:

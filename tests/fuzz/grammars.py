@@ -32,5 +32,6 @@ TARGETS = [
         GrammarKind.REGEX: BYTES,
         GrammarKind.GRAMMAR: BYTES,
         GrammarKind.CHOICE: JSON,
+        GrammarKind.CALLS: JSON,
     }.items()
 ]
