@@ -82,7 +82,7 @@ class KvChunk(Struct, tag=True, frozen=True):
         """
         if len(self.data) != block_bytes * len(self.hashes) or self.first_strip:
             return
-        for index, checksum in enumerate(self.checksums):
+        for index, checksum in zip(range(len(self.hashes)), self.checksums, strict=False):
             if checksum != crc(self.data[index * block_bytes : (index + 1) * block_bytes]):
                 return
             yield index
