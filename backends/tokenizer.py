@@ -230,15 +230,18 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
     """Return the JSON object in a file, or `missing` if the file does not exist.
 
     Raises:
-        CheckpointError: the file is missing without a default, or holds no JSON object.
+        CheckpointError: the file is missing without a default, cannot be read, or holds no JSON
+            object.
     """
-    if not path.is_file():
-        if missing is None:
-            raise CheckpointError(f"{path} does not exist")
-        return missing
     try:
+        if not path.is_file():
+            if missing is None:
+                raise CheckpointError(f"{path} does not exist")
+            return missing
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:  # a checkpoint may name files that no system can have
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"damaged {path}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"damaged {path}: a JSON object was expected")

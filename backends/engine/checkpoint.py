@@ -321,7 +321,11 @@ def _shard(index: Path, tensor: str, file: object) -> Path:
         shown = reprlib.repr(file)
         raise CheckpointError(f"{index}: tensor {tensor}: {shown} is not a file of the checkpoint")
     path = index.parent / file
-    if not path.is_file():
+    try:
+        exists = path.is_file()
+    except OSError:  # the name is too long
+        exists = False
+    if not exists:
         raise CheckpointError(f"{index}: tensor {tensor} is in {file}, which does not exist")
     return path
 

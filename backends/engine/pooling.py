@@ -111,7 +111,7 @@ def read_modules(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"damaged {path}: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise CheckpointError(f"damaged {path}: a list of JSON objects was expected")

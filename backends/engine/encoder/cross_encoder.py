@@ -7,6 +7,7 @@ layers have the form of the modules of a sentence, so a score is an embedding of
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,10 @@ def find_head(directory: Path) -> str | None:
         CheckpointError: the engine does not support the head, or `config.json` is damaged.
     """
     path = directory / "config.json"
-    names = [str(name) for name in read_json(path).get("architectures") or []]
+    listed = read_json(path).get("architectures") or []
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{path}: architectures must be a list, not {reprlib.repr(listed)}")
+    names = [str(name) for name in listed]
     heads = [name for name in names if name.endswith("ForSequenceClassification")]
     if heads and heads[0] not in HEADS:
         raise CheckpointError(
