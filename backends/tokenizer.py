@@ -82,7 +82,10 @@ class Tokenizer:
         self.texts_with_special = TokenTexts(with_special, decoder, anchor)
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
-        self._marks_segments = "token_type_ids" in (settings.get("model_input_names") or _INPUTS)
+        inputs = settings.get("model_input_names") or _INPUTS
+        if not isinstance(inputs, list | tuple):
+            raise CheckpointError(f"{directory}: model_input_names must be a list, not {inputs!r}")
+        self._marks_segments = "token_type_ids" in inputs
         self._directory = directory
         sources = template_sources(directory, settings)
         try:

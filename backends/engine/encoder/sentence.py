@@ -238,7 +238,7 @@ def read_prompts(directory: Path) -> tuple[tuple[str, str], ...]:
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise CheckpointError(f"{path}: prompts must be an object of texts")
     default = settings.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and not (isinstance(default, str) and default in prompts):
         raise CheckpointError(f"{path}: default_prompt_name {default!r} is not one of the prompts")
     names = {
         "": [default],
