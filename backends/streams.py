@@ -30,7 +30,8 @@ MOST_DIRECT: Final = 256
 """Maximum deltas of a batch that are passed directly. Each takes 7 to 11 us of a slow core, and no
 callback may hold the event loop for longer than 5 ms (AMD EPYC Zen 3, 2026-11-23)."""
 
-_ONLY_TEXT: Final = Delta(0, (), "")[3:]
+_DETAILS: Final = slice(Delta._fields.index("logprobs"), Delta._fields.index("drafts"))
+_ONLY_TEXT: Final = Delta(0, (), "")[_DETAILS]
 
 
 def pass_directly(deltas: AsyncGenerator[Delta, None], take: Take) -> None:
@@ -137,7 +138,7 @@ class DeltaStream(AsyncGenerator[Delta, None]):
     def passed(self, delta: Delta) -> bool:
         """Pass a delta directly if possible, and return whether the reader no longer needs it."""
         reader = self._reader
-        if reader is None or self.take is None or delta[3:] != _ONLY_TEXT or reader.done():
+        if reader is None or self.take is None or delta[_DETAILS] != _ONLY_TEXT or reader.done():
             return False
         try:
             return self.take(delta)
@@ -231,6 +232,7 @@ def _merged(deltas: list[Delta]) -> Delta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         steps=tuple(step for delta in deltas for step in delta.steps),
+        drafts=tuple(draft for delta in deltas for draft in delta.drafts),
         # Only the first delta can have these two.
         phases=deltas[0].phases,
         prompt_logprobs=deltas[0].prompt_logprobs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from functools import cache
 from itertools import zip_longest
@@ -272,6 +273,18 @@ NO_OUTCOME: Final = SpeculationOutcome()
 """The outcome before any choice has ended."""
 
 
+def outcome_of(drafts: Sequence[tuple[int, int]]) -> SpeculationOutcome:
+    """Return the outcome of some drafts, without revisions and predictions.
+
+    Args:
+        drafts: numbers of verified and of accepted tokens (`Delta.drafts`).
+    """
+    accepted = [tokens for _, tokens in drafts]
+    histogram = tuple(accepted.count(tokens) for tokens in range(max(accepted, default=-1) + 1))
+    verified = sum(tokens for tokens, _ in drafts)
+    return SpeculationOutcome(len(drafts), verified, sum(accepted), histogram)
+
+
 class StepTrace(NamedTuple):
     """The work of one step for one choice, for clients that request traces.
 
@@ -338,6 +351,8 @@ class Delta(NamedTuple):
         prompt_logprobs: log probabilities of the prompt from its second token on, if requested. The
             first delta of choice 0 has them, except for a prompt of one token.
         stop_text: stop text that ended the choice, on its last delta, or empty.
+        drafts: numbers of verified and of accepted draft tokens, for each step that verified a
+            draft. They survive a worker that is lost before it reports the outcome.
     """
 
     choice: int
@@ -352,6 +367,7 @@ class Delta(NamedTuple):
     pooled: bytes | None = None
     prompt_logprobs: PromptLogprobs | None = None
     stop_text: str = ""
+    drafts: tuple[tuple[int, int], ...] = ()
 
 
 @immutable

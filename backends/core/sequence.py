@@ -77,6 +77,7 @@ class Sequence:
         first_token_s: time when it began to decode on this worker, or None before.
         first_output_tokens: length of its output at that time.
         histogram: number of verifying steps, by the number of accepted tokens.
+        unsent_drafts: the drafts that no delta contains yet (`Delta.drafts`).
         pooled: result of a request that generates nothing (`Delta.pooled`).
         prompt_logprobs: log probabilities of the prompt that steps have computed, in order.
         scored_rows: number of leading rows of the prompt whose log probabilities are planned or not
@@ -128,6 +129,7 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    unsent_drafts: list[tuple[int, int]] = field(default_factory=list)
     pooled: bytes | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     scored_rows: int = field(init=False)
@@ -261,9 +263,18 @@ class Sequence:
         self.accepted_tokens += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
+        self.unsent_drafts.append((drafted, accepted))
         if self.draft_source == PREDICTION:
             self.accepted_prediction_tokens += accepted
             self.rejected_prediction_tokens += drafted - accepted
+
+    def take_drafts(self) -> tuple[tuple[int, int], ...]:
+        """Return the drafts since the last delta, for the next one."""
+        if not self.unsent_drafts:
+            return ()
+        taken = tuple(self.unsent_drafts)
+        self.unsent_drafts.clear()
+        return taken
 
     def outcome(self) -> SpeculationOutcome:
         """Return the totals of speculation for this sequence."""

@@ -183,7 +183,8 @@ class WorkerCore:
             else:
                 text, shown = stream.extend(token_ids)
             if not stream.stopped:
-                return Delta(sequence.choice, token_ids, text, logprobs)
+                drafts = sequence.take_drafts()
+                return Delta(sequence.choice, token_ids, text, logprobs, drafts=drafts)
             self._stop(sequence)
         elif sequence.pooled is not None:
             text, shown = "", 0
@@ -200,6 +201,7 @@ class WorkerCore:
             cached_tokens=sequence.cached_tokens,
             pooled=sequence.pooled,
             stop_text=stream.stop_text,
+            drafts=sequence.take_drafts(),
         )
 
     def _last_text(

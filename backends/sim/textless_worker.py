@@ -135,7 +135,8 @@ class TokenWorker(WorkerCore):
     ) -> Delta:
         phases = None if details is None else details.phases
         if sequence.finish_reason is None:
-            return Delta(sequence.choice, token_ids, "", phases=phases)
+            drafts = sequence.take_drafts()
+            return Delta(sequence.choice, token_ids, "", phases=phases, drafts=drafts)
         self._forget(sequence)
         return Delta(
             sequence.choice,
@@ -145,6 +146,7 @@ class TokenWorker(WorkerCore):
             outcome=sequence.outcome(),
             cached_tokens=sequence.cached_tokens,
             phases=phases,
+            drafts=sequence.take_drafts(),
         )
 
 

@@ -106,7 +106,7 @@ class Failover:
                         reading.waiting = True
                         async for delta in deltas:
                             attempt.observe(delta)
-                            yield delta
+                            yield output.counted(delta)
                             stream.check_moved()
                             reading.waiting = True
                     if not output.is_complete:
@@ -121,6 +121,7 @@ class Failover:
                     if output.is_complete:
                         return
                     lost = _Lost(_placed(run, index), error)
+                    output.lose_worker()
                 if lost.cause is Cause.MOVED:
                     continue  # with the successor
                 stream.end_move(MoveEnd.FAILED)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from draftgate.backends.token_ids import compact
-from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
+from draftgate.backends.types import (
+    NO_OUTCOME,
+    Delta,
+    GenerationRequest,
+    ResumedChoice,
+    outcome_of,
+)
 from draftgate.policies.values import replace
 
 
@@ -14,6 +22,8 @@ class PartialOutput:
         """Start with the output that the request resumes from."""
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
+        self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the present worker
+        self._earlier = dict.fromkeys(self._open, NO_OUTCOME)  # of the workers before
         self._ended_tokens = 0
 
     @property
@@ -41,10 +51,24 @@ class PartialOutput:
 
         The caller must pass every delta, in order.
         """
+        if delta.drafts:
+            self._drafts[delta.choice] += delta.drafts
         if delta.finish_reason is None:
             self._open[delta.choice].extend(delta.token_ids)
         else:
             self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
+
+    def lose_worker(self) -> None:
+        """Keep the drafts of the open choices, whose outcome the worker no longer reports."""
+        for choice in self._open:
+            self._earlier[choice] += outcome_of(self._drafts[choice])
+        self._drafts.clear()
+
+    def counted(self, delta: Delta) -> Delta:
+        """Return a delta whose outcome, if any, includes the drafts of lost workers."""
+        if delta.outcome is None:
+            return delta
+        return delta._replace(outcome=self._earlier[delta.choice] + delta.outcome)
 
     def rest(self, request_id: str) -> GenerationRequest:
         """Return the request for the rest of an incomplete output.

@@ -17,7 +17,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import FinishReason, SamplingParams
+from draftgate.backends.types import FinishReason, SamplingParams, outcome_of
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.moves import MoveEnd
@@ -218,6 +218,30 @@ def test_decision_records_the_failover_from_its_worker() -> None:
             assert move.ended_s >= second.decided_s
             assert [one.move for one in dispatched.decisions.moves] == [move]
             assert not second.moves
+
+    run_scenario(scenario())
+
+
+@pytest.mark.parametrize("speculation", ["fixed:3", "auto"])
+def test_the_outcome_counts_the_drafts_of_lost_workers(speculation: str) -> None:
+    """The outcome of a resumed choice includes what lost workers drafted for its tokens."""
+
+    async def scenario() -> None:
+        config = structs.replace(CONFIG, speculation=speculation)
+        factory = simulated({0: DeviceFault(after_tokens(8)), 1: DeviceFault(after_tokens(16))})
+        async with dispatching(factory, 3, config=config) as dispatched:
+            async with dispatched.dispatcher.run(make_job(n=2)) as run:
+                deltas = [delta async for delta in run.deltas]
+            assert len(run.resumes) == 2
+        by_choice = [[delta for delta in deltas if delta.choice == choice] for choice in range(2)]
+        for of_choice in by_choice:
+            drafts = [draft for delta in of_choice for draft in delta.drafts]
+            outcome = of_choice[-1].outcome
+            assert outcome is not None
+            assert replace(outcome, revisions=()) == outcome_of(drafts)
+            # Each step adds one token that is no draft.
+            steps = [len(delta.token_ids) for delta in of_choice if delta.drafts]
+            assert sum(steps) == outcome.num_spec_steps + outcome.num_accepted_tokens
 
     run_scenario(scenario())
 

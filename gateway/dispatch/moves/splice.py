@@ -108,12 +108,14 @@ class _Output:
         self.token_ids: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
+        self.drafts: list[tuple[int, int]] = []
         self.ended = False
 
     def add(self, delta: Delta) -> None:
         self.token_ids += delta.token_ids
         self.text += delta.text
         self.logprobs += delta.logprobs
+        self.drafts += delta.drafts
         self.ended = delta.finish_reason is not None
 
 
@@ -164,4 +166,5 @@ class _Choice:
             text=self.sink.text[len(self.source.text) :],
             logprobs=tuple(self.sink.logprobs[tokens:]),
             phases=self.phases,
+            drafts=tuple(self.sink.drafts),
         )

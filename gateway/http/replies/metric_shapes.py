@@ -73,8 +73,8 @@ class ResponseMetrics(Struct):
 
     The worker and plan of a request with several prompts are those of the first prompt, and the
     outcome is the sum. The field `prompts` has the values of each prompt. After the loss of a
-    worker, `worker_id` is the last worker and `resumes` lists each loss. Drafts of the lost worker
-    for unfinished choices are not counted.
+    worker, `worker_id` is the last worker and `resumes` lists each loss. The outcome includes the
+    drafts of lost workers, as far as their tokens had arrived.
     """
 
     seed: int
