@@ -26,11 +26,19 @@ from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.dispatch.suspects import Suspects
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.span_attributes import describe_claim
 from draftgate.policies.moves import MoveEnd
-from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
+from draftgate.policies.resilience.failover import (
+    Cause,
+    GivenUp,
+    Loss,
+    given_up,
+    is_suspect,
+    spares_worker,
+)
 from draftgate.policies.values import replace
 
 RECOVERY_S: Final = 15.0
@@ -43,6 +51,11 @@ CHECK_INTERVAL_S: Final = 0.1
 """Interval of checks during that wait, which is too short to notice in a stopped stream."""
 
 _CUT_OFF: Final = "the worker ended the stream before its choices had ended"
+
+_ONLY_ONE_LEFT: Final = (
+    "the request may have made several workers fail, and only one worker is left; try again when "
+    "other workers have restarted"
+)
 
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
@@ -78,6 +91,7 @@ class Failover:
         self._queue = parts.queue
         self._moves = moves
         self._most_resumes = most_resumes
+        self._suspects = Suspects(parts.queue.now_s)
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of a prompt until all of its choices have ended.
@@ -95,7 +109,7 @@ class Failover:
                 since_s = self._queue.now_s()
                 attempt = stream.take_successor()
                 if attempt is None:
-                    routed = await self._turn(run, index, request, waiting, lost)
+                    routed = await self._safe_turn(run, index, request, waiting, lost, losses)
                     attempt = Attempt(self._parts, run, index, request, routed, output)
                 before = output.tokens
                 try:
@@ -126,8 +140,7 @@ class Failover:
                     continue  # with the successor
                 stream.end_move(MoveEnd.FAILED)
                 avoid.add(lost.placed.worker.worker_id)
-                if lost.cause is not Cause.LEFT:
-                    losses.append(Loss(lost.placed.worker.worker_id, output.tokens - before))
+                _add_loss(losses, lost, output.tokens - before)
                 await self._check(run, lost, losses, output)
                 request = stream.rest()
                 tokens = lease_tokens(request, run.entry.expected_tokens)
@@ -144,6 +157,39 @@ class Failover:
             ends = lost.placed.worker.worker_id, placed.worker.worker_id
             record = MoveRecord(*ends, lost.cause.value, MoveEnd.MOVED)
             self._parts.placer.record_move(run.job, index, lost.placed, record)
+
+    async def _safe_turn(
+        self,
+        run: Run,
+        index: int,
+        request: GenerationRequest,
+        waiting: Waiting,
+        lost: _Lost | None,
+        losses: list[Loss],
+    ) -> Routed:
+        """Reserve a worker as `_turn` does, but not the last one for a suspect.
+
+        Other workers may be lost while a suspect waits for its turn.
+
+        Raises:
+            QueueTimeout, BackendFailed: as for `_turn`, or no second worker became available.
+        """
+        while True:
+            routed = await self._turn(run, index, request, waiting, lost)
+            if not self._must_spare(run, losses):
+                return routed
+            routed.release(request.request_id)
+            await self._queue.claims.end(request.request_id)
+            self._queue.dispatch_waiting()
+            if not await self._wait_for(lambda: not self._must_spare(run, losses)):
+                cause = Cause.FAILED if lost is None else lost.cause
+                run.watch.given_up(cause, GivenUp.LAST_WORKER)
+                raise BackendFailed(_ONLY_ONE_LEFT) from (lost and lost.error)
+
+    def _must_spare(self, run: Run, losses: list[Loss]) -> bool:
+        """Return whether a prompt may break the last worker, so that it must not run now."""
+        suspect = is_suspect(losses) or run.job.fingerprint in self._suspects
+        return spares_worker(len(self._fleet.open), suspect=suspect)
 
     async def _turn(
         self,
@@ -195,6 +241,8 @@ class Failover:
         if why is None:
             return
         run.watch.given_up(lost.cause, why)
+        if is_suspect(losses):
+            self._suspects.add(run.job.fingerprint)
         if len(losses) < 2:
             raise lost.error
         several = f"the request lost {len(losses)} workers; the last error was: {lost.error}"
@@ -219,6 +267,14 @@ class Failover:
                 break
             await asyncio.sleep(CHECK_INTERVAL_S)
         return ready()
+
+
+def _add_loss(losses: list[Loss], lost: _Lost, new_tokens: int) -> None:
+    """Add a loss, or the tokens of a worker that left in order to the loss before."""
+    if lost.cause is not Cause.LEFT:
+        losses.append(Loss(lost.placed.worker.worker_id, new_tokens))
+    elif losses:
+        losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)
 
 
 def _placed(run: Run, index: int) -> Placement:

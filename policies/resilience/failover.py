@@ -8,7 +8,8 @@ apply:
    worker only if no other worker remains.
 2. A request is a *suspect* if it loses a second worker before it has added a token. Its output is a
    function of seed and positions, so a poison request breaks the next worker at the same position.
-   A bystander has probably advanced. A suspect never resumes on the last worker.
+   A bystander has probably advanced. A suspect never runs on the last worker, and neither does a
+   retry of a suspect that was given up.
 3. A request fails after `most_resumes` resumptions, whatever it has produced.
 
 An orderly departure of a worker is not a loss, so a long stream survives any number of restarts. A
@@ -59,11 +60,26 @@ class Loss:
     """The loss of a request's worker.
 
     Attributes:
-        new_tokens: number of output tokens that the worker had added.
+        new_tokens: number of output tokens that the worker had added, and workers after it that
+            left in order.
     """
 
     worker_id: str
     new_tokens: int
+
+
+def is_suspect(losses: Sequence[Loss]) -> bool:
+    """Return whether a request with these losses, in order, may break workers."""
+    return len(losses) > 1 and losses[-1].new_tokens == 0
+
+
+def spares_worker(workers: int, *, suspect: bool) -> bool:
+    """Return whether a request must not run, because it may break the last worker.
+
+    Args:
+        workers: number of workers that could run it now.
+    """
+    return suspect and workers < 2
 
 
 def given_up(losses: Sequence[Loss], most_resumes: int, workers: int) -> GivenUp | None:
@@ -76,5 +92,5 @@ def given_up(losses: Sequence[Loss], most_resumes: int, workers: int) -> GivenUp
     """
     if len(losses) > most_resumes:
         return GivenUp.EXHAUSTED
-    is_suspect = len(losses) > 1 and losses[-1].new_tokens == 0
-    return GivenUp.LAST_WORKER if is_suspect and workers < 2 else None
+    spared = spares_worker(workers, suspect=is_suspect(losses))
+    return GivenUp.LAST_WORKER if spared else None

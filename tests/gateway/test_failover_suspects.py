@@ -11,7 +11,7 @@ import pytest
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.token_ids import compact
-from draftgate.backends.types import SamplingParams
+from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.resilience.failover import Cause, GivenUp
@@ -27,10 +27,11 @@ from tests.gateway.troubles import (
 )
 
 PROMPT = compact([1, 2, 3])
+FINGERPRINT = 7
 
 
-def job(name: str) -> Job:
-    return Job(name, (PROMPT,), SamplingParams(1, 0), 10, 1)
+def job(name: str, fingerprint: int = 0) -> Job:
+    return Job(name, (PROMPT,), SamplingParams(1, 0), 10, 1, fingerprint=fingerprint)
 
 
 @dataclass
@@ -60,7 +61,8 @@ async def suspected() -> AsyncIterator[Suspect]:
     async with dispatching(lambda config: backends[config.device_index], 3) as dispatched:
         dispatched.fleet.discovers = True
         watch, lost = RecordingWatch(), []
-        result = asyncio.create_task(run_job(dispatched.dispatcher, job("r"), watch))
+        suspect = job("r", FINGERPRINT)
+        result = asyncio.create_task(run_job(dispatched.dispatcher, suspect, watch))
         for _ in range(2):
             lost.append(
                 await submitted_to([backend for backend in backends if backend not in lost])
@@ -100,5 +102,73 @@ def test_a_suspect_is_given_up_without_a_second_worker() -> None:
             assert suspect.watch.losses == [(Cause.FAILED, GivenUp.LAST_WORKER)]
             assert suspect.last.submitted.empty()
             assert await suspect.dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
+def test_the_retry_of_a_suspect_does_not_get_the_last_worker() -> None:
+    """A client that repeats the request does not get the last worker, and other clients do."""
+
+    async def scenario() -> None:
+        async with suspected() as suspect:
+            with pytest.raises(BackendFailed):
+                await suspect.result
+            run, watch = suspect.dispatched.dispatcher, RecordingWatch()
+            with pytest.raises(BackendFailed, match="only one worker is left"):
+                await run_job(run, job("retry", FINGERPRINT), watch)
+            assert watch.losses == [(Cause.FAILED, GivenUp.LAST_WORKER)]
+            other = asyncio.create_task(run_job(run, job("other", FINGERPRINT + 1)))
+            request = await suspect.last.submitted.get()
+            assert request.request_id == "other-0"
+            suspect.last.emit(request, "fine", last=True)
+            assert texts(await other) == ["fine"]
+            suspect.lost[0].failure = None
+            again = asyncio.create_task(run_job(run, job("again", FINGERPRINT)))
+            workers = (suspect.last, suspect.lost[0])
+            await asyncio.sleep(0.01)
+            (worker,) = (one for one in workers if not one.submitted.empty())
+            worker.emit(worker.submitted.get_nowait(), "now", last=True)
+            assert texts(await again) == ["now"]
+            assert await suspect.dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
+def test_a_suspect_in_the_queue_does_not_get_the_last_worker() -> None:
+    """A worker that is lost while a suspect waits for capacity leaves the last one to others."""
+
+    async def scenario() -> None:
+        backends = [ScriptedBackend() for _ in range(4)]
+        for backend in backends:
+            backend.max_sequences = 1
+        async with dispatching(lambda config: backends[config.device_index], 4) as dispatched:
+            dispatched.fleet.discovers = True
+            running: dict[str, tuple[ScriptedBackend, GenerationRequest, RecordingWatch]] = {}
+            tasks: dict[str, asyncio.Task[list[Choice]]] = {}
+            for name in ("suspect", "lost", "done"):
+                watch = RecordingWatch()
+                one = job(name, len(name))
+                tasks[name] = asyncio.create_task(run_job(dispatched.dispatcher, one, watch))
+                await asyncio.sleep(0.01)
+                (worker,) = (one for one in backends if not one.submitted.empty())
+                running[name] = worker, worker.submitted.get_nowait(), watch
+            (free,) = (one for one in backends if all(one is not r[0] for r in running.values()))
+            running["suspect"][0].crash("gone")
+            await free.submitted.get()
+            free.crash("gone")
+            await asyncio.sleep(0.01)
+            running["lost"][0].crash("gone")
+            await asyncio.sleep(0.01)
+            last, request, _ = running["done"]
+            last.emit(request, "done", last=True)
+            request = await last.submitted.get()
+            assert request.request_id.startswith("lost")
+            with pytest.raises(BackendFailed, match="only one worker is left"):
+                await tasks["suspect"]
+            assert running["suspect"][2].losses == [(Cause.FAILED, GivenUp.LAST_WORKER)]
+            last.emit(request, "resumed", last=True)
+            found = await asyncio.gather(tasks["done"], tasks["lost"])
+            assert [texts(choices) for choices in found] == [["done"], ["resumed"]]
+            assert await dispatched.is_idle()
 
     run_scenario(scenario())
