@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 REMEMBERED_S: Final = 60.0
-"""Time for which a suspect is remembered, because clients retry within a minute. A pool of one
-worker would refuse equal requests for longer. (Chosen, not tuned, 2026-11-27.)"""
+"""Time for which a suspect is remembered, because clients retry within a minute. A longer time
+would refuse equal requests of other clients for longer. (Chosen, not tuned, 2026-11-27.)"""
 
 MOST_SUSPECTS: Final = 1024
 """Maximum number of remembered suspects."""
