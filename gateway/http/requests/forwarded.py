@@ -163,7 +163,10 @@ def _most_tokens(fields: _Fields) -> int:
 def _temperature(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1.0
-    return max(float(value), 0.0)
+    try:
+        return max(float(value), 0.0)
+    except OverflowError:  # an integer beyond the range of a float
+        return 1.0
 
 
 def _speculation(value: object) -> tuple[SpeculationMode, int | None]:
