@@ -9,7 +9,7 @@ from typing import Any
 from multidict import CIMultiDict
 
 from draftgate.backends.openai.pauses import retry_after_s
-from draftgate.backends.peer.proof import ProofChecker, SharedSecret
+from draftgate.backends.peer.proof import ProofChecker, SharedSecret, is_answer
 from draftgate.gateway.accounts import Account, Accounts
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import ForbiddenHost, ForbiddenOrigin, InvalidRequest
@@ -46,10 +46,11 @@ def request_headers(data: bytes) -> None:
 
 
 def credentials(data: bytes) -> None:
-    """Check an API key and a proof of a peer, none of which is valid."""
+    """Check an API key, the proof of a node and the answer of a peer, none of which is valid."""
     text = text_of(data)
     assert text == "secret" or ACCOUNTS.find(text) is None
     assert ProofChecker(PROOFS).answer(text, "/peer/v1/workers/0", 1e9) is None
+    assert not is_answer(PROOFS.proof("/peer/v1/workers/0", 1e9), text)
 
 
 def retry_after(data: bytes) -> None:
