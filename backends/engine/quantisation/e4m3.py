@@ -23,12 +23,13 @@ SMALLEST: Final = 1e-10
 """Lower bound of the largest value of a group, which keeps the scale of zeros above 0."""
 
 
-def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def fp8_rows(x: Tensor, group: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Round rows to FP8 with a scale per group. A row does not depend on the others.
 
     Args:
       x: `[rows, width]` of any floating-point dtype.
       group: columns that share a scale.
+      scale: the scale of all numbers, or None for a scale per row and group.
 
     Returns:
       E4M3 `[rows, width]` and float32 scales `[rows, groups]`.
@@ -36,7 +37,10 @@ def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     width = x.shape[1]
     groups = -(-width // group)
     grouped = functional.pad(x.float(), (0, groups * group - width)).view(len(x), groups, group)
-    scales = grouped.abs().amax(-1).clamp(min=SMALLEST) / E4M3_MAX
+    if scale is None:
+        scales = grouped.abs().amax(-1).clamp(min=SMALLEST) / E4M3_MAX
+    else:
+        scales = torch.full((len(x), groups), scale, device=x.device)
     codes = (grouped / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     return codes.view(len(x), -1)[:, :width].to(torch.float8_e4m3fn), scales
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader
-from draftgate.backends.engine.quantisation.e4m3 import E4M3_MAX, fp8_rows, scaled
+from draftgate.backends.engine.quantisation.e4m3 import fp8_rows, scaled
 from draftgate.backends.engine.quantisation.scheme import Fp8Scheme
 from draftgate.backends.engine.stored_linear import FusedModules
 
@@ -37,17 +37,9 @@ class Fp8Weight:
         outputs, inputs = self.codes.shape
         return outputs, inputs
 
-    def rounded_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the activations in E4M3, [rows, inputs], and their scales, [rows, groups]."""
-        if self.input_scale is None:
-            return fp8_rows(x, self.group)
-        codes = (x.float() / self.input_scale).clamp(-E4M3_MAX, E4M3_MAX)
-        scales = torch.full((len(x), 1), self.input_scale, device=x.device)
-        return codes.to(torch.float8_e4m3fn), scales
-
     def activations(self, x: Tensor) -> Tensor:
         """Return the float32 activations that the format multiplies."""
-        return scaled(*self.rounded_rows(x), self.group)
+        return scaled(*fp8_rows(x, self.group, self.input_scale), self.group)
 
     def dense(self, first: int, last: int) -> Tensor:
         """Return the float32 weights of the outputs from `first` to before `last`."""
