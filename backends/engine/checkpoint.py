@@ -111,15 +111,6 @@ class Checkpoint:
             for stored in self.tensors.values()
         )
 
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all tensors after loading: in `dtype`, or as stored if quantised."""
-        return sum(
-            stored.num_bytes
-            if stored.dtype in PACKED_DTYPES
-            else math.prod(stored.shape) * dtype.itemsize
-            for stored in self.tensors.values()
-        )
-
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Check that tensors exist with these shapes and supported dtypes, and return their bytes.
 

@@ -30,6 +30,7 @@ from draftgate.backends.engine.encoder.config import is_encoder
 from draftgate.backends.engine.encoder.load import load_encoder
 from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts
+from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from draftgate.backends.engine.load_draft import (
@@ -54,6 +55,8 @@ from draftgate.backends.engine.proposers.registry import (
     check_proposer_name,
     make_proposers,
 )
+from draftgate.backends.engine.quantisation.reading import loaded_bytes
+from draftgate.backends.engine.quantisation.scheme import read_scheme
 from draftgate.backends.engine.recording import (
     AcceptanceRecording,
     check_recording,
@@ -76,7 +79,7 @@ from draftgate.backends.engine.warmup import (
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange
-from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.tokenizer import Tokenizer, read_json
 from draftgate.backends.types import Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
@@ -342,13 +345,20 @@ def _num_blocks(
     Raises:
         ValueError: the memory is smaller than a block.
     """
-    weight_bytes = sum(Checkpoint(one).loaded_bytes(dtype) for one in checkpoints)
+    weight_bytes = sum(_loaded_bytes(one, dtype) for one in checkpoints)
     step_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
     kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.
     sequences = config.step_limits(decoder.device.type).sequences
     most = sequences * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize, feature_size), most)
+
+
+def _loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of a model or a head after loading."""
+    path = directory / "config.json"
+    scheme = read_scheme(Fields(read_json(path), str(path)))
+    return loaded_bytes(Checkpoint(directory), dtype, scheme)
 
 
 def _largest_step_bytes(

@@ -19,7 +19,7 @@ from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMl
 from draftgate.backends.engine.numerics import CPU
 from draftgate.backends.engine.operators.products import multiplies_in_c
 from draftgate.backends.engine.quantisation.reading import read_product, require_weights
-from draftgate.backends.engine.quantisation.scheme import LM_HEAD, quantises
+from draftgate.backends.engine.quantisation.scheme import LM_HEAD, Fp8Scheme, quantises
 from draftgate.backends.engine.stored_linear import FusedModules
 from draftgate.backends.errors import CheckpointError
 
@@ -60,6 +60,10 @@ TIED_COPY_BYTES: Final = 1 << 27
 The copy makes the LM head 1.2 to 2.5 times as fast (`linear.py`). A larger embedding is stored
 once. The bits are the same.
 """
+
+
+FP8_CAPABILITY: Final = (8, 9)
+"""Least compute capability whose matrix instructions read FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def load_weights(
     *,
     device: torch.device = CPU,
     exact: bool = False,
-    grouped: bool | None = None,
+    for_gpu: bool | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
@@ -122,18 +126,17 @@ def load_weights(
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         exact: whether the rows of bfloat16 products must be independent (`linear.py`).
-        grouped: whether to stack the matrices of the experts of a layer, as on a GPU. The default
+        for_gpu: whether experts and quantised weights multiply in the kernels of a GPU. The default
             depends on the device.
         progress: called after each tensor with the share of bytes loaded, 0 to 1.
 
     Raises:
-        CheckpointError: a file or tensor is missing, damaged, or of the wrong shape or dtype.
+        CheckpointError: a file or tensor is missing, damaged, or of the wrong shape or dtype, or a
+            GPU does not support the format of its weights.
     """
-    if config.quantisation is not None and device.type != "cpu":
-        raise CheckpointError(
-            f"{directory}: weights in {config.quantisation.name} are not supported on a GPU; "
-            f"use --device cpu; {UPSTREAM_HINT}"
-        )
+    for_gpu = device.type != "cpu" if for_gpu is None else for_gpu
+    if for_gpu:
+        _check_format(directory, config, device)
     checkpoint = Checkpoint(directory)
     embedding_name, head_name = _matrix_names(checkpoint, config)
     matrix = (config.vocab_size, config.hidden_size)
@@ -144,9 +147,8 @@ def load_weights(
         **layer_shapes(config),
     }
     total_bytes = require_weights(checkpoint, shapes, {embedding_name}, config.quantisation)
-    grouped = device.type != "cpu" if grouped is None else grouped
     loader = _Loader(
-        checkpoint, config, dtype, device, exact, grouped, lambda done: progress(done / total_bytes)
+        checkpoint, config, dtype, device, exact, for_gpu, lambda done: progress(done / total_bytes)
     )
     with ThreadPoolExecutor(1) as executor:
         hashed = executor.submit(checkpoint_hash, directory)
@@ -155,6 +157,33 @@ def load_weights(
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
         final_norm = loader.norm(FINAL_NORM)
         return Weights(embedding, layers, final_norm, lm_head, hashed.result())
+
+
+def _check_format(directory: Path, config: ModelConfig, device: torch.device) -> None:
+    """Check that a GPU supports the format of the weights.
+
+    Raises:
+        CheckpointError: the GPU lacks FP8, or experts are quantised.
+    """
+    scheme = config.quantisation
+    if isinstance(scheme, Fp8Scheme) and device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < FP8_CAPABILITY:
+            raise CheckpointError(
+                f"{directory}: weights in {scheme.name} need a GPU of compute capability "
+                f"{'.'.join(map(str, FP8_CAPABILITY))} or higher, not {'.'.join(map(str, found))}; "
+                "use --device cpu"
+            )
+    experts = config.experts
+    if scheme is None or experts is None:
+        return
+    for layer in experts.layers:
+        for modules in expert_products(config, experts, 0):
+            if quantises(scheme, modules.below(_prefix(layer)).names[0]):
+                raise CheckpointError(
+                    f"{directory}: experts in {scheme.name} are not supported on a GPU; "
+                    f"use --device cpu; {UPSTREAM_HINT}"
+                )
 
 
 def _matrix_names(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, str]:
@@ -179,7 +208,7 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         exact: bool,
-        grouped: bool,
+        for_gpu: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
         """Read nothing yet. `on_bytes` receives the total number of bytes after each tensor."""
@@ -188,7 +217,7 @@ class _Loader:
         self._dtype = dtype
         self._device = device
         self._exact = exact
-        self._grouped = grouped
+        self._for_gpu = for_gpu
         self._on_bytes = on_bytes
         self._done_bytes = 0
 
@@ -255,7 +284,7 @@ class _Loader:
             return DenseMlp(product(products.gate_up), product(products.down))
         modules = [expert_products(config, experts, expert) for expert in range(experts.count)]
         router = product(router_product(config, experts))
-        if not self._grouped:
+        if not self._for_gpu:
             mlps = tuple(DenseMlp(product(gate_up), product(down)) for gate_up, down in modules)
             return SparseMlp(router, LoopedExperts(mlps, experts.per_row, experts.normalised))
         # Some machines lack Triton.
@@ -279,8 +308,14 @@ class _Loader:
         return weight.add_(1.0) if self._config.unit_norms else weight
 
     def _product(self, reader: TensorReader, modules: FusedModules) -> Product:
-        scheme = self._config.quantisation
-        return read_product(reader, modules, self._device, scheme, exact=self._exact)
+        return read_product(
+            reader,
+            modules,
+            self._device,
+            self._config.quantisation,
+            exact=self._exact,
+            for_gpu=self._for_gpu,
+        )
 
     def _reader(self) -> TensorReader:
         return TensorReader(self._checkpoint, self._dtype, self._count)

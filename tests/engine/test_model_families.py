@@ -458,7 +458,7 @@ def test_experts_of_a_gpu_are_stacked_in_their_order(
     pytest.importorskip("triton")
     random_model(variant).save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
-    weights = load_weights(tmp_path, config, torch.float32, grouped=True)
+    weights = load_weights(tmp_path, config, torch.float32, for_gpu=True)
     stored = load_file(tmp_path / "model.safetensors")
     block, gate, up, down = names.split()
     for layer, loaded in enumerate(weights.layers):

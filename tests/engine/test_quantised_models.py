@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.checkpoint import STORED_DTYPES, Checkpoint
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.quantisation.e4m3 import widened
 from draftgate.backends.engine.quantisation.linear import QuantisedLinear, StackedLinear
-from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.engine.quantisation.reading import loaded_bytes
+from draftgate.backends.engine.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    layer_shapes,
+    load_weights,
+)
 from draftgate.backends.errors import CheckpointError
 from tests.engine.harness import RandomSlots, Setup, request
 from tests.engine.quantised_checkpoints import FORMATS, write_quantised
@@ -25,6 +33,7 @@ from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 from tests.engine.test_model_families import random_model, random_model_of
 from tests.engine.tiny_model import VOCAB, cpu_engine
 
+PLAIN = (EMBEDDING, HEAD, FINAL_NORM)
 TOKENS = 90
 STEPS = [0, 1, 2, 40, 45, TOKENS]
 
@@ -216,16 +225,43 @@ def test_bfloat16_keeps_the_weights_packed(written: Callable[[str], tuple[Path, 
     assert torch.equal(product(hidden), product.float32(hidden).bfloat16())
 
 
-def test_bytes_of_packed_weights_are_counted(written: Callable[[str], tuple[Path, Tensor]]) -> None:
-    """Packed weights count with their stored size, other tensors with the size after loading."""
-    directory, _ = written("compressed-fp8-channel")
-    checkpoint = Checkpoint(directory)
-    packed = sum(s.num_bytes for s in checkpoint.tensors.values() if s.dtype == "F8_E4M3")
-    assert packed == 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 144)
-    rest = checkpoint.num_parameters - packed
-    assert checkpoint.loaded_bytes(torch.bfloat16) == packed + 2 * rest
-    int4 = Checkpoint(written("compressed-int4-channel")[0])
-    assert abs(int4.num_parameters / checkpoint.num_parameters - 1) < 0.02
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_of_loaded_weights_are_counted(
+    form: str, written: Callable[[str], tuple[Path, Tensor]]
+) -> None:
+    """The memory of a model includes the scales of every output, and zeros of a byte.
+
+    Other tensors count in the dtype of the model. Fused modules share an order of inputs.
+    """
+    directory, _ = written(form)
+    config, checkpoint = read_model_config(directory), Checkpoint(directory)
+    weights = load_weights(directory, config, torch.float32)
+    products = [*(one for layer in weights.layers for one in layer.linears), weights.lm_head]
+    packed = [one._weight for one in products if isinstance(one, QuantisedLinear)]
+    parts = (getattr(one, name) for one in packed for name in one.__slots__)
+    num_bytes = sum(part.nbytes for part in parts if isinstance(part, Tensor))
+    kept = [name for name in PLAIN if name in checkpoint.tensors] + list(layer_shapes(config))
+    rest = sum(
+        math.prod(checkpoint.tensors[name].shape)
+        for name in kept
+        if name in checkpoint.tensors and checkpoint.tensors[name].dtype in STORED_DTYPES
+    )
+    counted = loaded_bytes(checkpoint, torch.bfloat16, config.quantisation) - 2 * rest
+    if form == "gptq-ordered":
+        assert num_bytes < counted < 1.2 * num_bytes
+    else:
+        assert counted == num_bytes
+
+
+def test_checkpoints_of_both_widths_have_the_same_weights(
+    written: Callable[[str], tuple[Path, Tensor]],
+) -> None:
+    """Words of 4-bit weights count as eight weights each."""
+    int4, fp8 = (
+        Checkpoint(written(form)[0]).num_parameters
+        for form in ("compressed-int4-channel", "compressed-fp8-channel")
+    )
+    assert abs(int4 / fp8 - 1) < 0.02
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -233,6 +269,10 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     stored = load_file(path)
     change(stored)
     save_file(stored, path, {"format": "pt"})
+
+
+def nan_in(weight: Tensor) -> None:
+    weight.view(torch.uint8)[3, 5] = 0xFF
 
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -254,6 +294,7 @@ DAMAGES = {
         lambda s: s.update({f"{NAME}.weight": torch.ones(64, 144)}),
         r"weight has dtype F32; supported: F8_E4M3",
     ),
+    "nan": ("fp8-block", lambda s: nan_in(s[f"{NAME}.weight"]), "weight has NaN"),
     "zeros": ("awq", lambda s: s.pop(f"{NAME}.qzeros"), "qzeros is missing"),
     "group": (
         "gptq",
@@ -278,12 +319,30 @@ def test_damaged_tensor_of_a_quantised_module_is_named(name: str, tmp_path: Path
         load_weights(tmp_path, read_model_config(tmp_path), torch.float32)
 
 
-def test_quantised_model_on_a_gpu_is_refused(written: Callable[[str], tuple[Path, Tensor]]) -> None:
-    """No kernel multiplies packed weights on a GPU."""
-    directory, _ = written("awq")
-    config = read_model_config(directory)
-    with pytest.raises(CheckpointError, match="int4-awq-16 are not supported on a GPU; use --dev"):
-        load_weights(directory, config, torch.bfloat16, device=torch.device("cuda"))
+def test_quantised_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    """No kernel multiplies the packed weights of experts, which a CPU serves."""
+    random_model("mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text()) | {"quantization_config": FORMATS["awq"].config}
+    path.write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    with pytest.raises(CheckpointError, match="experts in int4-awq-16 are not supported on a GPU"):
+        load_weights(tmp_path, config, torch.float32, for_gpu=True)
+
+
+def test_gpu_without_fp8_is_named(
+    written: Callable[[str], tuple[Path, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 on an A100 raises an error with the required compute capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    directory, _ = written("fp8-block")
+    with pytest.raises(CheckpointError, match=r"need a GPU of compute capability 8\.9 or higher"):
+        load_weights(
+            directory,
+            read_model_config(directory),
+            torch.bfloat16,
+            device=torch.device("cuda"),
+        )
 
 
 def test_sizes_that_cannot_be_packed_are_named(tmp_path: Path) -> None:

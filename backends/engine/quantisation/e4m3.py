@@ -45,8 +45,13 @@ def fp8_rows(x: Tensor, group: int, scale: float | None = None) -> tuple[Tensor,
     return codes.view(len(x), -1)[:, :width].to(torch.float8_e4m3fn), scales
 
 
+def has_nan(codes: Tensor) -> bool:
+    """Return whether E4M3 codes of any shape have a NaN, whose exponent and mantissa are all 1."""
+    return bool((codes.view(torch.int8) & 0x7F == 0x7F).any())
+
+
 def widened(codes: Tensor) -> Tensor:
-    """Return the float32 numbers of E4M3 codes of any shape, which are not NaN.
+    """Return the float32 numbers of E4M3 codes of any shape, which are not NaN (`has_nan`).
 
     Exponent and mantissa move to the lower end of the exponent of float32, whose bias is larger by
     120. torch's conversion takes four times as long (one thread of a Zen 5, 2026-11-27).

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader
-from draftgate.backends.engine.quantisation.e4m3 import fp8_rows, scaled
+from draftgate.backends.engine.quantisation.e4m3 import fp8_rows, has_nan, scaled
 from draftgate.backends.engine.quantisation.scheme import Fp8Scheme
 from draftgate.backends.engine.stored_linear import FusedModules
+from draftgate.backends.errors import CheckpointError
 
-INPUT_SCALE = "input_scale"
+FP8_DTYPE: Final = "F8_E4M3"
+"""Name of the dtype in safetensors."""
+
+INPUT_SCALE: Final = "input_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def require_fp8(
     if scheme.block is not None:
         rows, columns = scheme.block
         scales = ((-(-outputs // rows), -(-inputs // columns)),)
-    num_bytes = checkpoint.require_tensor(f"{module}.weight", ((outputs, inputs),), ("F8_E4M3",))
+    num_bytes = checkpoint.require_tensor(f"{module}.weight", ((outputs, inputs),), (FP8_DTYPE,))
     num_bytes += checkpoint.require_tensor(f"{module}.{scheme.scale}", scales)
     if scheme.static:
         num_bytes += checkpoint.require_tensor(f"{module}.{INPUT_SCALE}", one)
@@ -81,9 +86,13 @@ def read_fp8(
     """Return the weight of modules whose activations have the same scale.
 
     Raises:
-        CheckpointError: a file was removed or damaged after its header was read.
+        CheckpointError: a file was removed or damaged after its header was read, or has NaN.
     """
-    codes = reader.read([f"{name}.weight" for name in modules.names], torch.float8_e4m3fn)
+    names = [f"{name}.weight" for name in modules.names]
+    codes = reader.read(names, torch.float8_e4m3fn).to(device)
+    for name, part in zip(names, codes.split(modules.outputs), strict=True):
+        if has_nan(part):
+            raise CheckpointError(f"tensor {name} has NaN")
     parts = zip(modules.names, modules.outputs, strict=True)
     scales = torch.cat(
         [
@@ -92,7 +101,7 @@ def read_fp8(
         ]
     )
     group = modules.inputs if scheme.block is None else scheme.block[1]
-    return Fp8Weight(codes.to(device), scales.to(device), group, scale)
+    return Fp8Weight(codes, scales.to(device), group, scale)
 
 
 def _scales_of_outputs(stored: Tensor, outputs: int, scheme: Fp8Scheme) -> Tensor:

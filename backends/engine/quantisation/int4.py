@@ -20,6 +20,9 @@ from draftgate.backends.errors import CheckpointError
 WORD: Final = 8
 """Weights in an int32."""
 
+PACKED_WEIGHTS: Final = ("qweight", "weight_packed")
+"""Kinds of tensors that hold weights."""
+
 AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of AWQ, from its lowest bits, of each of eight consecutive outputs."""
 
@@ -64,6 +67,14 @@ class Int4Weight:
             tensor[first:last] for tensor in (self.packed, self.scales, self.zeros)
         )
         return dequantised(packed, scales, zeros, self.group)
+
+
+def unpacked_shape(packed: tuple[int, ...], scheme: Int4Scheme) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a weight from the shape of its words."""
+    first, second = packed
+    if scheme.layout == "packed":
+        return first, WORD * second
+    return (WORD * second, first) if scheme.layout == "awq" else (second, WORD * first)
 
 
 def require_int4(
@@ -133,18 +144,12 @@ def read_int4(
     Raises:
         CheckpointError: a file was removed or damaged after its header was read.
     """
-    parts = [_stored(reader, name, scheme) for name in modules.names]
+    parts = [_stored(reader, name, scheme, device) for name in modules.names]
     packed, scales, zeros = (torch.cat(part).contiguous() for part in zip(*parts, strict=True))
-    inputs = None if order is None else torch.tensor(order)
+    inputs = None if order is None else torch.tensor(order, device=device)
     if inputs is not None:
         packed = pack(unpack(packed)[:, inputs])
-    return Int4Weight(
-        packed.to(device),
-        scales.to(device),
-        zeros.to(device),
-        scheme.group or modules.inputs,
-        None if inputs is None else inputs.to(device),
-    )
+    return Int4Weight(packed, scales, zeros, scheme.group or modules.inputs, inputs)
 
 
 def _groups(inputs: int, scheme: Int4Scheme) -> int:
@@ -155,11 +160,16 @@ def _scales(scheme: Int4Scheme) -> str:
     return "weight_scale" if scheme.layout == "packed" else "scales"
 
 
-def _stored(reader: TensorReader, module: str, scheme: Int4Scheme) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the packed weight, its scales and its zeros, each with one row per output."""
+def _stored(
+    reader: TensorReader, module: str, scheme: Int4Scheme, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the packed weight, its scales and its zeros, each with one row per output.
+
+    A GPU converts them itself, because a CPU takes many times as long.
+    """
 
     def read(name: str) -> Tensor:
-        return reader.read_stored(f"{module}.{name}")
+        return reader.read_stored(f"{module}.{name}").to(device)
 
     scales = read(_scales(scheme))
     if scheme.layout == "awq":
@@ -170,7 +180,7 @@ def _stored(reader: TensorReader, module: str, scheme: Int4Scheme) -> tuple[Tens
         return _bytes(read("qweight").T), scales.T, (zeros & 15).T
     packed = _bytes(read("weight_packed"))
     if not scheme.zeros:
-        return packed, scales, torch.full(scales.shape, MIDDLE, dtype=torch.uint8)
+        return packed, scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8)
     return packed, scales, unpack(_bytes(read("weight_zero_point").T)).T
 
 

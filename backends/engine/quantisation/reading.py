@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader
-from draftgate.backends.engine.linear import Product
-from draftgate.backends.engine.quantisation.fp8 import input_scale, read_fp8, require_fp8
-from draftgate.backends.engine.quantisation.int4 import input_order, read_int4, require_int4
-from draftgate.backends.engine.quantisation.linear import (
-    QuantisedLinear,
-    QuantisedWeight,
-    StackedLinear,
+from draftgate.backends.engine.checkpoint import (
+    PACKED_DTYPES,
+    Checkpoint,
+    StoredTensor,
+    TensorReader,
 )
+from draftgate.backends.engine.linear import Product
+from draftgate.backends.engine.quantisation.fp8 import (
+    FP8_DTYPE,
+    INPUT_SCALE,
+    Fp8Weight,
+    input_scale,
+    read_fp8,
+    require_fp8,
+)
+from draftgate.backends.engine.quantisation.int4 import (
+    PACKED_WEIGHTS,
+    Int4Weight,
+    input_order,
+    read_int4,
+    require_int4,
+    unpacked_shape,
+)
+from draftgate.backends.engine.quantisation.linear import QuantisedLinear, StackedLinear
 from draftgate.backends.engine.quantisation.scheme import (
     Fp8Scheme,
     Int4Scheme,
@@ -24,6 +40,12 @@ from draftgate.backends.engine.quantisation.scheme import (
     quantises,
 )
 from draftgate.backends.engine.stored_linear import FusedModules, read_linear
+
+PARTS: Final = frozenset(
+    {"scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point"}
+    | {"weight_shape", INPUT_SCALE}
+)
+"""Kinds of tensors that belong to a packed weight."""
 
 
 def require_weights(
@@ -57,6 +79,33 @@ def require_weights(
     return sum(require(name, shape) for name, shape in shapes.items())
 
 
+def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype, scheme: Scheme | None) -> int:
+    """Return the bytes of all tensors of a checkpoint after loading.
+
+    A quantised weight has scales of every output, and zeros of a byte, which may take 3% more than
+    in the checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        dtype: dtype of the tensors that are not quantised.
+        scheme: the scheme of the checkpoint, or None.
+    """
+
+    def loaded(name: str, stored: StoredTensor) -> int:
+        kind = name.rpartition(".")[2]
+        if isinstance(scheme, Fp8Scheme) and stored.dtype == FP8_DTYPE:
+            return scheme.loaded_bytes(*stored.shape)
+        if isinstance(scheme, Int4Scheme) and kind in PACKED_WEIGHTS:
+            return scheme.loaded_bytes(*unpacked_shape(stored.shape, scheme))
+        if scheme is not None and kind in PARTS:
+            return 0
+        if stored.dtype in PACKED_DTYPES:
+            return stored.num_bytes
+        return math.prod(stored.shape) * dtype.itemsize
+
+    return sum(loaded(name, stored) for name, stored in checkpoint.tensors.items())
+
+
 def read_product(
     reader: TensorReader,
     modules: FusedModules,
@@ -64,6 +113,7 @@ def read_product(
     scheme: Scheme | None,
     *,
     exact: bool,
+    for_gpu: bool,
 ) -> Product:
     """Read modules and return their product, with all outputs side by side.
 
@@ -73,19 +123,24 @@ def read_product(
         device: device of the product.
         scheme: the scheme of the checkpoint, or None.
         exact: as in `Linear`.
+        for_gpu: whether to multiply with a quantised weight in the kernels of a GPU.
 
     Raises:
-        CheckpointError: a file was removed or damaged after its header was read.
+        CheckpointError: a file was removed or damaged after its header was read, or a tensor holds
+            a value that no weight has.
     """
     if scheme is None:
         return read_linear(reader, modules, device, exact=exact)
     keyed = [(_key(reader, part, scheme), part) for part in modules.each()]
-    parts = [
-        _read(
-            reader, FusedModules.joined([part for _, part in run]), device, scheme, key, exact=exact
-        )
-        for key, run in groupby(keyed, lambda pair: pair[0])
-    ]
+
+    def read(key: tuple[bool, Any], parts: Iterable[FusedModules]) -> Product:
+        joined, (quantised, shared) = FusedModules.joined(list(parts)), key
+        if not quantised:
+            return read_linear(reader, joined, device, exact=exact)
+        return _read(reader, joined, device, scheme, shared, exact=exact, for_gpu=for_gpu)
+
+    runs = groupby(keyed, lambda pair: pair[0])
+    parts = [read(key, (part for _, part in run)) for key, run in runs]
     return parts[0] if len(parts) == 1 else StackedLinear(parts)
 
 
@@ -104,17 +159,22 @@ def _read(
     modules: FusedModules,
     device: torch.device,
     scheme: Scheme,
-    key: tuple[bool, Any],
+    shared: Any,
     *,
     exact: bool,
+    for_gpu: bool,
 ) -> Product:
-    quantised, shared = key
-    if not quantised:
-        return read_linear(reader, modules, device, exact=exact)
-    weight: QuantisedWeight
+    """Return the product of quantised modules, which share what `_key` returns."""
+    weight: Fp8Weight | Int4Weight
     if isinstance(scheme, Fp8Scheme):
         weight = read_fp8(reader, modules, scheme, shared, device)
     else:
         weight = read_int4(reader, modules, scheme, shared, device)
-    bias = [f"{name}.bias" for name in modules.names] if modules.bias else []
-    return QuantisedLinear(weight, reader.read(bias).to(device) if bias else None)
+    names = [f"{name}.bias" for name in modules.names] if modules.bias else []
+    bias = reader.read(names).to(device) if names else None
+    if not for_gpu:
+        return QuantisedLinear(weight, bias)
+    # Some machines lack Triton.
+    from draftgate.backends.engine.quantisation.kernels import KernelLinear
+
+    return KernelLinear(weight, bias, exact=exact)

@@ -47,6 +47,11 @@ class Fp8Scheme:
         size = "channel" if self.block is None else "x".join(map(str, self.block))
         return f"fp8-{size}{'-static' if self.static else ''}"
 
+    def loaded_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a loaded weight, which has a float32 scale per output and group."""
+        groups = 1 if self.block is None else -(-inputs // self.block[1])
+        return outputs * (inputs + 4 * groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Scheme:
@@ -72,6 +77,15 @@ class Int4Scheme:
     def name(self) -> str:
         """The name of the format."""
         return f"int4-{self.layout}-{self.group or 'channel'}"
+
+    def loaded_bytes(self, outputs: int, inputs: int) -> int:
+        """Return the bytes of a loaded weight.
+
+        Every output and group has a scale in 16 bits and a zero of a byte. An order of the inputs
+        is int64.
+        """
+        groups = -(-inputs // (self.group or inputs))
+        return outputs * (inputs // 2 + 3 * groups) + (8 * inputs if self.ordered else 0)
 
 
 Scheme = Fp8Scheme | Int4Scheme
