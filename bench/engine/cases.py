@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.weights import layer_products
 
 
 class Case(NamedTuple):
@@ -92,11 +93,21 @@ def weight_bytes(config: ModelConfig, itemsize: int, tokens: int = 1) -> int:
     embedding does not count.
 
     Args:
-        itemsize: bytes per weight.
+        itemsize: bytes per weight that is not quantised.
         tokens: number of tokens of the step, which choose experts.
     """
     layers = layer_parameters(config, read_experts(config, tokens))
-    return itemsize * (layers + config.vocab_size * config.hidden_size)
+    kept = itemsize * config.vocab_size * config.hidden_size
+    return round(layers * _weight_bytes(config, itemsize)) + kept
+
+
+def _weight_bytes(config: ModelConfig, itemsize: int) -> float:
+    """Return the mean bytes of a weight of the layers, with the scales and zeros of its format."""
+    if config.quantisation is None:
+        return itemsize
+    shapes = [(sum(each.outputs), each.inputs) for each in layer_products(config)]
+    num_bytes = sum(config.quantisation.loaded_bytes(*shape) for shape in shapes)
+    return num_bytes / sum(outputs * inputs for outputs, inputs in shapes)
 
 
 def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:

@@ -7,14 +7,15 @@ import math
 import random
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from bench.engine.quantised import product, quantised
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.linear import Linear, Product
 from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMlp
 from draftgate.backends.engine.weights import (
     DOWN,
@@ -47,6 +48,17 @@ _SCALING: Final = {
     "original_max_position_embeddings": 8192,
 }
 
+_8B: Final[dict[str, Any]] = _LLAMA_3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "rope_scaling": _SCALING | {"factor": 8.0},
+}
+_FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+_INT4: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "random-1b": _LLAMA_3
     | {
@@ -57,15 +69,9 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
         "rope_scaling": _SCALING | {"factor": 32.0},
     },
-    "random-8b": _LLAMA_3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-        "rope_scaling": _SCALING | {"factor": 8.0},
-    },
+    "random-8b": _8B,
+    "random-8b-fp8": _8B | {"quantization_config": _FP8},
+    "random-8b-int4": _8B | {"quantization_config": _INT4},
     "random-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -86,7 +92,8 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes of Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B, as in their `config.json`."""
+"""Shapes of Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B, as in their `config.json`, and formats of
+quantised checkpoints."""
 
 LEAST_PROMPT, MOST_PROMPT = 100, 240
 """Range of prompt lengths for whole generations, in tokens."""
@@ -102,6 +109,10 @@ unconstrained weights, the two largest of 128,256 logits would be very close, an
 change one token in twenty."""
 
 
+Matrix: TypeAlias = Any
+"""A tensor, or its quantised form."""
+
+
 class _Matrices(NamedTuple):
     """The matrices of a layer.
 
@@ -109,10 +120,10 @@ class _Matrices(NamedTuple):
     logits of the experts.
     """
 
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
     router: Tensor | None
 
 
@@ -164,9 +175,9 @@ class RandomModel:
         layers = tuple(
             LayerWeights(
                 input_norm=self._ones,
-                qkv=Linear(layer.qkv, exact=exact),
+                qkv=self._product(layer.qkv, exact=exact),
                 qk_norm=qk_norm,
-                output=Linear(layer.output, exact=exact),
+                output=self._product(layer.output, exact=exact),
                 mlp_norm=self._ones,
                 mlp=self._mlp(layer, exact=exact),
             )
@@ -185,7 +196,10 @@ class RandomModel:
         return model.eval()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by checkpoint name. The tensors share memory with the model."""
+        """Return the weights by checkpoint name. The tensors share memory with the model.
+
+        The model must not be quantised.
+        """
         config = self.config
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         state = {EMBEDDING: self._embedding, HEAD: self._head, FINAL_NORM: self._ones}
@@ -212,7 +226,8 @@ class RandomModel:
     def _mlp(self, layer: _Matrices, *, exact: bool) -> Mlp:
         experts = self.config.experts
         if layer.router is None or experts is None:
-            return DenseMlp(Linear(layer.gate_up, exact=exact), Linear(layer.down, exact=exact))
+            gate_up, down = (self._product(m, exact=exact) for m in (layer.gate_up, layer.down))
+            return DenseMlp(gate_up, down)
         router, shares = Linear(layer.router, exact=exact), (experts.per_row, experts.normalised)
         if self.device.type != "cpu":
             # Some machines lack Triton.
@@ -224,6 +239,11 @@ class RandomModel:
             for gate_up, down in zip(layer.gate_up, layer.down, strict=True)
         )
         return SparseMlp(router, LoopedExperts(mlps, *shares))
+
+    def _product(self, matrix: Matrix, *, exact: bool) -> Product:
+        if isinstance(matrix, Tensor):
+            return Linear(matrix, exact=exact)
+        return product(matrix, self.device, exact=exact)
 
     def _layer(self) -> _Matrices:
         config, experts = self.config, self.config.experts
@@ -238,12 +258,16 @@ class RandomModel:
         gate_up = self._matrix(count * 2 * inner, hidden, 1 / math.sqrt(hidden))
         down = self._matrix(count * hidden, inner, added / math.sqrt(inner))
         if experts is None:
+            if (scheme := config.quantisation) is not None:
+                qkv, output, gate_up, down = (
+                    quantised(matrix, scheme) for matrix in (qkv, output, gate_up, down)
+                )
             return _Matrices(qkv, output, gate_up, down, None)
         router = self._matrix(count, hidden, 1 / math.sqrt(hidden))
         gate_up, down = gate_up.view(count, -1, hidden), down.view(count, hidden, inner)
         return _Matrices(qkv, output, gate_up, down, router)
 
-    def _matrix(self, rows: int, columns: int, deviation: float) -> Tensor:
+    def _matrix(self, rows: int, columns: int, deviation: float) -> Matrix:
         bound = deviation * math.sqrt(3.0)
         empty = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         return empty.uniform_(-bound, bound, generator=self._random)

@@ -57,12 +57,19 @@ class Contender:
 
 
 def measure_steps(
-    bench_engine: BenchEngine, cases: list[Case], rates: Rates, rounds: int, *, alone: bool = False
+    bench_engine: BenchEngine,
+    cases: list[Case],
+    rates: Rates,
+    rounds: int,
+    *,
+    alone: bool = False,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _rows: None,
 ) -> list[dict[str, Any]]:
     """Return a row for each case of a model.
 
     Args:
         alone: whether to skip `transformers` and exact mode (see `exact.py`).
+        keep: called after each step with the times so far, warm-up included.
     """
     contenders = _contenders(bench_engine, alone=alone)
     for turn in range(rounds + WARM_ROUNDS):
@@ -70,10 +77,20 @@ def measure_steps(
             order = list(contenders.values())
             for contender in order if turn % 2 else reversed(order):
                 contender.run(case)
+            keep(_so_far(contenders["ours"]))
     rows = [_row(bench_engine.model, case, rates, contenders) for case in cases]
     for row in rows:
         print({"model": bench_engine.model.name, **row}, flush=True)
     return rows
+
+
+def _so_far(contender: Contender) -> list[dict[str, Any]]:
+    """Return the median of all times of each case, for a run that may crash."""
+    return [
+        {**case._asdict(), "ms": round(1e3 * median(taken), 3), "runs": len(taken)}
+        for case, taken in contender.taken.items()
+        if taken
+    ]
 
 
 def _contenders(bench_engine: BenchEngine, *, alone: bool) -> dict[str, Contender]:

@@ -104,6 +104,7 @@ def run_files(setting: Setting, files: list[Path]) -> dict[str, Any]:
     for file in files:
         left_s = min(FILE_LIMIT_S, ends_s - time.monotonic())
         rows.append(run_file(file, interpreted=not setting.on_gpu, limit_s=max(left_s, 1.0)))
+        setting.keep({"files": rows})
     bad = [row["file"] for row in rows if not row["ok"]]
     status = {"status": "failed", "reason": f"failed: {', '.join(bad)}"} if bad else {}
     return {"files": rows, **status}

@@ -6,8 +6,8 @@ The machine needs Python 3.11 or newer, torch, Triton and NumPy, but no network,
 installation. `make wheelhouse` downloads the other packages on a machine with a network.
 
 Every stage is a process with a time limit, so a crash or a hang ends only its stage. A stage leaves
-`NAME.json` and `NAME.log` in the folder. The same command again continues with the stages that have
-not ended well. `index.html` shows all results.
+`NAME.json` and `NAME.log` in the folder, and writes its results as it measures them. The same
+command again continues with the stages that have not ended well. `index.html` shows all results.
 
 This module imports only the standard library, because it installs what the stages import.
 """
@@ -48,6 +48,8 @@ STAGES: Final = (
     Stage("rates", "Memory bandwidth and matrix rate", 180),
     Stage("steps-1b", "Steps of a random 1B model over batches and contexts"),
     Stage("steps-8b", "Steps of a random 8B model over batches and contexts"),
+    Stage("steps-8b-fp8", "Steps of a random 8B model in FP8 with blocks of 128 x 128"),
+    Stage("steps-8b-int4", "Steps of a random 8B model with weights of 4 bits in groups of 128"),
     Stage("steps-30b-a3b", "Steps of a random mixture of experts over batches and contexts"),
     Stage("profile", "Step costs of the 8B model as a profile for the simulator"),
     Stage("idle", "Share of time in which the GPU waits for the host, 8B"),

@@ -85,6 +85,13 @@ class Setting:
         if not self.on_gpu:
             raise Skipped("needs a GPU")
 
+    def keep(self, result: dict[str, Any]) -> None:
+        """Write the results of the stage so far, which remain if the stage crashes."""
+        path = self.out / f"{self.name}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
     @contextmanager
     def model(self, name: str) -> Iterator[Model]:
         """Yield a model of random weights, which is tiny in a rehearsal.

@@ -32,10 +32,10 @@ def run_skew(setting: Setting) -> dict[str, Any]:
     room = [Case("decode", many + 1, 1, even + 16), Case("decode", 1, 1, long)]
     with setting.engine("random-8b", room) as engine:
         vocab = engine.model.config.vocab_size
-        rows: list[dict[str, Any]] = [
-            {"step": name, **timed(engine, step_plan(parts, vocab), setting)}
-            for name, parts in cases.items()
-        ]
+        rows: list[dict[str, Any]] = []
+        for name, parts in cases.items():
+            rows.append({"step": name, **timed(engine, step_plan(parts, vocab), setting)})
+            setting.keep({"skew": rows})
     key = "device_ms" if setting.on_gpu else "ms"
     return {"skew": rows, "skewed_over_even": round(rows[0][key] / rows[1][key], 3)}
 
@@ -52,10 +52,11 @@ def run_sampling(setting: Setting) -> dict[str, Any]:
     case = Case("decode", 1, 1, 64 if setting.tiny else 1024)
     with setting.engine("random-8b", [case]) as engine:
         vocab = engine.model.config.vocab_size
-        rows = [
-            {"sampling": name, **timed(engine, step_plan([case], vocab, sampling), setting)}
-            for name, sampling in drawn.items()
-        ]
+        rows: list[dict[str, Any]] = []
+        for name, sampling in drawn.items():
+            plan = step_plan([case], vocab, sampling)
+            rows.append({"sampling": name, **timed(engine, plan, setting)})
+            setting.keep({"sampling": rows})
     return {"sampling": rows}
 
 
@@ -73,6 +74,7 @@ def run_trees(setting: Setting) -> dict[str, Any]:
                 times = {"first_ms": round(first_ms, 3), **timed(engine, plan, setting)}
                 rows.append({"shape": shape, "tokens": size, **times})
                 print(rows[-1], flush=True)
+                setting.keep({"trees": rows})
     stalled = [
         f"{row['shape']} of {row['tokens']}"
         for row in rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,8 @@ MODULES: Final = {
     "rates": "steps",
     "steps-1b": "steps",
     "steps-8b": "steps",
+    "steps-8b-fp8": "steps",
+    "steps-8b-int4": "steps",
     "steps-30b-a3b": "steps",
     "profile": "steps",
     "exact": "steps",
@@ -59,8 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         result = {"status": "passed", **stage_function(args.name)(setting)}
     except Skipped as skipped:
         result = {"status": "skipped", "reason": str(skipped)}
-    path = args.out / f"{args.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    setting.keep(result)
     if result["status"] == "failed":
         raise SystemExit(1)
 

@@ -44,6 +44,16 @@ def run_steps_8b(setting: Setting) -> dict[str, Any]:
     return result | {"estimates": against_estimates(result["steps"])}
 
 
+def run_steps_8b_fp8(setting: Setting) -> dict[str, Any]:
+    """Return the steps of a model of 8B parameters in FP8 with blocks."""
+    return _steps(setting, "random-8b-fp8")
+
+
+def run_steps_8b_int4(setting: Setting) -> dict[str, Any]:
+    """Return the steps of a model of 8B parameters with weights of 4 bits."""
+    return _steps(setting, "random-8b-int4")
+
+
 def run_steps_30b_a3b(setting: Setting) -> dict[str, Any]:
     """Return the steps of a mixture of 128 experts, of which a token uses 3B parameters."""
     return _steps(setting, "random-30b-a3b")
@@ -55,8 +65,13 @@ def _steps(setting: Setting, name: str, *, alone: bool = True) -> dict[str, Any]
     with setting.model(name) as model:
         cases, left_out = fitting(model, list(grid.cases()))
         engine = load_engine(model, cases)
-        rows = measure_steps(engine, cases, rates, _rounds(setting), alone=alone)
-    return {"model": name, "rates": asdict(rates), "steps": rows, "left_out": left_out}
+        facts = {"model": name, "rates": asdict(rates), "left_out": left_out}
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            setting.keep(facts | {"steps": rows})
+
+        rows = measure_steps(engine, cases, rates, _rounds(setting), alone=alone, keep=keep)
+    return facts | {"steps": rows}
 
 
 def _grid(setting: Setting, full: Grid) -> Grid:

@@ -40,6 +40,7 @@ def run_replay(setting: Setting) -> dict[str, Any]:
     with setting.engine("random-8b", [Case("decode", max(settings.batches), 1, longest)]) as engine:
         for proposer in load_recording(RECORDING).proposers:
             rows += measure_speedups(engine, settings._replace(acceptance=proposer), rates)
+            setting.keep({"replay": rows})
     return {"replay": rows}
 
 

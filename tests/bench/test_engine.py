@@ -239,6 +239,21 @@ def test_a_token_of_a_mixture_reads_its_experts(tmp_path: Path) -> None:
     assert two - one == pytest.approx(7.5 * 48 * 3 * 2048 * 768)
 
 
+@pytest.mark.parametrize(
+    ("name", "layer_bytes"), [("random-8b-fp8", 1 + 4 / 128), ("random-8b-int4", 0.5 + 3 / 128)]
+)
+def test_a_step_of_a_quantised_model_reads_its_packed_weights(
+    name: str, layer_bytes: float, tmp_path: Path
+) -> None:
+    """The weights of the layers have the bytes of their format, with scales and zeros, and the LM
+    head those of its dtype."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")
+    config = read_model_config(tmp_path)
+    head = 128256 * 4096
+    expected = 6.9793e9 * layer_bytes + 2 * head
+    assert weight_bytes(config, 2) == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
     """A step reads as many bytes as the file has without the norms."""
     model = stored(tmp_path)

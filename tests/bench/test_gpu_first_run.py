@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from bench.engine.bench_engine import BenchEngine
+from bench.engine.cases import Case
 from bench.gpu import checks, first_run, stage
 from bench.gpu.estimates import against_estimates
 from bench.gpu.page import page_body
@@ -86,12 +88,34 @@ def test_stage_that_hangs_is_ended(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_rehearsal_measures_steps_and_writes_the_page(tmp_path: Path) -> None:
     """On a CPU, stages measure tiny models, skip what needs a GPU, and draw the roofline."""
-    chosen = ("rates", "steps-8b", "steps-30b-a3b", "profile", "trees", "idle")
+    chosen = (
+        "rates", "steps-8b", "steps-8b-fp8", "steps-8b-int4", "steps-30b-a3b", "profile", "trees",
+        "idle",
+    )  # fmt: skip
     rehearse(tmp_path, "--only", *chosen)
     found = results(tmp_path)
     assert found.pop("idle") == "skipped"
     assert set(found.values()) == {"passed"}
     assert "roofline" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_stage_that_crashes_keeps_its_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of the steps before a crash are in the result of the stage that failed."""
+    step_s = BenchEngine.step_s
+
+    def crash(engine: BenchEngine, case: Case) -> float:
+        if case.batch > 1:
+            raise RuntimeError("illegal memory access")
+        return step_s(engine, case)
+
+    monkeypatch.setattr(BenchEngine, "step_s", crash)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        stage.main(["steps-8b-int4", str(tmp_path), "--device", "cpu", "--tiny"])
+    found = first_run._result(tmp_path / "steps-8b-int4.json", 1)
+    assert found["status"] == "failed"
+    assert [(row["batch"], row["runs"]) for row in found["steps"]] == [(1, 1)]
 
 
 def test_page_has_a_roofline_and_escapes_logs() -> None:
