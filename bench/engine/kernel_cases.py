@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.engine.quantised import quantised
 from draftgate.backends.engine.kernels import (
     accept_walk_ref,
     kv_move_ref,
@@ -32,10 +34,17 @@ from draftgate.backends.engine.kernels.rope_kv import rope_kv
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.kernels.swiglu import swiglu
+from draftgate.backends.engine.linear import Product
+from draftgate.backends.engine.quantisation.kernels import KernelLinear
+from draftgate.backends.engine.quantisation.linear import QuantisedLinear
+from draftgate.backends.engine.quantisation.scheme import Fp8Scheme, Int4Scheme
 from draftgate.backends.engine.rope import Rope
 
 EPS: Final = 1e-5
 SEED: Final = 1
+
+FP8_BLOCKS: Final = Fp8Scheme((), block=(128, 128))
+INT4_GROUPS: Final = Int4Scheme((), "gptq", 128)
 
 
 class Sizes(NamedTuple):
@@ -151,6 +160,7 @@ def cases(inputs: Inputs) -> Iterator[KernelCase]:
     yield from attention_cases(inputs)
     yield from sampling_cases(inputs)
     yield from layer_cases(inputs)
+    yield from product_cases(inputs)
     yield walk_case(inputs)
 
 
@@ -279,6 +289,30 @@ def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
     for normed in (False, True):
         yield rope_case(inputs, normed=normed)
     yield move_case(inputs)
+
+
+def product_cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield products with the gate and up matrix in each format, of a decode and of a prompt."""
+    sizes, size = inputs.sizes, inputs.dtype.itemsize
+    outputs, hidden = 2 * sizes.intermediate, sizes.hidden
+    for scheme in (FP8_BLOCKS, INT4_GROUPS):
+        weight = quantised(inputs.normal(outputs, hidden) * hidden**-0.5, scheme)
+        kernels = KernelLinear(weight)
+        reference = QuantisedLinear(weight)
+        for name, rows in (("decode", sizes.sequences), ("chunk of a prompt", sizes.chunk)):
+            x = inputs.normal(rows, hidden)
+            yield KernelCase(
+                f"{scheme.name} product, {name}",
+                partial(_list_of, kernels, x),
+                partial(_list_of, reference, x),
+                scheme.loaded_bytes(outputs, hidden) + rows * (hidden + outputs) * size,
+                operations=2 * rows * outputs * hidden,
+                tolerance=2e-2 if size == 2 else 2e-4,
+            )
+
+
+def _list_of(product: Product, x: Tensor) -> Outputs:
+    return [product(x)]
 
 
 def rope_case(inputs: Inputs, *, normed: bool) -> KernelCase:
