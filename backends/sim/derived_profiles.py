@@ -1,10 +1,11 @@
 """Profiles derived from the data sheets of GPUs and the shapes of models.
 
-A name such as `a100-8b` or `a100x4-70b` is a GPU, the number of GPUs of a tensor-parallel group,
-and a model. The times of a step have the additive form of the published fit in `h100-8b`:
+A name such as `a100-8b`, `a100x4-70b` or `h100-8b-fp8` is a GPU, the number of GPUs of a
+tensor-parallel group, a model, and the format of the weights of its layers. The times of a step
+have the additive form of the published fit in `h100-8b`:
 
     step       = host + layers x LAYER_S + weights / reads + tokens x token_s + all-reduces
-    weights    = those outside the experts + those of the experts that n tokens read
+    weights    = bytes of those outside the experts, and of the experts that n tokens read
     token_s    = 2 FLOP per weight of a token / arithmetic + bytes of the all-reduces / link
     KV token   = bytes / reads
     reads      = GPUs x READ_SHARE x bandwidth
@@ -89,6 +90,7 @@ class Gpu:
         price_per_hour_usd: price on demand.
         price_source: origin and date of the price.
         arithmetic_share: share of the peak that matrix products sustain.
+        fp8_speed: ratio of the peak in FP8 to that in bfloat16, 0 for a GPU without FP8.
     """
 
     device: str
@@ -100,6 +102,21 @@ class Gpu:
     price_per_hour_usd: float
     price_source: str
     arithmetic_share: float = ARITHMETIC_SHARE
+    fp8_speed: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a checkpoint stores the matrices of the layers. Its LM head stays in bfloat16.
+
+    Attributes:
+        weight_bytes: bytes of a weight, with the scales and zeros that the engine reads.
+        in_fp8: whether products are in FP8 instead of bfloat16.
+    """
+
+    name: str
+    weight_bytes: float
+    in_fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +181,10 @@ GPUS: Final = {
     # The L4 is limited to 72 W. A T4, with 70 W, sustains 0.37 of its peak in products of 4,096 x
     # 4,096 matrices (forums.developer.nvidia.com/t/264462). One half is assumed for the newer chip.
     "l4": Gpu("NVIDIA L4 24GB", 24e9, 300e9, 121e12, 32e9, 72.0, 0.70, _MELANGE, 0.5),
-    "a10g": Gpu("NVIDIA A10G 24GB", 24e9, 600e9, 70e12, 32e9, 150.0, 1.01, _MELANGE),
-    "a100": Gpu("NVIDIA A100 80GB SXM", 80e9, 2039e9, 312e12, 300e9, 400.0, 3.67, _MELANGE),
+    "a10g": Gpu("NVIDIA A10G 24GB", 24e9, 600e9, 70e12, 32e9, 150.0, 1.01, _MELANGE, fp8_speed=0.0),
+    "a100": Gpu(
+        "NVIDIA A100 80GB SXM", 80e9, 2039e9, 312e12, 300e9, 400.0, 3.67, _MELANGE, fp8_speed=0.0
+    ),
     "h100": Gpu("NVIDIA H100 80GB SXM", 80e9, 3350e9, 989e12, 450e9, 700.0, 7.516, _MELANGE),
     "h200": Gpu("NVIDIA H200 141GB SXM", 141e9, 4800e9, 989e12, 450e9, 700.0, 8.27, _BLOCKS),
 }
@@ -179,8 +198,16 @@ MODELS: Final = {
     "8x7b": Model("Mixtral-8x7B", 46.70e9, 32, 4096, 32, 8, 128, 32_000, 8, 2, 14_336),
 }
 
+BFLOAT16: Final = Format("bfloat16", VALUE_BYTES)
+FORMATS: Final = {
+    "fp8": Format("FP8 with a float32 scale for 128 inputs", 1 + 4 / 128, in_fp8=True),
+    "int4": Format("4 bits with a scale and a zero for 128 inputs", 0.5 + 3 / 128),
+}
+"""Formats of quantised checkpoints, by the last part of a name."""
+
 _NAME: Final = re.compile(
     rf"(?P<gpu>{'|'.join(GPUS)})(?:x(?P<group>[248]))?-(?P<model>{'|'.join(MODELS)})"
+    rf"(?:-(?P<form>{'|'.join(FORMATS)}))?"
 )
 
 
@@ -188,20 +215,24 @@ def derived_profile(name: str) -> dict[str, Any] | None:
     """Return the content of a `profile/2` file for a name, or None if it is not of this form.
 
     Raises:
-        ValueError: the GPUs cannot hold the weights of the model.
+        ValueError: the GPUs cannot hold the weights of the model, or lack FP8.
     """
     found = _NAME.fullmatch(name)
     if found is None:
         return None
     gpu, model, group = GPUS[found["gpu"]], MODELS[found["model"]], int(found["group"] or 1)
-    kv_bytes = _kv_bytes(gpu, model, group)
+    form = FORMATS[found["form"]] if found["form"] else BFLOAT16
+    if form.in_fp8 and not gpu.fp8_speed:
+        raise ValueError(f"{name}: {gpu.device} does not multiply in FP8")
+    kv_bytes = _kv_bytes(gpu, model, form, group)
     if kv_bytes <= 0:
-        least = min((n for n in GROUPS if _kv_bytes(gpu, model, n) > 0), default=None)
-        hint = "" if least is None else f": use {found['gpu']}x{least}-{found['model']}"
+        least = min((n for n in GROUPS if _kv_bytes(gpu, model, form, n) > 0), default=None)
+        rest = name.partition("-")[2]
+        hint = "" if least is None else f": use {found['gpu']}x{least}-{rest}"
         raise ValueError(f"{name}: {group} x {gpu.device} cannot hold {model.name}{hint}")
-    fixed_s, token_s = _step(gpu, model, group)
+    fixed_s, token_s = _step(gpu, model, form, group)
     reads = group * READ_SHARE * gpu.read_bytes_s
-    read_s = {n: VALUE_BYTES * model.read_weights(n) / reads for n in TOKEN_BUCKETS}
+    read_s = {n: _num_bytes(model, form, model.read_weights(n)) / reads for n in TOKEN_BUCKETS}
     draft_s = _draft_depth_s(gpu, model, group)
     kv_token_s = model.kv_token_bytes / reads
     # The host launches all depths at once, so its time is left out, as in `h100-8b`.
@@ -212,7 +243,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "device": gpu.device if group == 1 else f"{group} x {gpu.device}",
         "model": model.name,
         "dtype": "bfloat16",
-        "source": _source(gpu, model, group),
+        "source": _source(gpu, model, form, group),
         "token_buckets": TOKEN_BUCKETS,
         "step_s": [fixed_s + read_s[tokens] + token_s * tokens for tokens in TOKEN_BUCKETS],
         "kv_token_s": kv_token_s,
@@ -238,15 +269,22 @@ def derived_profile(name: str) -> dict[str, Any] | None:
     }
 
 
-def _kv_bytes(gpu: Gpu, model: Model, group: int) -> float:
+def _num_bytes(model: Model, form: Format, weights: float) -> float:
+    """Return the bytes of a number of weights, which include the LM head."""
+    return VALUE_BYTES * model.embedding + form.weight_bytes * (weights - model.embedding)
+
+
+def _kv_bytes(gpu: Gpu, model: Model, form: Format, group: int) -> float:
     usable = group * (MEMORY_SHARE * gpu.memory_bytes - ACTIVATION_BYTES)
-    return usable - VALUE_BYTES * model.parameters
+    embedding = model.embedding
+    return usable - VALUE_BYTES * embedding - _num_bytes(model, form, model.parameters - embedding)
 
 
-def _step(gpu: Gpu, model: Model, group: int) -> tuple[float, float]:
+def _step(gpu: Gpu, model: Model, form: Format, group: int) -> tuple[float, float]:
     """Return the seconds of a step besides its reads, without tokens and for each token."""
     fixed_s = HOST_S + model.layers * LAYER_S
-    token_s = 2 * model.token_weights / (group * gpu.arithmetic_share * gpu.flop_s)
+    of_layers = (model.token_weights - model.embedding) / (gpu.fp8_speed if form.in_fp8 else 1.0)
+    token_s = 2 * (model.embedding + of_layers) / (group * gpu.arithmetic_share * gpu.flop_s)
     all_reduces = _all_reduces(model.layers, group)
     # A ring sends each byte 2 (n - 1) / n times.
     sent_bytes = VALUE_BYTES * model.hidden * 2 * (group - 1) / group
@@ -269,13 +307,13 @@ def _all_reduces(layers: int, group: int) -> int:
     return 0 if group == 1 else 2 * layers
 
 
-def _source(gpu: Gpu, model: Model, group: int) -> str:
+def _source(gpu: Gpu, model: Model, form: Format, group: int) -> str:
     group_words = "" if group == 1 else f" by a tensor-parallel group of {group}"
     return (
         f"derived from the data sheet of {gpu.device} and the shape of {model.name}{group_words},"
         " not measured (backends/sim/derived_profiles.py): reads at"
         f" {READ_SHARE:g} of {gpu.read_bytes_s / 1e9:g} GB/s, arithmetic at"
-        f" {gpu.arithmetic_share:g} of {gpu.flop_s / 1e12:g} TFLOP/s. Drafts are those of"
-        f" {RECORDING}. Price of a GPU: {gpu.price_per_hour_usd:g} USD an hour"
-        f" ({gpu.price_source})."
+        f" {gpu.arithmetic_share:g} of {gpu.flop_s / 1e12:g} TFLOP/s, weights in"
+        f" {form.name}. Drafts are those of {RECORDING}. Price of a GPU:"
+        f" {gpu.price_per_hour_usd:g} USD an hour ({gpu.price_source})."
     )
