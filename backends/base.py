@@ -80,11 +80,15 @@ class Backend(WorkerHandle, Protocol):
             BackendFailed: the worker failed, and no delta follows.
         """
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of a request, which takes effect within the next steps.
 
         The pace does not change the output. The method ignores unknown ids and requests that have
         ended.
+
+        Args:
+            tpot_s: seconds in which the client of a sparing request can take one token of each
+                choice, or 0 if unknown.
         """
 
     def unread_tokens(self, request_id: str) -> int:

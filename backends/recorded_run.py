@@ -168,10 +168,15 @@ class Cancelled(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Paced(msgspec.Struct, frozen=True, array_like=True, tag="pace"):
-    """The pace of a request changes, because its client reads slowly or catches up."""
+    """The pace of a request changes, because its client reads slowly or catches up.
+
+    Attributes:
+        tpot_s: seconds in which the client can take one token of each choice, or 0 if unknown.
+    """
 
     request: int
     pace: Pace
+    tpot_s: float = 0.0
 
 
 class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evict"):

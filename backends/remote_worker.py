@@ -59,10 +59,15 @@ class Cancel(WorkerMessage, frozen=True):
 
 
 class SetPace(WorkerMessage, frozen=True):
-    """Message to the worker to change the pace of a request, if it has not ended."""
+    """Message to the worker to change the pace of a request, if it has not ended.
+
+    Attributes:
+        tpot_s: as for `Backend.set_pace`.
+    """
 
     id: str
     pace: Pace
+    tpot_s: float = 0.0
 
 
 class SetRole(WorkerMessage, frozen=True):

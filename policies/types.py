@@ -126,7 +126,7 @@ class Pace(IntEnum):
     FULL = 0
     """Run like any other request."""
     SPARING = 1
-    """Run after all others, without drafts."""
+    """Run after all others, without drafts, and no faster than the client can take tokens."""
     PAUSED = 2
     """Stop the request. It keeps its place, and keeps its KV until another request needs the
     memory."""

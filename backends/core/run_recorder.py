@@ -138,9 +138,9 @@ class RunRecorder:
         for sequence in tuple(self._open.values()):
             self._end(sequence)
 
-    def add_pace(self, sequence: Sequence, pace: Pace) -> None:
+    def add_pace(self, sequence: Sequence, pace: Pace, tpot_s: float) -> None:
         """Record a new pace of a request."""
-        self._add(Paced(sequence.key, pace))
+        self._add(Paced(sequence.key, pace, tpot_s))
 
     def add_prediction(self, name: str, seconds: float) -> float:
         """Record and return a prediction of a proposer, if it computes drafts."""
@@ -256,11 +256,11 @@ class RecordedWorkerCore(WorkerCore):
             self._run.add_cancel(sequence)
         super().cancel(request_id)
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """See `WorkerCore`."""
         for sequence in self._requests.get(request_id, ()):
-            self._run.add_pace(sequence, pace)
-        super().set_pace(request_id, pace)
+            self._run.add_pace(sequence, pace, tpot_s)
+        super().set_pace(request_id, pace, tpot_s)
 
     def interrupt(self) -> None:
         """See `WorkerCore`."""

@@ -12,7 +12,8 @@ The scheduler has no clock, no randomness and no device. It fills a step in this
 
 When blocks run out, the youngest sequence releases its blocks and is recomputed later, except for
 blocks that are still cached. Sparing sequences (those of slow readers) are last everywhere for a
-bounded time, get no drafts, and are preempted first. Paused sequences are in no step (`Queues`).
+bounded time, get no drafts, and are preempted first. While others run, they decode no faster than
+their clients can take tokens. Paused sequences are in no step (`Queues`).
 """
 
 from __future__ import annotations
@@ -114,11 +115,17 @@ class Scheduler:
         self._traced += sequence.request.traced
         self._queues.add(sequence)
 
-    def set_pace(self, sequence: Sequence, pace: Pace) -> None:
-        """Change a sequence's pace from the next step on, unless it has ended."""
+    def set_pace(self, sequence: Sequence, pace: Pace, tpot_s: float = 0.0) -> None:
+        """Change a sequence's pace from the next step on, unless it has ended.
+
+        Args:
+            tpot_s: seconds in which the client of a sparing sequence can take a token, or 0 if
+                unknown.
+        """
         if sequence.state is not SequenceState.FINISHED:
             self._load = None
             self._queues.set_pace(sequence, pace)
+            sequence.set_client_tpot(tpot_s if pace is Pace.SPARING else 0.0, self._now_s)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks immediately, unless it has ended already."""
@@ -233,8 +240,8 @@ class Scheduler:
         self._limit_prefills(step)
         self._plan_prefills(step)
         self._admit(step)
-        if stalled and not step.work:
-            self._plan_decodes(step)
+        if not step.work:  # decodes that prompts have stalled, or whose clients are slow
+            self._plan_decodes(step, early=True)
         return step.build() if step.work else None
 
     def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
@@ -325,14 +332,21 @@ class Scheduler:
         self._drafts.observe_time(self._ran_s, self._speed.begin_step(self._now_s))
         self._ran_s = None
 
-    def _plan_decodes(self, step: StepBuilder) -> None:
-        """Feed one token to every decode, starting with the longest wait."""
+    def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
+        """Feed one token to every decode, starting with the longest wait.
+
+        Args:
+            early: whether to include sequences whose clients cannot take a token yet. A sequence
+                that runs alone takes no time from others, and frees its memory earlier.
+        """
         # A sequence that reaches its length with the pending token needs no further step.
         decodes = [
             s
             for s in self._queues.running
             if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
         ]
+        if self._queues.num_sparing and not early:
+            decodes = [s for s in decodes if s.next_decode_s <= self._now_s]
         decodes.sort(key=self._queues.decode_order)
         running, block_size = SequenceState.RUNNING, self.blocks.block_size
         for sequence in decodes:
@@ -344,6 +358,8 @@ class Scheduler:
                 or self._queues.extend_or_preempt(sequence, step.work)
             ):
                 step.add(sequence, 1)
+                if sequence.client_tpot_s:
+                    sequence.defer_decode(self._now_s)
 
     def _plan_drafts(self, step: StepBuilder, *, ahead: bool) -> None:
         """Add the drafts that the policy allows, without delaying or preempting other sequences.

@@ -68,6 +68,8 @@ class Sequence:
         grammar: constraint on the output, or None.
         last_step: number of the last step with this sequence, or -1 before the first.
         pace: full speed, reduced for a slow reader (`SPARING`), or paused.
+        client_tpot_s: seconds in which a slow reader can take a token, or 0 without a limit.
+        next_decode_s: time from which its next token may be decoded while other sequences run.
         prefill_tokens: number of pending tokens to feed in prompt chunks, or at admission.
         draft_records: outcomes of the sequence's own drafts, by source.
         weight: present value of one of its tokens (`policies.speculation.weights`).
@@ -118,6 +120,8 @@ class Sequence:
     preemptions: int = 0
     last_step: int = -1
     pace: Pace = Pace.FULL
+    client_tpot_s: float = 0.0
+    next_decode_s: float = 0.0
     prefill_tokens: int = 0
     draft_records: dict[str, RequestRecord] = field(default_factory=dict)
     weight: float = 1.0
@@ -198,12 +202,40 @@ class Sequence:
         """Number of tokens that may still be generated."""
         return self.most_tokens - len(self.token_ids)
 
+    @property
+    def tpot_s(self) -> float | None:
+        """The TPOT target in seconds, no shorter than its client can take, or None without one."""
+        target_s = self.request.service.tpot_s
+        return None if target_s is None else max(target_s, self.client_tpot_s)
+
     def due_in_s(self, now_s: float) -> float | None:
         """Return the seconds until the next token is due, or None without a target."""
-        if self.first_token_s is None:
+        tpot_s = self.tpot_s
+        if self.first_token_s is None or tpot_s is None:
             return None
         tokens = 1 + self.output_tokens - self.first_output_tokens
-        return due_in_s(self.request.service, now_s - self.first_token_s, tokens)
+        return due_in_s(tpot_s, now_s - self.first_token_s, tokens)
+
+    def set_client_tpot(self, tpot_s: float, now_s: float) -> None:
+        """Set the seconds in which the client can take a token, or 0 without a limit.
+
+        Tokens are due at the new rate from now on. So the sequence is not late for the time in
+        which its client was slow.
+        """
+        if tpot_s == self.client_tpot_s:
+            return
+        self.client_tpot_s = tpot_s
+        self.next_decode_s = min(self.next_decode_s, now_s + tpot_s) if tpot_s else 0.0
+        if self.first_token_s is not None:
+            self.first_token_s, self.first_output_tokens = now_s, self.output_tokens
+
+    def defer_decode(self, now_s: float) -> None:
+        """Record that a token is decoded, before the next one by the time of its client.
+
+        A sequence that was served late may make up for one token.
+        """
+        earliest_s = max(self.next_decode_s, now_s - self.client_tpot_s)
+        self.next_decode_s = min(earliest_s, now_s) + self.client_tpot_s
 
     @property
     def stops_at_eos(self) -> bool:

@@ -232,7 +232,7 @@ class StepBuilder:
         if now_s is not None:
             for work in decodes:
                 due_in_s = work.sequence.due_in_s(now_s)
-                tpot_s = work.sequence.request.service.tpot_s
+                tpot_s = work.sequence.tpot_s
                 if due_in_s is not None and tpot_s is not None:
                     left_s.append(max(longest_wait_s(due_in_s, tpot_s) - drafting_s, 0.0))
         return BatchView(

@@ -111,7 +111,7 @@ class TextBatcher:
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = FinishReason.ABORT
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Ignore the pace, because a text has a single delta, which a slow reader cannot delay."""
 
     def load(self) -> WorkerLoad:

@@ -40,6 +40,6 @@ def _longest_wait_s(sequence: Sequence, now_s: float) -> float | None:
     if sequence.first_token_s is None:
         return None if service.ttft_s is None else sequence.queued_s + service.ttft_s - now_s
     due_in_s = sequence.due_in_s(now_s)
-    if due_in_s is None or service.tpot_s is None:
+    if due_in_s is None or sequence.tpot_s is None:
         return None
-    return longest_wait_s(due_in_s, service.tpot_s)
+    return longest_wait_s(due_in_s, sequence.tpot_s)

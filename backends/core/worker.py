@@ -104,10 +104,10 @@ class WorkerCore:
             self._scheduler.finish(sequence, FinishReason.ABORT)
             self._texts.pop(sequence.key, None)
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change a request's pace from the next step on, unless it has ended."""
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
+        """Change a request's pace from the next step on, as `Backend.set_pace`."""
         for sequence in self._requests.get(request_id, ()):
-            self._scheduler.set_pace(sequence, pace)
+            self._scheduler.set_pace(sequence, pace, tpot_s)
 
     @property
     def open_requests(self) -> tuple[str, ...]:

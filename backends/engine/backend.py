@@ -45,7 +45,7 @@ class EngineHost(Protocol):
         """End a request before the next step, unless the request has already ended."""
         ...
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
         ...
 
@@ -143,9 +143,9 @@ class EngineBackend(OperatedBlocks):
         self._host.submit(request)
         return stream
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change the pace of a request."""
-        self._host.set_pace(request_id, pace)
+        self._host.set_pace(request_id, pace, tpot_s)
 
     def unread_tokens(self, request_id: str) -> int:
         """Return the number of tokens that the reader of a request has not read yet."""

@@ -117,7 +117,7 @@ def main() -> None:
         elif isinstance(command, Cancel):
             loop.cancel(command.id)
         elif isinstance(command, SetPace):
-            loop.set_pace(command.id, command.pace)
+            loop.set_pace(command.id, command.pace, command.tpot_s)
         elif isinstance(command, KvCall):
             operation = _with_shared_bytes(command, shared)
             loop.exchange(operation, partial(reports.exchanged, command))

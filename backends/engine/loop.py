@@ -101,9 +101,9 @@ class EngineLoop(threading.Thread):
 
         self._queue(command)
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
-        self._queue(lambda engine: engine.worker.set_pace(request_id, pace))
+        self._queue(lambda engine: engine.worker.set_pace(request_id, pace, tpot_s))
 
     def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
         """Queue an operation on the KV blocks, which runs when transfers have their turn.

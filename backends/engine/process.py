@@ -100,9 +100,9 @@ class EngineProcess(threading.Thread):
         """End a request before the next step, unless the request has already ended."""
         self._commands.put(Cancel(request_id))
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
-        self._commands.put(SetPace(request_id, pace))
+        self._commands.put(SetPace(request_id, pace, tpot_s))
 
     def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
         """Queue an operation on the KV blocks.

@@ -219,11 +219,11 @@ class PeerBackend(OperatedBlocks):
         self._link.send(Submit(self._ids.new_id(request.request_id), request, lease_number))
         return stream
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change the pace of a request at the peer."""
         link_id = self._ids.id_of(request_id)
         if self._link is not None and link_id is not None:
-            self._link.send(SetPace(link_id, pace))
+            self._link.send(SetPace(link_id, pace, tpot_s))
 
     @property
     def changes_role(self) -> bool:

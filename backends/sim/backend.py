@@ -124,9 +124,9 @@ class SimBackend:
         self._wake.set()
         return stream
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace."""
-        self._worker.set_pace(request_id, pace)
+        self._worker.set_pace(request_id, pace, tpot_s)
         self._wake.set()
 
     def unread_tokens(self, request_id: str) -> int:

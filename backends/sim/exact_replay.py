@@ -164,7 +164,7 @@ class _Replay:
         elif isinstance(call, Cancelled):
             self._scheduler.finish(self._sequences[call.request], FinishReason.ABORT)
         elif isinstance(call, Paced):
-            self._scheduler.set_pace(self._sequences[call.request], call.pace)
+            self._scheduler.set_pace(self._sequences[call.request], call.pace, call.tpot_s)
 
     def draft(self, name: str, request: DraftRequest) -> Draft:
         """Return the recorded draft of a proposer."""

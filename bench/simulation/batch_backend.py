@@ -146,7 +146,7 @@ class BatchBackend:
         self._wake()
         return stream
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Pause a request, or resume it."""
         sequence = self._sequences.get(request_id)
         if sequence is None:

@@ -198,9 +198,9 @@ class Attempt:
         if interruption is not None:
             raise interruption from None
 
-    def set_pace(self, pace: Pace) -> None:
+    def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of the request on its worker, which the job's own pace replaces."""
-        self._worker.generating.set_pace(self._request.request_id, pace)
+        self._worker.generating.set_pace(self._request.request_id, pace, tpot_s)
 
     def observe(self, delta: Delta) -> None:
         """Pass a delta to output, watchdog, queue, trace and acceptance history."""
@@ -302,7 +302,7 @@ class Attempt:
         lease = None if self._reservation is None else self._reservation.lease
         self._deltas = deltas = worker.run(request, 0 if lease is None else lease.number)
         if run.pace is not Pace.FULL:
-            worker.generating.set_pace(request.request_id, run.pace)
+            worker.generating.set_pace(request.request_id, run.pace, run.tpot_s)
         self.reading = self._parts.watchdog.watch(worker, run)
         return deltas
 
@@ -313,7 +313,7 @@ class Attempt:
         self.reading = self._parts.watchdog.watch(worker, run)
         run.place(self._index, self.placed)
         if run.pace is not Pace.FULL:
-            self.set_pace(run.pace)
+            self.set_pace(run.pace, run.tpot_s)
 
     async def _end(self, error: BaseException | None) -> None:
         """End the stream, the spans and the lease, and dispatch the next request."""

@@ -136,6 +136,7 @@ class Run:
         placements: the latest placement of each prompt, or None before the first.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
+        tpot_s: seconds in which its client can take one token of each choice, or 0 if unknown.
         hop: the place of the job in its flow, or None.
         take: takes deltas of tokens and text of a job with one prompt directly, or None
             (`backends.streams.pass_directly`). These deltas are not among `deltas`.
@@ -164,6 +165,7 @@ class Run:
         self.placements: list[Placement | None] = [None] * len(self.requests)
         self.resumes: list[Resume] = []
         self.pace = Pace.FULL
+        self.tpot_s = 0.0
 
     @property
     def placed(self) -> list[Placement]:
@@ -186,12 +188,12 @@ class Run:
             if placed is not None
         )
 
-    def set_pace(self, pace: Pace) -> None:
-        """Set the pace of all sequences of the job."""
-        self.pace = pace
+    def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
+        """Set the pace of all sequences of the job, as `Backend.set_pace`."""
+        self.pace, self.tpot_s = pace, tpot_s
         for placed in self.placements:
             if placed is not None:
-                placed.worker.generating.set_pace(placed.request.request_id, pace)
+                placed.worker.generating.set_pace(placed.request.request_id, pace, tpot_s)
 
     def place(self, index: int, placement: Placement) -> None:
         """Record a placement.

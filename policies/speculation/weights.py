@@ -47,13 +47,13 @@ def weight(laxity_s: float | None, service: ServiceLevel) -> float:
     return float(by_priority * (LATE_WEIGHT + (1.0 - LATE_WEIGHT) * ahead))
 
 
-def due_in_s(service: ServiceLevel, decoding_s: float, tokens: int) -> float | None:
-    """Return the seconds until the next token of a sequence is due, or None without a target.
+def due_in_s(tpot_s: float, decoding_s: float, tokens: int) -> float:
+    """Return the seconds until the next token of a sequence is due.
 
     Args:
-        service: latency targets of the sequence.
+        tpot_s: TPOT target of the sequence, in seconds.
         decoding_s: seconds since its first token.
         tokens: number of its tokens, so that the next token is due this many `tpot_s` after the
             first.
     """
-    return None if service.tpot_s is None else tokens * service.tpot_s - decoding_s
+    return tokens * tpot_s - decoding_s

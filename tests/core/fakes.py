@@ -15,7 +15,7 @@ from draftgate.backends.core.steps import ScoredRows, SequenceWork, StepPlan, St
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
-from draftgate.policies.types import SpeculationMode, SpeculationPlan
+from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode, SpeculationPlan
 
 TrueToken = Callable[[Sequence, int], int]
 """The token of a sequence at an absolute position."""
@@ -163,6 +163,7 @@ def request(
     n: int = 1,
     proposer: str = "ngram",
     task: Task = Task.GENERATE,
+    service: ServiceLevel = ANYTIME,
     **sampling: object,
 ) -> GenerationRequest:
     prompt_ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
@@ -170,4 +171,7 @@ def request(
         max_tokens = drafts = 0
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
     plan = drafting(drafts, proposer)
-    return GenerationRequest(f"test-{next(_ids)}", compact(prompt_ids), params, plan, n, task=task)
+    ids = compact(prompt_ids)
+    return GenerationRequest(
+        f"test-{next(_ids)}", ids, params, plan, n, task=task, service=service
+    )

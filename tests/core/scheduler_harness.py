@@ -85,6 +85,7 @@ class SchedulerHarness:
         self.scored: dict[int, list[float]] = {}  # positions in `Delta.prompt_logprobs`, by key
         self.memory: dict[tuple[int, int], int] = {}  # entries by (block, offset)
         self.steps = 0
+        self.now_s = 0.0
 
     def add(self, **of_request) -> Sequence:
         return self.add_choices(request(**of_request))[0]
@@ -115,6 +116,7 @@ class SchedulerHarness:
 
     def apply(self, plan: StepPlan) -> None:
         result = FakeExecutor().execute(plan)
+        self.now_s += result.step_s
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
         for sequence, token_ids, logprobs, details in self.scheduler.apply(plan, result):

@@ -8,6 +8,7 @@ from draftgate.backends.core.queues import SPARING_STEPS
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import FinishReason, Pace
 from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import ServiceLevel
 from tests.core.scheduler_harness import BLOCK, SchedulerHarness
 
 
@@ -177,3 +178,46 @@ def test_sparing_sequences_are_preempted_before_younger_sequences() -> None:
         harness.step()
     assert [s.preemptions for s in fast] == [0, 0]
     harness.run()
+
+
+def test_slow_client_decodes_at_its_own_rate_beside_others() -> None:
+    """A sparing sequence takes part in as many steps as its client can take tokens, and the other
+    sequence takes part in every step."""
+    harness = SchedulerHarness(num_blocks=200, policy=speculation_policy("off"))
+    slow, fast = add_decodes(harness, 2, max_tokens=200)
+    before, began_s = slow.output_tokens, harness.now_s
+    harness.scheduler.set_pace(slow, Pace.SPARING, tpot_s=5e-3)
+    steps = [harness.step() for _ in range(120)]
+    assert all(any(work.sequence is fast for work in plan.work) for plan in steps)
+    elapsed_s = harness.now_s - began_s
+    assert slow.output_tokens - before == pytest.approx(elapsed_s / 5e-3, abs=2)
+    harness.scheduler.set_pace(slow, Pace.FULL)
+    before = slow.output_tokens
+    for _ in range(10):
+        harness.step()
+    assert slow.output_tokens == before + 10
+
+
+def test_slow_client_alone_runs_at_full_speed() -> None:
+    """A sparing sequence takes part in every step if no other sequence could use the step."""
+    harness = SchedulerHarness(num_blocks=200, policy=speculation_policy("off"))
+    (slow,) = add_decodes(harness, 1)
+    harness.scheduler.set_pace(slow, Pace.SPARING, tpot_s=60.0)
+    before = slow.output_tokens
+    for _ in range(10):
+        harness.step()
+    assert slow.output_tokens == before + 10
+
+
+def test_slow_client_is_not_late_for_its_own_time() -> None:
+    """The TPOT target of a slow client's sequence is as long as its client needs, and after its
+    recovery the sequence owes no tokens for the time before."""
+    harness = SchedulerHarness(num_blocks=200, policy=speculation_policy("off"))
+    slow, _ = add_decodes(harness, 2, max_tokens=200, service=ServiceLevel(tpot_s=2e-3))
+    harness.scheduler.set_pace(slow, Pace.SPARING, tpot_s=20e-3)
+    for _ in range(60):
+        harness.step()
+    assert slow.tpot_s == 20e-3
+    harness.scheduler.set_pace(slow, Pace.FULL)
+    assert slow.tpot_s == 2e-3
+    assert slow.due_in_s(harness.now_s) == pytest.approx(2e-3)

@@ -115,13 +115,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.apply(plan)
 
     @precondition(lambda self: self.harness.open)
-    @rule(data=st.data(), pace=st.sampled_from(Pace), during_a_step=st.booleans())
-    def change_pace(self, data, pace, during_a_step):
+    @rule(
+        data=st.data(),
+        pace=st.sampled_from(Pace),
+        tpot_s=st.sampled_from((0.0, 5e-3)),
+        during_a_step=st.booleans(),
+    )
+    def change_pace(self, data, pace, tpot_s, during_a_step):
         sequence = data.draw(st.sampled_from(self.harness.open))
         plan = self.harness.scheduler.plan() if during_a_step else None
         if plan is not None:
             self.harness.check_plan(plan)
-        self.harness.scheduler.set_pace(sequence, pace)
+        self.harness.scheduler.set_pace(sequence, pace, tpot_s)
         self.harness.check_memory()
         if plan is not None:
             self.harness.apply(plan)

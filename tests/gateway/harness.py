@@ -96,7 +96,7 @@ class ScriptedBackend:
         self.submitted.put_nowait(request)
         return stream
 
-    def set_pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         self.paces.append((request_id, pace))
 
     def unread_tokens(self, request_id: str) -> int:

@@ -40,7 +40,5 @@ def test_weight_is_1_without_a_target_or_with_ample_time() -> None:
 
 
 def test_tokens_are_due_at_even_intervals() -> None:
-    """The third token is due two intervals after the first, and no token is due without a
-    target."""
-    assert due_in_s(ServiceLevel(tpot_s=0.05), 0.02, 2) == pytest.approx(0.08)
-    assert due_in_s(ServiceLevel(ttft_s=1.0), 0.02, 2) is None
+    """The third token is due two intervals after the first."""
+    assert due_in_s(0.05, 0.02, 2) == pytest.approx(0.08)

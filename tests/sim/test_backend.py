@@ -94,14 +94,14 @@ class LoadDependentText(SimBackend):
 
 
 class IgnoresPace(SimBackend):
-    def set_pace(self, request_id, pace):
+    def set_pace(self, request_id, pace, tpot_s=0.0):
         pass
 
 
 class IgnoresResume(SimBackend):
     """A simulator that accepts only pauses, so that no paused request resumes."""
 
-    def set_pace(self, request_id, pace):
+    def set_pace(self, request_id, pace, tpot_s=0.0):
         if pace is Pace.PAUSED:
             super().set_pace(request_id, pace)
 

@@ -119,7 +119,7 @@ class Overlap:
             return MoveEnd.ENDED
         finally:
             if paused and stream.successor is not successor:
-                source.set_pace(stream.run.pace)
+                source.set_pace(stream.run.pace, stream.run.tpot_s)
 
     def _observe(self, delta: Delta) -> None:
         self._splice.add_source(delta)

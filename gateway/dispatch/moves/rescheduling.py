@@ -147,9 +147,9 @@ class Rescheduler:
         longest = max(lengths, default=0)
         # The rest is expected to be as long as a whole output, as if lengths were exponential.
         left = min(entry.expected_tokens, request.sampling.max_tokens - longest)
-        laxity_s = None
-        if entry.answered_s is not None:
-            laxity_s = due_in_s(request.service, now_s - entry.answered_s, longest)
+        laxity_s, tpot_s = None, request.service.tpot_s
+        if entry.answered_s is not None and tpot_s is not None:
+            laxity_s = due_in_s(tpot_s, now_s - entry.answered_s, longest)
         return StreamView(
             request.request_id,
             stream.tokens,

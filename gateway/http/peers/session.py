@@ -195,7 +195,7 @@ class PeerSession:
         elif isinstance(command, Cancel | SetPace) and command.id in self._streams:
             stream, task = self._streams[command.id]
             if isinstance(command, SetPace):
-                stream.set_pace(command.pace)
+                stream.set_pace(command.pace, command.tpot_s)
             else:
                 self._loads_due = LOADS_AFTER_CANCEL
                 task.cancel()

@@ -50,14 +50,15 @@ class PeerStream:
         self._lease_number = submitted.lease_number
         self._request = replace(submitted.request, request_id=worker_id)
         self._pace = Pace.FULL
+        self._tpot_s = 0.0
         self._runs = False
         self._has_output = False
 
-    def set_pace(self, pace: Pace) -> None:
+    def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of the request on the worker, once it runs."""
-        self._pace = pace
+        self._pace, self._tpot_s = pace, tpot_s
         if self._runs:
-            self._worker.generating.set_pace(self._request.request_id, pace)
+            self._worker.generating.set_pace(self._request.request_id, pace, tpot_s)
 
     async def run(self, deliver: Callable[[Delta], Awaitable[None]], take: Take) -> None:
         """Run the request and deliver its deltas.
@@ -83,7 +84,7 @@ class PeerStream:
                     async with aclosing(worker.run(request, self._lease_number)) as deltas:
                         self._runs = True
                         if self._pace is not Pace.FULL:
-                            self.set_pace(self._pace)
+                            self.set_pace(self._pace, self._tpot_s)
                         pass_directly(deltas, lambda delta: self._has_output and take(delta))
                         async for delta in deltas:
                             await deliver(self._observed(delta, spans))
