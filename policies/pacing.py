@@ -1,4 +1,4 @@
-"""Back-pressure: the pace of a request, and how its tokens are coalesced, by the path to its client.
+"""Back-pressure: the pace of a request and of its chunks, by the path to its client.
 
 The backlog of unread output is measured in seconds, as the time that the client would take:
 
@@ -8,8 +8,8 @@ So fast clients on long connections may have much output in flight, and slow cli
 request slows down only if its backlog is large and its client takes less than the worker generates.
 Memory has a separate bound.
 
-With the figures of the TCP connection, a backlog counts beyond the round trip that any output takes.
-So a path that falls behind becomes known in a few round trips. Without them (behind a proxy, or on
+With the figures of the TCP connection, a backlog counts beyond the round trip that output takes. So
+a path that falls behind becomes known in a few round trips. Without them (behind a proxy, or on
 other systems than Linux) the thresholds are larger.
 
 A slow path is given what it carries. Tokens are first coalesced, because most bytes of a chunk with
@@ -142,6 +142,7 @@ class ReaderView:
         sndbuf_share: share of it in which the send buffer of this node was the limit.
         rwnd_share: share of it in which the receive window of the client was the limit.
         delivery_bytes_s: latest delivery rate of TCP, at least in a part of the interval.
+        retransmits: segments that were sent again in the interval.
     """
 
     unsent_bytes: int
@@ -162,6 +163,7 @@ class ReaderView:
     sndbuf_share: float = 0.0
     rwnd_share: float = 0.0
     delivery_bytes_s: float = 0.0
+    retransmits: int = 0
 
     @property
     def unread_bytes(self) -> float:

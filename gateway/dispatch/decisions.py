@@ -153,6 +153,8 @@ class Decision(msgspec.Struct):
         moves: the latest attempts to move the request to another worker, and the failover that
             ended its run on this worker. Decision files do not contain them.
         phases: the decision of the phases policy, or None without one.
+        path: why the request follows the path to its client, or empty. Decision files do not
+            contain it.
     """
 
     request_id: str
@@ -167,6 +169,7 @@ class Decision(msgspec.Struct):
     outcome: DecisionOutcome | None = None
     moves: tuple[MoveRecord, ...] = ()
     phases: PhaseDecision | None = None
+    path: str = ""
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return the plan that a policy makes from the same inputs."""

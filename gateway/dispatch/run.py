@@ -137,6 +137,7 @@ class Run:
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
         tpot_s: seconds in which its client can take one token of each choice, or 0 if unknown.
+        path_reason: why its pace or its chunks follow the path to the client, or empty.
         hop: the place of the job in its flow, or None.
         take: takes deltas of tokens and text of a job with one prompt directly, or None
             (`backends.streams.pass_directly`). These deltas are not among `deltas`.
@@ -166,6 +167,7 @@ class Run:
         self.resumes: list[Resume] = []
         self.pace = Pace.FULL
         self.tpot_s = 0.0
+        self.path_reason = ""
 
     @property
     def placed(self) -> list[Placement]:
@@ -194,6 +196,25 @@ class Run:
         for placed in self.placements:
             if placed is not None:
                 placed.worker.generating.set_pace(placed.request.request_id, pace, tpot_s)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all prompts."""
+        return self.job.n * len(self.requests)
+
+    @property
+    def full_tps(self) -> float:
+        """Tokens per second that its workers generate for it at full pace, or 0 if unknown."""
+        placed = [placement for placement in self.placements if placement is not None]
+        tpots_s = [placement.worker.backend.load().speed.tpot_s for placement in placed]
+        return sum([self.job.n / tpot_s for tpot_s in tpots_s if tpot_s])
+
+    def note_path(self, reason: str) -> None:
+        """Record why the job follows the path to its client, also in its latest decisions."""
+        self.path_reason = reason
+        for placed in self.placements:
+            if placed is not None and placed.decision is not None:
+                placed.decision.path = reason
 
     def place(self, index: int, placement: Placement) -> None:
         """Record a placement.

@@ -103,18 +103,21 @@ class Answer:
         prompts: list[PromptMetrics] | UnsetType = UNSET
         if len(placed) > 1:
             prompts = [
-                PromptMetrics(one.worker.worker_id, speculation_reply(one, outcome))
+                PromptMetrics(one.worker.worker_id, self._speculation(one, outcome))
                 for one, outcome in zip(placed, self._outcomes, strict=True)
             ]
         return ResponseMetrics(
             first.request.sampling.seed,
             first.worker.backend.card.numerics_class,
             first.worker.worker_id,
-            speculation_reply(first, self.watch.outcome),
+            self._speculation(first, self.watch.outcome),
             prompts,
             [_resume_reply(one) for one in self.run.resumes] or UNSET,
             UNSET if self.run.hop is None else _flow_reply(self.run.hop),
         )
+
+    def _speculation(self, placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
+        return speculation_reply(placed, outcome, self.run.path_reason)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events of an observed delta, usually one and sometimes none."""
@@ -205,16 +208,23 @@ def _resume_reply(resume: Resume) -> ResumeReply:
     )
 
 
-def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
-    """Return the speculation plan of a prompt and its outcome."""
+def speculation_reply(
+    placed: Placement, outcome: SpeculationOutcome, path_reason: str = ""
+) -> SpeculativeDecoding:
+    """Return the speculation plan of a prompt and its outcome.
+
+    Args:
+        path_reason: why the request follows the path to its client, or empty.
+    """
     plan = placed.request.speculation
+    reason = f"{plan.reason}; {path_reason}" if path_reason else plan.reason
     return SpeculativeDecoding(
         plan.policy,
         plan.mode,
         plan.proposer,
         plan.max_draft_tokens,
         plan.cause.value,
-        plan.reason,
+        reason,
         plan.price,
         outcome.num_spec_steps,
         outcome.num_drafted_tokens,

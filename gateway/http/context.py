@@ -20,12 +20,12 @@ from draftgate.gateway.errors import (
     RequestTimeout,
     invalid,
 )
-from draftgate.gateway.http.slow_readers import SlowReaders
+from draftgate.gateway.http.readers import Readers
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 
 NODE: Final = web.AppKey("node", Node)
-SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)
+READERS: Final = web.AppKey("readers", Readers)
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """The account of a request."""

@@ -24,9 +24,9 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
+    READERS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
-    SLOW_READERS,
     error_format,
     fingerprint,
     new_id,
@@ -40,6 +40,7 @@ from draftgate.gateway.http.requests.forwarded import (
     rewrite_body,
 )
 from draftgate.gateway.http.requests.headers import (
+    CLIENT_RATE_HEADER,
     FLOW_DEADLINE_HEADER,
     FLOW_HEADER,
     TPOT_HEADER,
@@ -69,7 +70,7 @@ _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
 _FLOW: Final = (FLOW_HEADER, FLOW_DEADLINE_HEADER)
 _PASSED_ON: Final = (
-    *("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER),
+    *("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, CLIENT_RATE_HEADER),
     *(*_FLOW, *_TRACE, *_ANTHROPIC),
 )
 """Headers that the upstream gets, among them those of flows, because the upstream may be a
@@ -113,7 +114,7 @@ async def forward(
     service = job.request.service
     watch.forwarding(fields.model or "", account.name, service, choices, stream=fields.stream)
     running = model.forwarder.run(job, watch.span)
-    events = EventStream(request, request.app[SLOW_READERS])
+    events = EventStream(request, request.app[READERS])
     whole = None
     async with OneEnding(events, watch, partial(error_event, wanted=error_format(request))):
         whole = await _send(request, running, events, watch, waits=fields.stream)
@@ -185,12 +186,14 @@ async def _respond(
 async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: RequestWatch) -> None:
     if not events.begun:
         events.response.headers.update({**answer.headers, **UNBUFFERED})
+    events.reader.watch(None, lambda: answer.exchange.outputs)
     async for block in answer.blocks:
         # A comment means that the upstream itself waits. Events before the first output, such as
         # `response.created`, are no output.
         if answer.exchange.outputs and not block.startswith(b":"):
             watch.progressed(answer.exchange.outputs)
         await events.write(block)
+        await events.coalesced()
     if answer.exchange.error_sent:
         reason = UpstreamFailed("the upstream sent an error event")
         watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)

@@ -25,8 +25,8 @@ from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
+    READERS,
     REQUEST_ID,
-    SLOW_READERS,
     fingerprint,
     json_response,
     new_id,
@@ -36,7 +36,12 @@ from draftgate.gateway.http.context import (
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
-from draftgate.gateway.http.requests.headers import flow_of, retry_count, service_level
+from draftgate.gateway.http.requests.headers import (
+    client_rate_tps,
+    flow_of,
+    retry_count,
+    service_level,
+)
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
@@ -163,7 +168,7 @@ class Endpoint(WatchedEndpoint):
             answer = Answer(parsed, rendering, watch, self.store(request.app[NODE], parsed))
             running = model.dispatcher.run(parsed.job, watch.span, watch)
             if parsed.stream:
-                events = EventStream(request, request.app[SLOW_READERS])
+                events = EventStream(request, request.app[READERS])
                 await stream_answer(events, answer, running)
                 return events.response
             async with running as answer.run:
@@ -199,6 +204,7 @@ async def parse_request(
     """
     account = request[ACCOUNT]
     flow = _flow_tag(request, served.name)
+    client_rate_tps(request.headers)  # an invalid header is an error without a stream, too
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
     service, retries = service_level(request.headers), retry_count(request.headers)

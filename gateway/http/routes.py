@@ -7,6 +7,7 @@ import binascii
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -25,8 +26,8 @@ from draftgate.gateway.http.context import (
     ACCOUNT,
     ERROR_CODE,
     NODE,
+    READERS,
     REQUEST_ID,
-    SLOW_READERS,
     client_request_id,
     error_format,
 )
@@ -47,13 +48,14 @@ from draftgate.gateway.http.error_responses import convert_http_error, error_res
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
+from draftgate.gateway.http.readers import Readers
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
-from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import AboutRequest, log
+from draftgate.policies.pacing import PathState
 
 CHAT: Final = Endpoint(
     "/v1/chat/completions", "chat", parse_chat, ChatRendering, {"messages": "messages"}
@@ -79,8 +81,10 @@ def build_app(node: Node) -> web.Application:
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
-    app[SLOW_READERS] = slow = SlowReaders(time.monotonic)
-    node.metrics.read(metric.SLOW_READERS, lambda: len(slow))
+    app[READERS] = readers = Readers(time.monotonic)
+    node.metrics.read(metric.SLOW_READERS, lambda: readers.num_slow)
+    for state in PathState:
+        node.metrics.read(metric.CLIENT_PATHS, partial(readers.count, state), state.value)
     app.on_response_prepare.append(entrance.finish_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)

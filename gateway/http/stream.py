@@ -19,8 +19,8 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
-from draftgate.gateway.http.slow_readers import Reader, SlowReaders
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
@@ -51,9 +51,9 @@ class EventStream:
     The headers are sent with the first event, and the end of the response with the last event.
     """
 
-    def __init__(self, request: web.Request, slow: SlowReaders) -> None:
+    def __init__(self, request: web.Request, readers: Readers) -> None:
         self._request = request
-        self.reader = Reader(request, slow)
+        self.reader = Reader(request, readers)
         self.response = EventResponse(headers=EVENT_HEADERS)
         self._transport = request.transport
         self._protocol = request.protocol
@@ -80,7 +80,7 @@ class EventStream:
             self.write_directly(events)
         else:
             await writer.write(events)  # with the headers
-            self.reader.written_bytes += len(events)
+            self.reader.count_write(len(events))
         if self._protocol.writing_paused:
             await self.reader.drained(writer)
 
@@ -90,6 +90,8 @@ class EventStream:
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
+        if self.reader.pacing.hold_s:
+            return False  # `coalesced` waits between writes
         return self.reader.written_bytes > 0 and not self._protocol.writing_paused
 
     def write_directly(self, events: bytes) -> None:
@@ -98,7 +100,15 @@ class EventStream:
         # Zen 4, 2026-11-21).
         assert self._transport is not None
         self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
-        self.reader.written_bytes += len(events)
+        self.reader.count_write(len(events))
+
+    async def coalesced(self) -> None:
+        """Wait after a write while further tokens are coalesced into the next chunk, if they are.
+
+        The first token of a chunk does not wait if the last write was long ago.
+        """
+        if self.reader.pacing.hold_s:
+            await asyncio.sleep(self.reader.pacing.hold_s)
 
     async def _begin(self) -> AbstractStreamWriter:
         # The lock prevents a heartbeat and the first event from sending the headers twice.
@@ -187,8 +197,9 @@ async def stream_answer(events: EventStream, answer: Answer, running: RunningJob
 
     async with OneEnding(events, answer.watch, answer.rendering.failure):
         async with running as run:
-            answer.run = events.reader.run = run
+            answer.run = run
             run.take = take
+            events.reader.watch(run, lambda: answer.watch.output_tokens)
             with Heartbeats(events, answer.rendering.heartbeat):
                 async for delta in run.deltas:
                     answer.observe(delta)
@@ -200,6 +211,8 @@ async def stream_answer(events: EventStream, answer: Answer, running: RunningJob
                         chunk = await offload(answer.chunk, delta)
                     if chunk:
                         await events.write(chunk)
+                        if not (answer.complete or run.unread_tokens):
+                            await events.coalesced()
         await events.end(await answer.ending())
 
 

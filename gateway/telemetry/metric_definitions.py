@@ -299,7 +299,15 @@ TENANT_SLO: Final = _counter(
     labels=("tenant", "outcome"),
 )
 SLOW_READERS: Final = _gauge(
-    "draftgate_slow_readers", "Streams whose client reads too slowly", unit="streams"
+    "draftgate_slow_readers",
+    "Streams whose client takes less than its worker generates",
+    unit="streams",
+)
+CLIENT_PATHS: Final = _gauge(
+    "draftgate_client_paths",
+    "Open streams by the state of the path to their client",
+    unit="streams",
+    labels=("state",),
 )
 
 # --- speculation ----------------------------------------------------------------------------------

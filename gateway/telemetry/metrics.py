@@ -119,7 +119,7 @@ class Metrics:
         self._model = model
         self.recent = Recent()
         self.before_reading: Callable[[], None] = lambda: None
-        self._gauges: dict[MetricDefinition, Callable[[], float]] = {}
+        self._gauges: dict[tuple[MetricDefinition, Labels], Callable[[], float]] = {}
         self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
         self._scalars: defaultdict[MetricDefinition, dict[Labels, Scalar]] = defaultdict(dict)
         self._histograms: defaultdict[MetricDefinition, dict[Labels, HistogramSeries]] = (
@@ -157,9 +157,9 @@ class Metrics:
         """Set a gauge."""
         self.scalar(metric, *labels).value = value
 
-    def read(self, metric: MetricDefinition, value: Callable[[], float]) -> None:
+    def read(self, metric: MetricDefinition, value: Callable[[], float], *labels: str) -> None:
         """Set a gauge, or a shared counter, by a function whenever its value is needed."""
-        self._gauges[metric] = value
+        self._gauges[metric, labels] = value
 
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value in a histogram."""
@@ -207,8 +207,8 @@ class Metrics:
     def _all_rows(self) -> list[tuple[MetricDefinition, Rows]]:
         """Return a snapshot of each series of each metric."""
         self.before_reading()
-        for metric, value in self._gauges.items():
-            self.set(metric, float(value()))
+        for (metric, labels), value in self._gauges.items():
+            self.set(metric, float(value()), *labels)
         return [(metric, self._rows(metric)) for metric in METRICS]
 
     def _rows(self, metric: MetricDefinition) -> Rows:

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
-from draftgate.gateway.http.context import ACCOUNT, NODE, SLOW_READERS, json_response, query_number
+from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 from draftgate.gateway.node import Node
@@ -36,7 +36,7 @@ async def live(request: web.Request) -> web.StreamResponse:
         InvalidRequest: the interval is not a whole number from 1 to `MOST_INTERVAL_S`.
     """
     interval = query_number(request, "interval", 1, MOST_INTERVAL_S)
-    samples, events = request.app[NODE].live, EventStream(request, request.app[SLOW_READERS])
+    samples, events = request.app[NODE].live, EventStream(request, request.app[READERS])
     await events.write(b": live\n\n")
     number = 0
     while True:

@@ -1,4 +1,4 @@
-"""The request headers that Draftgate reads, for latency targets, flows and the client's retries."""
+"""The request headers that Draftgate reads: latency targets, flows, and what the client states."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ LEAST_FLOW_S: Final = 1e-3
 
 LONGEST_FLOW_S: Final = 86_400.0
 """The longest deadline of a flow, which bounds the time for which the store keeps a flow."""
+
+CLIENT_RATE_HEADER: Final = "x-client-rate-tps"
+"""Tokens per second that the client can take. A proxy hides the path to its clients, but may know
+it."""
 
 RETRIES_HEADER: Final = "x-stainless-retry-count"
 """The retry count that OpenAI's clients send."""
@@ -62,6 +66,21 @@ def flow_of(headers: Mapping[str, str]) -> tuple[str, float | None] | None:
     return flow_id, None if deadline_s is None else max(deadline_s, LEAST_FLOW_S)
 
 
+def client_rate_tps(headers: Mapping[str, str]) -> float | None:
+    """Return the tokens per second that the client says it can take, or None.
+
+    Raises:
+        InvalidRequest: the rate is not a positive number.
+    """
+    text = headers.get(CLIENT_RATE_HEADER)
+    if text is None:
+        return None
+    rate_tps = _number(text)
+    if not 0.0 < rate_tps < math.inf:
+        raise invalid(CLIENT_RATE_HEADER, f"must be a positive number of tokens, not {text!r}")
+    return rate_tps
+
+
 def retry_count(headers: Mapping[str, str]) -> int | None:
     """Return how often the client has sent the request before, or None if unknown."""
     text = headers.get(RETRIES_HEADER)
@@ -74,10 +93,15 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
+    milliseconds = _number(text)
     if not 0.0 < milliseconds < math.inf:
         raise invalid(name, f"must be a positive number of milliseconds, not {text!r}")
     return milliseconds / 1e3
+
+
+def _number(text: str) -> float:
+    """Return a number, or NaN if the text is not one."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -14,7 +14,7 @@ import pytest
 
 from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.gateway.app import Listening
-from draftgate.gateway.http import slow_readers
+from draftgate.gateway.http import readers
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -27,7 +27,7 @@ from tests.gateway.harness import (
 
 BODY = {"prompt": "x", "max_tokens": 400, "stream": True}
 WORDS = "word " * 40
-MOST_HELD_BYTES = slow_readers.BUFFER_BYTES + 4 * slow_readers.SEND_QUEUE_BYTES
+MOST_HELD_BYTES = readers.BUFFER_BYTES + 4 * readers.SEND_QUEUE_BYTES
 """Limit of the server's buffers for one stream, in bytes.
 
 The limit covers the connection's buffer and the kernel's send queue. The kernel doubles the
@@ -71,7 +71,7 @@ async def node(
 ) -> AsyncIterator[Listening]:
     """A node with a scripted worker, whose clock advances by a second per check."""
     seconds = count()
-    monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
         "draftgate.gateway.http.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),
