@@ -141,7 +141,6 @@ class ReaderView:
         busy_share: share of the interval in which data was under way.
         sndbuf_share: share of it in which the send buffer of this node was the limit.
         rwnd_share: share of it in which the receive window of the client was the limit.
-        delivery_bytes_s: latest delivery rate of TCP, at least in a part of the interval.
         retransmits: segments that were sent again in the interval.
     """
 
@@ -162,7 +161,6 @@ class ReaderView:
     busy_share: float = 1.0
     sndbuf_share: float = 0.0
     rwnd_share: float = 0.0
-    delivery_bytes_s: float = 0.0
     retransmits: int = 0
 
     @property
@@ -327,8 +325,7 @@ def _path_bytes_s(reader: ReaderView, previous: Pacing, *, late: bool) -> float 
     if reader.keeps_path_busy:
         found = reader.read_bytes_s or known
     else:
-        probed = known * PROBE_PER_S**reader.interval_s
-        found = max(probed, reader.read_bytes_s, reader.delivery_bytes_s)
+        found = max(known * PROBE_PER_S**reader.interval_s, reader.read_bytes_s)
     return None if found >= (reader.full_bytes_s or 2 * reader.made_bytes_s) else found
 
 

@@ -290,7 +290,6 @@ class Reader:
             busy_share=(now.busy_s - before.busy_s) / view.interval_s,
             sndbuf_share=(now.sndbuf_s - before.sndbuf_s) / view.interval_s,
             rwnd_share=(now.rwnd_s - before.rwnd_s) / view.interval_s,
-            delivery_bytes_s=now.delivery_bytes_s,
             retransmits=now.retransmits - before.retransmits,
         )
 
@@ -300,7 +299,7 @@ class Reader:
         drift = abs(chosen.tpot_s - before.tpot_s)
         changed = chosen.pace is not before.pace or drift > LEAST_CHANGE * before.tpot_s
         self.pacing = chosen if changed else replace(chosen, tpot_s=before.tpot_s)
-        if self.run is None or chosen == before:
+        if self.run is None or (chosen == before and self.run.path_reason):
             return
         if changed:
             self.run.set_pace(chosen.pace, chosen.tpot_s * self.run.num_choices)

@@ -172,6 +172,4 @@ def request(
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
     plan = drafting(drafts, proposer)
     ids = compact(prompt_ids)
-    return GenerationRequest(
-        f"test-{next(_ids)}", ids, params, plan, n, task=task, service=service
-    )
+    return GenerationRequest(f"test-{next(_ids)}", ids, params, plan, n, task=task, service=service)

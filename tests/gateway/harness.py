@@ -63,6 +63,7 @@ class ScriptedBackend:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.paces: list[tuple[str, Pace]] = []  # (request id, pace) of each call, in order
+        self.tpots_s: list[float] = []  # of each call
         self.streams = DeltaStreams(self.abandoned.put_nowait)
         self.gate = asyncio.Event()  # start() waits for this event
         self.gate.set()
@@ -98,6 +99,7 @@ class ScriptedBackend:
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         self.paces.append((request_id, pace))
+        self.tpots_s.append(tpot_s)
 
     def unread_tokens(self, request_id: str) -> int:
         return self.streams.unread_tokens(request_id)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 BLOCK_BYTES = 1 << 16
+SMALL_BYTES = 2048
 
 
 class TcpProxy:
@@ -18,6 +19,8 @@ class TcpProxy:
     Attributes:
         url: the URL of the proxy, which replaces the URL of the server.
         delay_s: the delay of each block in either direction, in seconds.
+        bytes_s: the rate to clients in bytes per second, or 0 without a limit. Small buffers then
+            hold little output, so that the server notices the rate.
         passed_bytes: the number of bytes that the proxy forwarded from the server to clients.
         most_bytes: the limit of `passed_bytes` that closes the connection, or None.
         flip_at: the number of the byte from the server in which one bit is flipped, or None.
@@ -28,6 +31,7 @@ class TcpProxy:
         self._to = str(parts.hostname), int(parts.port or 80)
         self.url = ""
         self.delay_s = 0.0
+        self.bytes_s = 0.0
         self.passed_bytes = 0
         self.most_bytes: int | None = None
         self.flip_at: int | None = None
@@ -75,7 +79,7 @@ class TcpProxy:
             _reset(writer)
             return
         try:
-            server_reader, server_writer = await asyncio.open_connection(*self._to)
+            server_reader, server_writer = await self._connect()
         except OSError:
             _reset(writer)
             return
@@ -96,6 +100,15 @@ class TcpProxy:
             self._writers -= both
             self._tasks -= directions
 
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        connection = socket.socket()
+        if self.bytes_s:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, self._to)
+        limit = SMALL_BYTES if self.bytes_s else BLOCK_BYTES
+        return await asyncio.open_connection(sock=connection, limit=limit)
+
     async def stop(self) -> None:
         """Cancel the forwarding of every connection."""
         for task in tuple(self._tasks):
@@ -106,9 +119,11 @@ class TcpProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, from_server: bool
     ) -> None:
         with suppress(ConnectionError):
-            while block := await reader.read(BLOCK_BYTES):
+            while block := await reader.read(SMALL_BYTES if self.bytes_s else BLOCK_BYTES):
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
+                if self.bytes_s and from_server:
+                    await asyncio.sleep(len(block) / self.bytes_s)
                 await self._flows.wait()
                 writer.write(self._allowed(block) if from_server else block)
                 await writer.drain()

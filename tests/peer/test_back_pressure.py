@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from tests.gateway.test_slow_readers import StoppedReader, emit_until
 
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
@@ -16,7 +17,6 @@ from draftgate.gateway.http import slow_readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
-from tests.gateway.test_slow_readers import StoppedReader, emit_until
 from tests.peer.harness import linked_to
 
 WORDS = "word " * 200

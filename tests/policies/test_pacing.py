@@ -37,7 +37,9 @@ readers = st.builds(
     rtt_s=st.none() | st.floats(1e-4, 1.0),
 )
 pacings = st.builds(
-    Pacing, st.sampled_from(Pace), path_bytes_s=st.none() | st.floats(1.0, 1e6),
+    Pacing,
+    st.sampled_from(Pace),
+    path_bytes_s=st.none() | st.floats(1.0, 1e6),
     suspected=st.booleans(),
 )
 
