@@ -139,6 +139,7 @@ BENCHES: Final = {
     "phases": "bench.gateway.phases",
     "moves": "bench.gateway.moves",
     "readers": "bench.gateway.readers",
+    "client-paths": "bench.gateway.client_paths",
     "rag": "bench.gateway.rag",
     "reindexing": "bench.gateway.reindexing",
     "store": "bench.gateway.store",

@@ -1,7 +1,7 @@
 """The figures of a TCP connection in Linux (`TCP_INFO`).
 
-Encrypted connections have the same figures, in bytes of the encryption. The rate of a path is that of
-its acknowledged bytes. The delivery rate of TCP is no use here, because Linux computes it from
+Encrypted connections have the same figures, in bytes of the encryption. The rate of a path is that
+of its acknowledged bytes. The delivery rate of TCP is no use here, because Linux computes it from
 packets of the full size, and those of a stream are small.
 """
 
