@@ -48,9 +48,9 @@ SEND_QUEUE_BYTES: Final = 32 << 10
 HEALTHY_INTERVAL_S: Final = 0.5
 """Interval of the checks while a client has little unread output."""
 
-CHECKS_AT_ONCE: Final = 200
-"""Readers checked in one callback of the event loop. A check takes 2 microseconds, or 10 if the
-client has unread output."""
+CHECKS_AT_ONCE: Final = 100
+"""Readers checked in one callback of the event loop. A check takes 1.3 us, or 19 us if the client
+has unread output (one core, AMD EPYC, uvloop, 2026-11-27)."""
 
 LEAST_CHANGE: Final = 0.1
 """Relative change of the time between tokens for which the worker gets a message."""

@@ -43,18 +43,18 @@ async function refresh() {
     return; // the header shows the state of the node
   }
   if (only) found = found.filter((decision) => last.includes(decision.request_id));
-  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome, decision.moves.length])]);
+  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome, decision.moves.length, decision.path])]);
   if (key === shown) return;
   shown = key;
   byId("decisions").replaceChildren(...found.map(row));
   byId("no-decisions").hidden = found.length > 0;
 }
 
-/** What happened under a plan, or nothing while the request runs. */
-function happened(outcome, moves) {
+/** What happened under a plan, and how the path to the client affects its request. */
+function happened(outcome, moves, path) {
   const accepted = outcome ? [`${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted`] : [];
   const revised = outcome ? outcome.revisions.map((revision) => revision.reason) : [];
-  return [...accepted, ...revised, ...moves.map(describeMove)].join("; ");
+  return [...accepted, ...revised, ...moves.map(describeMove), ...(path ? [path] : [])].join("; ");
 }
 
 /** The load of a worker. Servers without metrics do not report their KV blocks. */
@@ -63,7 +63,7 @@ function describeLoad({ running, waiting, kv_blocks_free: free, kv_blocks_total:
   return `${running} running, ${waiting} waiting${memory}`;
 }
 
-function row({ request_id: id, decided_s: at, plan, load, outcome, moves }) {
+function row({ request_id: id, decided_s: at, plan, load, outcome, moves, path }) {
   const time = new Date(at * 1e3);
   const mine = last.includes(id);
   const cells = [
@@ -74,7 +74,7 @@ function row({ request_id: id, decided_s: at, plan, load, outcome, moves }) {
     [String(plan.max_draft_tokens)],
     [figure(plan.price)],
     [plan.reason],
-    [happened(outcome, moves)],
+    [happened(outcome, moves, path)],
     [describeLoad(load)],
   ];
   // Narrow screens show rows as cards, in which each cell has the name of its column. Explicit roles

@@ -15,6 +15,7 @@ from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_respons
 from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
 from draftgate.gateway.http.openapi.schemas import components
 from draftgate.gateway.http.requests.headers import (
+    CLIENT_RATE_HEADER,
     FLOW_DEADLINE_HEADER,
     FLOW_HEADER,
     LONGEST_FLOW_ID,
@@ -136,10 +137,12 @@ def _operation(
     text = "An id for logs and the response. A long or unprintable id is replaced."
     parameters.append(_header(REQUEST_ID_HEADER, text, {"type": "string"}))
     if operation.generates:
-        milliseconds = {"type": "number", "exclusiveMinimum": 0}
+        positive = {"type": "number", "exclusiveMinimum": 0}
         for name, token in ((TTFT_HEADER, "first token"), (TPOT_HEADER, "each further token")):
             text = f"Target for the {token}, in milliseconds."
-            parameters.append(_header(name, text, milliseconds))
+            parameters.append(_header(name, text, positive))
+        text = "Tokens per second that the client can take, as an upper bound."
+        parameters.append(_header(CLIENT_RATE_HEADER, text, positive))
     if 429 in operation.errors:
         parameters += _FLOW_HEADERS
     entry: dict[str, Any] = {
