@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Container
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import PendingPrefixes
@@ -109,10 +109,24 @@ class Queues:
             self._leave_batch(sequence)
         self.leaving.clear()
 
-    @property
-    def decode_order(self) -> Callable[[Sequence], Any]:
-        """The sort key of decodes: least recently served first, except for sparing sequences."""
-        return _sparing_last if self.num_sparing else _LEAST_RECENTLY_SERVED
+    def decodes(self, now_s: float | None) -> list[Sequence]:
+        """Return the decoding sequences, least recently served first, and sparing sequences later.
+
+        Args:
+            now_s: time at which a client must be able to take a token, or None to include all. A
+                sparing sequence that runs alone takes no time from others, and frees its memory
+                earlier.
+        """
+        # A sequence that reaches its length with the pending token needs no further step.
+        found = [
+            s
+            for s in self.running
+            if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
+        ]
+        if self.num_sparing and now_s is not None:
+            found = [s for s in found if s.next_decode_s <= now_s]
+        found.sort(key=_sparing_last if self.num_sparing else _LEAST_RECENTLY_SERVED)
+        return found
 
     @property
     def head_tokens(self) -> int:

@@ -333,23 +333,9 @@ class Scheduler:
         self._ran_s = None
 
     def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
-        """Feed one token to every decode, starting with the longest wait.
-
-        Args:
-            early: whether to include sequences whose clients cannot take a token yet. A sequence
-                that runs alone takes no time from others, and frees its memory earlier.
-        """
-        # A sequence that reaches its length with the pending token needs no further step.
-        decodes = [
-            s
-            for s in self._queues.running
-            if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
-        ]
-        if self._queues.num_sparing and not early:
-            decodes = [s for s in decodes if s.next_decode_s <= self._now_s]
-        decodes.sort(key=self._queues.decode_order)
+        """Feed one token to every decode, starting with the longest wait (`Queues.decodes`)."""
         running, block_size = SequenceState.RUNNING, self.blocks.block_size
-        for sequence in decodes:
+        for sequence in self._queues.decodes(None if early else self._now_s):
             if step.budget <= 0:
                 break
             # An earlier decode may have preempted this sequence.
