@@ -106,37 +106,60 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     """Return the sampling parameters of every row, including the rows of drafts."""
     # `torch.tensor` takes five times as long as NumPy.
-    columns = sampling_columns(plan).items()
+    columns = SamplingColumns().of(plan).items()
     return RowSampling(**{name: to_device(torch.from_numpy(c), device) for name, c in columns})
 
 
-def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return the fields of `RowSampling` as arrays in main memory."""
-    # The token after position p uses the noise of position p + 1.
-    sampling = [work for work in plan.work if work.samples]
-    positions: list[int] = []
-    repeats: list[int] = []
-    for _, start, token_ids, _, draft in sampling:
-        end = start + len(token_ids)
-        positions.append(end)
-        repeats.append(1 + len(draft.token_ids))
-        if draft.token_ids:  # most sequences have no draft
-            positions += [end + depth for depth in draft.depths]
-    params = [work.sequence.request.sampling for work in sampling]
-    drafts = len(positions) > len(params)
+Columns = dict[str, npt.NDArray[Any]]
+"""Fields of `RowSampling` as arrays in main memory."""
 
-    def column(values: list[float] | list[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        by_sequence = np.array(values, dtype=dtype)
-        return np.repeat(by_sequence, repeats) if drafts else by_sequence
 
+class SamplingColumns:
+    """The sampling parameters of steps.
+
+    Consecutive steps mostly have the same sequences, whose parameters do not change.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: tuple[list[SamplingParams], list[int]] = [], []
+        self._by_sequence: Columns = _parameters([], [])
+
+    def of(self, plan: StepPlan) -> Columns:
+        """Return the columns of a step, with an entry for each sampled row."""
+        sampling = [work for work in plan.work if work.samples]
+        sequences = (
+            [work.sequence.request.sampling for work in sampling],
+            [work.sequence.choice for work in sampling],
+        )
+        # The lists mostly have the same objects, which Python compares by identity first.
+        if sequences != self._sequences:
+            self._sequences, self._by_sequence = sequences, _parameters(*sequences)
+        columns = self._by_sequence
+        # The token after position p uses the noise of position p + 1.
+        if plan.decodes_only:
+            positions = [work.start + 1 for work in sampling]
+        else:
+            positions, repeats = [], []
+            for _, start, token_ids, _, draft in sampling:
+                end, rows = start + len(token_ids), 1 + len(draft.token_ids)
+                repeats.append(rows)
+                if draft.is_chain:
+                    positions += range(end, end + rows)
+                else:
+                    positions += (end, *[end + depth for depth in draft.depths])
+            columns = {name: np.repeat(column, repeats) for name, column in columns.items()}
+        return columns | {"position": np.array(positions, dtype=np.int32)}
+
+
+def _parameters(params: list[SamplingParams], choices: list[int]) -> Columns:
+    """Return the columns with an entry for each sequence."""
     return {
-        "temperature": column([_temperature(p) for p in params], np.float32),
-        "top_k": column([min(p.top_k, _MAX_INT32) for p in params], np.int32),
-        "top_p": column([p.top_p for p in params], np.float32),
-        "min_p": column([p.min_p for p in params], np.float32),
-        "seed": column([_as_int64(p.seed) for p in params], np.int64),
-        "choice": column([work.sequence.choice for work in sampling], np.int32),
-        "position": np.array(positions, dtype=np.int32),
+        "temperature": np.array([_temperature(p) for p in params], np.float32),
+        "top_k": np.array([min(p.top_k, _MAX_INT32) for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+        "seed": np.array([_as_int64(p.seed) for p in params], np.int64),
+        "choice": np.array(choices, np.int32),
     }
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from draftgate.backends.core.drafts import ROOT, Draft
-from draftgate.backends.core.steps import SequenceWork
+from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
 from draftgate.backends.engine.gpu.packing import PackedFeeds, pack_feeds
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
@@ -18,6 +19,10 @@ from draftgate.backends.engine.inputs import Feed, feed_of, lay_out
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.ragged import ragged_spans
+from draftgate.backends.engine.sampler import SamplingColumns
+from draftgate.backends.types import ResumedChoice
+from draftgate.policies.speculation.baselines import Off
+from tests.engine.harness import request
 from tests.engine.step_logits import Table
 
 CPU = torch.device("cpu")
@@ -79,6 +84,38 @@ def test_fields_written_on_the_host_are_read_on_the_device() -> None:
         assert (fields[name].data_ptr() - memory.data_ptr()) % 64 == 0
     assert fields["tables"].tolist() == [1000] * 15
     assert layout.used_bytes(15) == layout.num_bytes
+
+
+def test_sampling_parameters_are_those_of_the_step() -> None:
+    """Rows have the parameters of their sequence and the position of their token, whatever the
+    sequences of the last step were."""
+    rng, columns = Random(0), SamplingColumns()
+    sequences = [
+        Sequence.for_choice(key, request(str(key), [1], Off(), **own), ResumedChoice(key % 2, ()))
+        for key, own in enumerate(
+            ({}, {"seed": 2}, {"seed": 2, "top_k": 3}, {"temperature": 0.5, "min_p": 0.25})
+        )
+    ]
+    for _ in range(60):
+        chosen = rng.choice((sequences[:2], sequences[1:], sequences[::2]))
+        drafts = rng.choice((None, NO_DRAFT, Draft((4, 5)), Draft((4, 5, 6), (ROOT, 0, ROOT))))
+        work = [
+            SequenceWork(sequence, rng.randrange(9), (7,), drafts is not None, drafts or NO_DRAFT)
+            for sequence in chosen
+        ]
+        work.append(SequenceWork(sequences[0], 3, (1, 2), rng.random() < 0.5))
+        expected = [
+            (s.request.sampling, s.choice, start + len(fed) + depth)
+            for s, start, fed, samples, draft in work
+            if samples
+            for depth in (0, *draft.depths)
+        ]
+        found = columns.of(StepPlan(tuple(work)))
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            own = [getattr(sampling, name) for sampling, *_ in expected]
+            assert found[name].tolist() == pytest.approx(own)
+        assert found["choice"].tolist() == [choice for _, choice, _ in expected]
+        assert found["position"].tolist() == [position for *_, position in expected]
 
 
 @given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))

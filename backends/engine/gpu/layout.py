@@ -6,6 +6,7 @@ fields of every step of its shape at the same addresses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -142,6 +143,13 @@ class StepFields:
     def __getitem__(self, name: str) -> Tensor:
         return self._fields[name]
 
+    @property
+    def tables(self) -> BlockTables:
+        """The page tables."""
+        return BlockTables(
+            self._fields["tables"], self._fields["table_starts"], self._longest_table
+        )
+
     def inputs(self, num_samples: int, num_hidden: int = 0) -> StepInputs:
         """Return the decoder's inputs, given the numbers of sampled rows and of hidden rows."""
         fields = self._fields
@@ -155,7 +163,7 @@ class StepFields:
             RaggedSpans(
                 fields["query_starts"],
                 fields["context_lens"],
-                BlockTables(fields["tables"], fields["table_starts"], self._longest_table),
+                self.tables,
                 fields["ancestors"],
                 fields["draft_starts"],
                 fields["attention_positions"],
@@ -177,7 +185,7 @@ class HostFields:
         self._layout = layout
         self._memory: npt.NDArray[np.uint8] = memory.numpy()
 
-    def write(self, name: str, values: list[int] | npt.NDArray[Any], padding: int = 0) -> None:
+    def write(self, name: str, values: Many[int] | npt.NDArray[Any], padding: int = 0) -> None:
         """Write values to the beginning of a field and padding to the rest."""
         array = self._layout.array(name, self._memory)
         array[: len(values)] = values

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from draftgate.backends.core.drafts import ROOT
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.gpu.layout import HostFields
 from draftgate.backends.engine.inputs import Feed, StepRows, lay_out
 from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.operators.ragged import SpanLists, as_bits
-from draftgate.backends.engine.sampler import sampling_columns
+from draftgate.backends.engine.sampler import Columns
 
 
 @dataclass(slots=True)
@@ -89,13 +90,13 @@ class PackedWalks:
     draft_parents: list[int] = field(default_factory=list)
     sample_starts: list[int] = field(default_factory=lambda: [0])
     remaining: list[int] = field(default_factory=list)
-    ignore_eos: list[int] = field(default_factory=list)
+    ignore_eos: list[bool] = field(default_factory=list)
     longest: int = 0
     has_trees: bool = False
 
-    def write(self, plan: StepPlan, host: HostFields) -> None:
+    def write(self, sampling: Columns, host: HostFields) -> None:
         """Write the fields that sampling and the accept walk read."""
-        for name, column in sampling_columns(plan).items():
+        for name, column in sampling.items():
             host.write(name, column)
         host.write("draft_tokens", self.draft_tokens)
         host.write("draft_parents", self.draft_parents)
@@ -106,18 +107,25 @@ class PackedWalks:
 
 def pack_walks(plan: StepPlan) -> PackedWalks:
     """Pack the drafts of a plan."""
-    packed = PackedWalks()
+    sequences = [work.sequence for work in plan.work]
+    packed = PackedWalks(
+        remaining=[sequence.remaining_tokens for sequence in sequences],
+        # A grammar decides the end of the text by itself.
+        ignore_eos=[s.grammar is None and s.request.sampling.ignore_eos for s in sequences],
+    )
+    if plan.decodes_only:
+        count = len(sequences)
+        packed.draft_tokens, packed.draft_parents = [NO_DRAFT] * count, [0] * count
+        packed.sample_starts, packed.longest = [*range(count + 1)], 1
+        return packed
     for work in plan.work:
-        sequence, draft = work.sequence, work.draft
+        draft = work.draft
         if work.samples:
             # Row 0 belongs to the last confirmed token.
             packed.draft_tokens += (NO_DRAFT, *draft.token_ids)
-            packed.draft_parents += (0, *(draft.parent(place) + 1 for place in range(len(draft))))
+            parents = draft.parents or range(ROOT, len(draft) - 1)
+            packed.draft_parents += (0, *[parent + 1 for parent in parents])
         packed.sample_starts.append(len(packed.draft_tokens))
-        packed.remaining.append(sequence.remaining_tokens)
-        # A grammar decides the end of the text by itself.
-        ignores_eos = sequence.grammar is None and sequence.request.sampling.ignore_eos
-        packed.ignore_eos.append(int(ignores_eos))
         packed.longest = max(packed.longest, work.num_samples)
         packed.has_trees = packed.has_trees or not draft.is_chain
     return packed

@@ -36,7 +36,13 @@ from draftgate.backends.engine.logprobs import StepLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.prompt_logprobs import ScoredChunk
-from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, needs_rejection
+from draftgate.backends.engine.sampler import (
+    SamplingColumns,
+    Verify,
+    Walks,
+    draw_tokens,
+    needs_rejection,
+)
 from draftgate.backends.engine.transfer import new_event, to_device, to_host
 
 _PENDING: Final = ("pending_rows", "pending_sources")
@@ -83,6 +89,7 @@ class GpuRunner:
         self._pool = pool
         self._forward = forward
         self._verify = verify
+        self._sampling = SamplingColumns()
         self._eos_ids = decoder.config.known_eos_ids
         ends = torch.tensor(sorted(self._eos_ids), dtype=torch.int64)
         self._ends = to_device(ends, decoder.device)
@@ -171,7 +178,7 @@ class GpuRunner:
         pending = _pending(plan, previous) if previous is not None else ([], [])
 
         def write(host: HostFields) -> None:
-            walks.write(plan, host)
+            walks.write(self._sampling.of(plan), host)
             for name, places in zip(_PENDING, pending, strict=True):
                 host.write(name, places)
             began.record()
