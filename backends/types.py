@@ -107,14 +107,14 @@ class SamplingParams:
         return self.counts_tokens or bool(self.bad_words)
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether a parameter changes logits before temperature and filters."""
+        return bool(self.logit_bias) or self.reads_output or self.min_tokens > 0
+
+    @property
     def leaves_logits(self) -> bool:
         """Whether no parameter reads or changes logits before temperature and filters."""
-        return (
-            self.logprobs is None
-            and not self.logit_bias
-            and not self.reads_output
-            and self.min_tokens == 0
-        )
+        return self.logprobs is None and not self.changes_logits
 
 
 class GrammarKind(StrEnum):

@@ -135,6 +135,21 @@ def forbid_rows(logits: Tensor, rows: Many[int], masks: Many[bytes]) -> None:
         token_mask_ref.forbid_tokens(logits, places, packed)
 
 
+def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return the logits of a draft model in the target's vocabulary, contiguous.
+
+    The vocabularies differ only by padding. Drafts contain only tokens of both vocabularies.
+
+    Args:
+        logits: float32 [rows, vocab_size of the draft model].
+        vocab_size: vocabulary size of the target.
+    """
+    missing = vocab_size - logits.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits[:, :vocab_size].contiguous()
+
+
 def _changes_logits(work: SequenceWork, eos_ids: frozenset[int]) -> bool:
     sampling = work.sequence.request.sampling
     changes = sampling.logit_bias or sampling.bad_words or sampling.counts_tokens

@@ -56,6 +56,7 @@ STAGES: Final = (
     Stage("replay", "off against replayed drafts of each recorded proposer, 8B"),
     Stage("skew", "63 short contexts and a long one in a step, 8B"),
     Stage("sampling", "Greedy steps against temperature, top-k and top-p at batch 1, 8B"),
+    Stage("drafts", "Chains of a 1B draft model by the host, with separate launches and in graphs"),
     Stage("trees", "Trees of growing size, and whether a new size compiles a kernel"),
     Stage("shipped", "The shipped model end to end with every proposer, and transformers"),
     Stage("exact", "Cost of exact mode, 1B"),

@@ -32,6 +32,7 @@ MODULES: Final = {
     "skew": "shapes",
     "sampling": "shapes",
     "trees": "shapes",
+    "drafts": "drafts",
 }
 """Module of `bench.gpu` with the function of each stage. A stage imports only what it needs."""
 

@@ -90,7 +90,7 @@ def test_rehearsal_measures_steps_and_writes_the_page(tmp_path: Path) -> None:
     """On a CPU, stages measure tiny models, skip what needs a GPU, and draw the roofline."""
     chosen = (
         "rates", "steps-8b", "steps-8b-fp8", "steps-8b-int4", "steps-30b-a3b", "profile", "trees",
-        "idle",
+        "drafts", "idle",
     )  # fmt: skip
     rehearse(tmp_path, "--only", *chosen)
     found = results(tmp_path)

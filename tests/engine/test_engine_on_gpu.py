@@ -37,6 +37,7 @@ from tests.engine.harness import (
     embedding_request,
     request,
 )
+from tests.engine.tiny_drafter import MakeChains, TinyDrafter, in_graphs, on_the_device
 from tests.engine.tiny_model import (
     MIXED_BLOCKS,
     TINY_EXPERTS,
@@ -48,6 +49,7 @@ from tests.engine.tiny_model import (
     tiny_config,
     tiny_weights,
     torch_decoder,
+    triton_decoder,
 )
 from tests.kernels.synchronisation import forbid_synchronisation
 
@@ -246,6 +248,19 @@ def test_launches_do_not_wait_for_the_gpu(captured: bool) -> None:
             launched = engine.runner.launch(plan)
         engine.worker.complete(plan, engine.runner.fetch(launched))
     assert trees
+
+
+@pytest.mark.parametrize("make_chains", [on_the_device, in_graphs])
+def test_device_draws_the_chains_of_the_host_without_waiting(make_chains: MakeChains) -> None:
+    """Chains have the tokens and evidence of chains that the host extends. The host waits only for
+    their results."""
+    config = tiny_config(windows=(24, None))
+    decoder = triton_decoder(config, tiny_weights(config, device=GPU, exact=True))
+    drafter, again = (TinyDrafter(decoder, make_chains) for _ in range(2))
+    expected = TinyDrafter(decoder).run()
+    assert drafter.run() == expected  # the first launch of a kernel compiles it
+    with forbid_synchronisation():
+        assert again.run() == expected
 
 
 def test_run_waits_only_for_results() -> None:

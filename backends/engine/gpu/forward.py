@@ -13,6 +13,7 @@ Padding rows belong to no sequence. They attend to nothing and write to the dump
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cache
 
@@ -31,8 +32,11 @@ MoreFields = Callable[[HostFields], None]
 """Writes fields that the forward pass does not read, for the same copy to the device."""
 
 
-class DeviceForward:
-    """Runs a decoder over the layers of a pool, on one device and in one thread."""
+class DevicePasses(ABC):
+    """Runs passes of a decoder over the layers of a pool, on one device and in one thread.
+
+    A subclass says what a pass computes.
+    """
 
     def __init__(self, decoder: Decoder, layers: Layers, dump_slot: int, shapes: Shapes) -> None:
         """Allocate the memory that captured steps read.
@@ -74,6 +78,50 @@ class DeviceForward:
         memory[:used].copy_(host[:used], non_blocking=True)
         return shape, StepFields(layout, memory, self.shapes.page_tokens)
 
+    def launch(
+        self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0
+    ) -> Tensor:
+        """Run a placed pass, and return its result, which the next pass may overwrite."""
+        if shape in self._graphs:
+            graph, result = self._graphs[shape]
+            graph.replay()
+            return result
+        return self._pass(fields, num_samples, num_hidden)
+
+    @abstractmethod
+    def _pass(self, fields: StepFields, num_samples: int, num_hidden: int = 0) -> Tensor:
+        """Run a pass with separate launches, which a graph captures for all rows."""
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every shape in one memory pool, the largest shape first."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._decoder.device)
+        for shape in self.shapes.captured():
+            fields = self._place_padding(shape)
+            # The first launch compiles and loads a kernel, which a graph cannot capture.
+            self._pass(fields, shape.rows)
+            graph = torch.cuda.CUDAGraph()
+            # Use the thread-local mode, because other threads may run workers on other GPUs.
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                result = self._pass(fields, shape.rows)
+            self._graphs[shape] = graph, result
+
+    def _place_padding(self, shape: StepShape) -> StepFields:
+        """Place a step of padding rows, and return its fields."""
+        layout = self._layout(shape)
+        host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device).zero_()
+        pack_feeds(()).write(HostFields(layout, host), self._dump_slot)
+        self._fixed[: layout.num_bytes].copy_(host)
+        return self._fixed_fields(shape)
+
+    def _fields_of_fixed(self, shape: StepShape) -> StepFields:
+        return StepFields(self._layout(shape), self._fixed, self.shapes.page_tokens)
+
+
+class DeviceForward(DevicePasses):
+    """Forward passes, whose results are the final hidden states."""
+
     def run(
         self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -83,12 +131,7 @@ class DeviceForward:
             The logits of the sampled rows, float32 [num_samples, vocab_size], and the result of
             `Decoder.last_hidden`, which the next step may overwrite.
         """
-        if shape in self._graphs:
-            graph, hidden = self._graphs[shape]
-            graph.replay()
-        else:
-            inputs = fields.inputs(num_samples, num_hidden)
-            hidden = self._decoder.last_hidden(inputs, self._layers)
+        hidden = self.launch(shape, fields, num_samples, num_hidden)
         return self._decoder.logits(hidden[:num_samples]), hidden
 
     @torch.inference_mode()
@@ -97,28 +140,5 @@ class DeviceForward:
         packed = pack_feeds(feeds, self.shapes.page_tokens)
         return self.run(*self.place(packed), len(packed.rows.sample_rows))[0]
 
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every shape in one memory pool, the largest shape first."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._decoder.device)
-        for shape in self.shapes.captured():
-            inputs = self._place_padding(shape).inputs(shape.rows)
-            # The first launch compiles and loads a kernel, which a graph cannot capture.
-            self._decoder.last_hidden(inputs, self._layers)
-            graph = torch.cuda.CUDAGraph()
-            # Use the thread-local mode, because other threads may run workers on other GPUs.
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                hidden = self._decoder.last_hidden(inputs, self._layers)
-            self._graphs[shape] = graph, hidden
-
-    def _place_padding(self, shape: StepShape) -> StepFields:
-        """Place a step of padding rows, and return its fields."""
-        layout = self._layout(shape)
-        host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device)
-        pack_feeds(()).write(HostFields(layout, host), self._dump_slot)
-        self._fixed[: layout.num_bytes].copy_(host)
-        return self._fixed_fields(shape)
-
-    def _fields_of_fixed(self, shape: StepShape) -> StepFields:
-        return StepFields(self._layout(shape), self._fixed, self.shapes.page_tokens)
+    def _pass(self, fields: StepFields, num_samples: int, num_hidden: int = 0) -> Tensor:
+        return self._decoder.last_hidden(fields.inputs(num_samples, num_hidden), self._layers)

@@ -10,7 +10,14 @@ from typing import Final
 
 from draftgate.backends.engine.gpu.layout import StepShape
 
-ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32))
+ROW_BUCKETS: Final[tuple[int, ...]] = (
+    1,
+    2,
+    4,
+    *range(8, 64, 8),
+    *range(64, 128, 16),
+    *range(128, 513, 32),
+)
 """Rows of captured steps.
 
 A step of up to 184 rows takes the time to read the bfloat16 weights (790 TFLOP/s over 4.3 TB/s, an
@@ -31,6 +38,11 @@ The grid of attention covers the bound, and each wave of empty programs costs a 
 (`paged_attention`). With a factor of 4, at most three quarters of the programs are empty. The
 factor is not measured.
 """
+
+
+def row_bucket(rows: int) -> int:
+    """Return the captured rows of a step of this number of rows, or the most captured rows."""
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= rows), ROW_BUCKETS[-1])
 
 
 @dataclass(frozen=True)

@@ -283,6 +283,7 @@ def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: 
     slots = row.to(tl.int64) * num_tiles + tiles
     scores = tl.load(tile_max_ptr + slots, mask=tiles < num_tiles, other=float("-inf"))
     _, winner = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    winner = tl.minimum(winner, num_tiles - 1)  # the logits of a row of padding may be NaN
     token = tl.load(tile_arg_ptr + row.to(tl.int64) * num_tiles + winner)
     tl.store(token_ptr + row, token.to(tl.int64))
 

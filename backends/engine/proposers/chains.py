@@ -30,8 +30,8 @@ from draftgate.backends.engine.sampler import draw_tokens, row_sampling
 Forward = Callable[[Many[Feed]], Tensor]
 """Runs feeds of one sampled row each, and returns logits, float32 [feeds, vocab_size]."""
 
-Observe = Callable[[Many[Feed], float], None]
-"""Receives the feeds of one depth and the seconds until their tokens were sampled."""
+Observe = Callable[[int, float], None]
+"""Receives the rows of a pass and the seconds until its tokens were sampled."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def draw_chains(
         next_feed: returns the feed for the next draft, given the index of a request, and the
             position and token of its latest draft.
         forward: runs the model.
-        observe: receives the feeds and the seconds of each depth.
+        observe: receives the rows and the seconds of each pass.
         eos_ids: tokens that end a sequence, all below the vocabulary's size.
         keep_distributions: whether sampled drafts carry their distributions, for rejection.
     """
@@ -95,7 +95,8 @@ def draw_chains(
         started_s = time.perf_counter()
         fed = list(feeds.values())
         tokens = _draw([chains[i] for i in feeds], forward(fed), eos_ids, keep_distributions)
-        observe(fed, time.perf_counter() - started_s)
+        rows = sum(len(feed.token_ids) for feed in fed)
+        observe(rows, time.perf_counter() - started_s)
         for index, token in zip(list(feeds), tokens, strict=True):
             chain = chains[index]
             position = len(chain.sequence.token_ids)

@@ -12,6 +12,7 @@ the missing tokens again, a bounded number per step, before the proposer drafts 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,10 +24,14 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.inputs import Feed, build_inputs
 from draftgate.backends.engine.kv_pool import DraftLayers
+from draftgate.backends.engine.logits import in_vocabulary
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.chains import Forward, draw_chains
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
+
+if TYPE_CHECKING:
+    from draftgate.backends.engine.gpu.chains import DeviceChains
 
 
 class DraftModel:
@@ -35,10 +40,15 @@ class DraftModel:
     Attributes:
         reach_tokens: maximum distance, in tokens, at which a token can influence the last logits.
             The value is the sum of the windows of all layers, or None if a layer has no window.
+        device_chains: draws chains on a GPU, or None on a CPU.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: DraftLayers, vocab_size: int, forward: Forward | None = None
+        self,
+        decoder: Decoder,
+        kv: DraftLayers,
+        vocab_size: int,
+        device_chains: DeviceChains | None = None,
     ) -> None:
         """Bind a decoder to its layers of the pool.
 
@@ -46,24 +56,20 @@ class DraftModel:
             decoder: the draft model.
             kv: the draft model's view of the pool.
             vocab_size: vocabulary size of the target.
-            forward: runs the decoder over `kv`. The default is the decoder itself.
+            device_chains: runs the decoder over `kv` on a GPU.
         """
         windows = decoder.config.windows
         self.kv = kv
         self.reach_tokens = None if None in windows else sum(window or 0 for window in windows)
+        self.device_chains = device_chains
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._forward = forward or self._run
+        self._forward: Forward = self._run if device_chains is None else device_chains.forward
 
     @torch.inference_mode()
     def forward(self, feeds: Many[Feed]) -> Tensor:
         """Return the logits of the sampled rows, float32 [rows, vocab_size of the target]."""
-        logits = self._forward(feeds)
-        # The vocabularies differ only by padding. Drafts contain only tokens of both vocabularies.
-        missing = self._vocab_size - logits.shape[1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, : self._vocab_size].contiguous()
+        return in_vocabulary(self._forward(feeds), self._vocab_size)
 
     def _run(self, feeds: Many[Feed]) -> Tensor:
         inputs = build_inputs(feeds, self.kv.dump_slot, self.kv.page_tokens)
@@ -162,15 +168,20 @@ class DraftModelProposer:
             pages = requests[index].sequence.draft_table.pages
             return Feed((token,), position, pages, num_samples=1)
 
-        drafts = draw_chains(
-            requests,
-            [first_feed(request.sequence) for request in requests],
-            next_feed,
-            self._model.forward,
-            self._observe,
-            eos_ids=self._eos_ids,
-            keep_distributions=self._keep_distributions,
-        )
+        first_feeds = [first_feed(request.sequence) for request in requests]
+        chains = self._model.device_chains
+        if chains is not None and not any(map(self._needs_host, requests)):
+            drafts = chains.draw(requests, first_feeds, self._observe)
+        else:
+            drafts = draw_chains(
+                requests,
+                first_feeds,
+                next_feed,
+                self._model.forward,
+                self._observe,
+                eos_ids=self._eos_ids,
+                keep_distributions=self._keep_distributions,
+            )
         for request, draft in zip(requests, drafts, strict=True):
             sequence = request.sequence
             sequence.draft_table.valid_tokens = len(sequence.token_ids)
@@ -178,10 +189,18 @@ class DraftModelProposer:
             self._drafted[sequence.key] = len(sequence.token_ids), draft.token_ids[:-1]
         return drafts
 
-    def _observe(self, feeds: Many[Feed], seconds: float) -> None:
-        """Fit the cost by tokens alone. The cost has no term for contexts."""
-        tokens = sum(len(feed.token_ids) for feed in feeds)
-        self._fit.add_step(StepSize(tokens, 0, 0, 0), seconds)
+    def _needs_host(self, request: DraftRequest) -> bool:
+        """Return whether the host has work between two tokens of a chain.
+
+        The host computes masks of grammars, changes of logits, and distributions for rejection.
+        """
+        sequence, sampling = request.sequence, request.sequence.request.sampling
+        keeps_distributions = self._keep_distributions and sampling.temperature > 0
+        return keeps_distributions or sequence.grammar is not None or sampling.changes_logits
+
+    def _observe(self, rows: int, seconds: float) -> None:
+        """Fit the cost by rows alone. The cost has no term for contexts."""
+        self._fit.add_step(StepSize(rows, 0, 0, 0), seconds)
 
     def _valid_tokens(self, sequence: Sequence) -> int:
         """Update and return the number of leading tokens that need no computation."""

@@ -220,10 +220,10 @@ class EagleProposer:
         sequences = [request.sequence for request in requests]
         passes = 0
 
-        def observe(feeds: Many[Feed], seconds: float) -> None:
+        def observe(rows: int, seconds: float) -> None:
             nonlocal passes
             passes += 1
-            self._observe(feeds, seconds)
+            self._observe(rows, seconds)
 
         drafts = grow_trees(
             requests,
@@ -262,9 +262,8 @@ class EagleProposer:
             )
         ]
 
-    def _observe(self, feeds: Many[Feed], seconds: float) -> None:
+    def _observe(self, rows: int, seconds: float) -> None:
         """Fit the cost by rows alone. The cost has no term for contexts."""
-        rows = sum(len(feed.token_ids) for feed in feeds)
         self._fit.add_step(StepSize(rows, 0, 0, 0), seconds)
 
     def _end(self, sequence: Sequence) -> int:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.eagle.head import EagleHead
-from draftgate.backends.engine.gpu.forward import DeviceForward
-from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
 from draftgate.backends.engine.model import Decoder
@@ -26,6 +24,9 @@ from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.warmup import TOKEN_STRIDE, measure_depths
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from draftgate.backends.engine.gpu.chains import DeviceChains
 
 PROPOSER_GROUP: Final = "draftgate.proposers"
 
@@ -86,8 +87,8 @@ def _sparse_self(setup: ProposerSetup) -> Proposer:
 def _draft_model(setup: ProposerSetup) -> Proposer:
     assert setup.draft is not None
     kv = setup.pool.draft_layers(setup.draft.config)
-    forward = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
-    model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, forward)
+    chains = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
+    model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, chains)
     vocab_size = setup.draft.config.vocab_size
     limits = setup.config.step_limits(setup.decoder.device.type)
     feeds = [
@@ -128,15 +129,20 @@ def _eagle(setup: ProposerSetup) -> Proposer:
     )
 
 
-def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
-    """Capture the forward pass of a draft model on a GPU, for every batch of one-token feeds."""
-    longest = setup.max_model_len or setup.decoder.config.max_position_embeddings
-    most = setup.config.step_limits(draft.device.type).sequences
-    rows = next((rows for rows in ROW_BUCKETS if rows >= most), ROW_BUCKETS[-1])
-    shapes = Shapes(rows, most, longest, kv.page_tokens)
-    forward = DeviceForward(draft, kv.layers, kv.dump_slot, shapes)
-    forward.capture()
-    return forward
+def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> DeviceChains:
+    """Capture the passes of a draft model on a GPU."""
+    # Some machines lack Triton.
+    from draftgate.backends.engine.gpu.chains import DeviceChains
+
+    chains = DeviceChains(
+        draft,
+        kv,
+        setup.decoder.config.vocab_size,
+        max_num_seqs=setup.config.step_limits(draft.device.type).sequences,
+        max_model_len=setup.max_model_len or setup.decoder.config.max_position_embeddings,
+    )
+    chains.capture()
+    return chains
 
 
 _BUILT_IN: Final[dict[str, ProposerFactory]] = {

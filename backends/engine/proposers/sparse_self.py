@@ -113,9 +113,9 @@ class SparseSelfProposer:
     def forget(self, sequence: Sequence) -> None:
         """Do nothing, because the proposer keeps no state."""
 
-    def _observe(self, feeds: Many[Feed], seconds: float) -> None:
-        count = len(feeds)
-        self._fit.add_step(StepSize(count, count * self._budget_tokens, count, 0), seconds)
+    def _observe(self, rows: int, seconds: float) -> None:
+        """Fit the cost. A pass has one row per sequence."""
+        self._fit.add_step(StepSize(rows, rows * self._budget_tokens, rows, 0), seconds)
 
     def _feed(self, table: array[int], position: int, token: int) -> Feed:
         """Return the feed of a token, which reads the sub-list and has a slot of its own."""

@@ -54,7 +54,7 @@ def grow_trees(
         ragged: whether one launch attends all rows (`operators/ragged.py`).
         read: runs the first pass.
         follow: runs the other passes.
-        observe: receives the feeds and the seconds of each pass.
+        observe: receives the rows and the seconds of each pass.
     """
     growths = [Growth(min(request.max_tokens, MAX_TREE_TOKENS)) for request in requests]
     sampling = row_sampling(
@@ -79,7 +79,8 @@ def grow_trees(
         likeliest = _likeliest(output.logits, _rows(sampling, new, depths))
         for (index, node), children in zip(new, likeliest, strict=True):
             growths[index].add(node, children)
-        observe(feeds, time.perf_counter() - started_s)
+        rows = sum(len(feed.token_ids) for feed in feeds)
+        observe(rows, time.perf_counter() - started_s)
         chosen = [growth.next_unread() for growth in growths]
         new = [(index, node) for index, nodes in enumerate(chosen) for node in nodes]
         feeds = [
