@@ -17,6 +17,9 @@ from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.gpu.head_passes import HeadPasses
+from draftgate.backends.engine.gpu.shapes import Shapes
+from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.model import Decoder
@@ -38,6 +41,7 @@ from tests.engine.harness import (
     request,
 )
 from tests.engine.tiny_drafter import MakeChains, TinyDrafter, in_graphs, on_the_device
+from tests.engine.tiny_head import tiny_head
 from tests.engine.tiny_model import (
     MIXED_BLOCKS,
     TINY_EXPERTS,
@@ -48,6 +52,7 @@ from tests.engine.tiny_model import (
     mixed_plans,
     tiny_config,
     tiny_weights,
+    tokens_of,
     torch_decoder,
     triton_decoder,
 )
@@ -261,6 +266,23 @@ def test_device_draws_the_chains_of_the_host_without_waiting(make_chains: MakeCh
     assert drafter.run() == expected  # the first launch of a kernel compiles it
     with forbid_synchronisation():
         assert again.run() == expected
+
+
+def test_graph_of_a_head_has_the_bits_of_separate_launches() -> None:
+    """A captured pass of an EAGLE-3 head has the same bits, and its launch does not wait."""
+    config = tiny_config(num_layers=1, windows=(None,))
+    head = tiny_head(config, tiny_weights(config, device=GPU, exact=True))
+    kv = KvPool(config, 16, torch.float32, GPU).draft_layers(config)
+    eager, captured = (HeadPasses(head, kv, Shapes(8, 4, 64, kv.page_tokens)) for _ in range(2))
+    captured.capture()
+    feeds = [Feed(tokens_of(rows), 20, range(4 * rows, 4 * rows + 4), rows) for rows in (1, 2, 3)]
+    features = torch.randn(6, head.feature_size, device=GPU)
+    with torch.inference_mode():
+        expected = eager.run(feeds, features)  # the first launch of a kernel compiles it
+        with forbid_synchronisation():
+            found = captured.run(feeds, features)
+    assert torch.equal(found.hidden, expected.hidden)
+    assert torch.equal(found.logits, expected.logits)
 
 
 def test_run_waits_only_for_results() -> None:

@@ -47,7 +47,7 @@ _EVIDENCE: Final = 0
 """Row of the results with the evidence of each chain. Row r has the drafts with r - 1 left."""
 
 
-class _NextDrafts(DevicePasses):
+class _NextDrafts(DevicePasses[Tensor]):
     """Passes that read the drafts of the previous pass, one row per sequence.
 
     Attributes:
@@ -55,7 +55,9 @@ class _NextDrafts(DevicePasses):
     """
 
     def __init__(self, decoder: Decoder, kv: DraftLayers, shapes: Shapes, vocab_size: int) -> None:
-        super().__init__(decoder, kv.layers, kv.dump_slot, shapes)
+        super().__init__(decoder.device, kv.dump_slot, shapes)
+        self._decoder = decoder
+        self._layers = kv.layers
         self._vocab_size = vocab_size
         self.results = torch.zeros(
             (1 + LONGEST_CHAIN, shapes.max_sequences), dtype=torch.int64, device=decoder.device

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,30 +33,31 @@ MoreFields = Callable[[HostFields], None]
 """Writes fields that the forward pass does not read, for the same copy to the device."""
 
 
-class DevicePasses(ABC):
-    """Runs passes of a decoder over the layers of a pool, on one device and in one thread.
+Result = TypeVar("Result")
+
+
+class DevicePasses(ABC, Generic[Result]):
+    """Places and runs the passes of a model on one device and in one thread.
 
     A subclass says what a pass computes.
     """
 
-    def __init__(self, decoder: Decoder, layers: Layers, dump_slot: int, shapes: Shapes) -> None:
-        """Allocate the memory that captured steps read.
+    def __init__(self, device: torch.device, dump_slot: int, shapes: Shapes) -> None:
+        """Allocate the memory that captured passes read.
 
         Args:
-            decoder: the decoder to run.
-            layers: keys and values of a pool.
+            device: the device of the model.
             dump_slot: the slot for keys and values of padding rows.
-            shapes: the shapes of the decoder's steps.
+            shapes: the shapes of the passes.
         """
         self.shapes = shapes
-        self._decoder = decoder
-        self._layers = layers
+        self._device = device
         self._dump_slot = dump_slot
         self._layout = cache(StepLayout)
         largest = max((self._layout(s).num_bytes for s in shapes.captured()), default=0)
-        self._fixed = torch.zeros(largest, dtype=torch.uint8, device=decoder.device)
+        self._fixed = torch.zeros(largest, dtype=torch.uint8, device=device)
         self._fixed_fields = cache(self._fields_of_fixed)
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Result]] = {}
 
     def place(
         self, packed: PackedFeeds, more: MoreFields | None = None
@@ -64,7 +66,7 @@ class DevicePasses(ABC):
         rows, sequences = len(packed.rows.token_ids), len(packed.spans.context_lens)
         shape, captured = self.shapes.shape(rows, sequences, packed.longest_context)
         layout = self._layout(shape) if captured else StepLayout(shape)
-        device = self._decoder.device
+        device = self._device
         host = host_memory((layout.num_bytes,), torch.uint8, device)
         fields = HostFields(layout, host)
         packed.write(fields, self._dump_slot)
@@ -80,7 +82,7 @@ class DevicePasses(ABC):
 
     def launch(
         self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0
-    ) -> Tensor:
+    ) -> Result:
         """Run a placed pass, and return its result, which the next pass may overwrite."""
         if shape in self._graphs:
             graph, result = self._graphs[shape]
@@ -89,14 +91,14 @@ class DevicePasses(ABC):
         return self._pass(fields, num_samples, num_hidden)
 
     @abstractmethod
-    def _pass(self, fields: StepFields, num_samples: int, num_hidden: int = 0) -> Tensor:
+    def _pass(self, fields: StepFields, num_samples: int, num_hidden: int = 0) -> Result:
         """Run a pass with separate launches, which a graph captures for all rows."""
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every shape in one memory pool, the largest shape first."""
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._decoder.device)
+        stream = torch.cuda.Stream(self._device)
         for shape in self.shapes.captured():
             fields = self._place_padding(shape)
             # The first launch compiles and loads a kernel, which a graph cannot capture.
@@ -110,7 +112,7 @@ class DevicePasses(ABC):
     def _place_padding(self, shape: StepShape) -> StepFields:
         """Place a step of padding rows, and return its fields."""
         layout = self._layout(shape)
-        host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device).zero_()
+        host = host_memory((layout.num_bytes,), torch.uint8, self._device).zero_()
         pack_feeds(()).write(HostFields(layout, host), self._dump_slot)
         self._fixed[: layout.num_bytes].copy_(host)
         return self._fixed_fields(shape)
@@ -119,8 +121,14 @@ class DevicePasses(ABC):
         return StepFields(self._layout(shape), self._fixed, self.shapes.page_tokens)
 
 
-class DeviceForward(DevicePasses):
-    """Forward passes, whose results are the final hidden states."""
+class DeviceForward(DevicePasses[Tensor]):
+    """Forward passes of a decoder, whose results are the final hidden states."""
+
+    def __init__(self, decoder: Decoder, layers: Layers, dump_slot: int, shapes: Shapes) -> None:
+        """Bind a decoder to the keys and values of a pool (`DevicePasses`)."""
+        super().__init__(decoder.device, dump_slot, shapes)
+        self._decoder = decoder
+        self._layers = layers
 
     def run(
         self, shape: StepShape, fields: StepFields, num_samples: int, num_hidden: int = 0

@@ -12,7 +12,7 @@ head's own hidden states, so the head computes them again after verification.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from draftgate.backends.engine.transfer import to_device
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.costs.step_cost_fit import StepCostFit
 
+if TYPE_CHECKING:
+    from draftgate.backends.engine.gpu.head_passes import HeadPasses
+
 PASSES_MEMORY: Final = 0.05
 """Weight of a new draft in the mean number of passes per token, which averages about twenty."""
 
@@ -45,15 +48,22 @@ class HeadRunner:
         ragged: whether one launch attends all rows of a pass, as on a GPU.
     """
 
-    def __init__(self, head: EagleHead, pool: KvPool, kv: DraftLayers) -> None:
-        """Bind a head to the pool that holds the features, and to its layer of the pool."""
+    def __init__(
+        self, head: EagleHead, pool: KvPool, kv: DraftLayers, passes: HeadPasses | None = None
+    ) -> None:
+        """Bind a head to the pool that holds the features, and to its layer of the pool.
+
+        Args:
+            passes: runs the head over `kv` on a GPU, or None on a CPU.
+        """
         (window,) = head.config.model.windows
         self.reach_tokens = window
         self.page_tokens = kv.page_tokens
-        self.ragged = head.device.type != "cpu"
+        self.ragged = passes is not None
         self._head = head
         self._pool = pool
         self._kv = kv
+        self._passes = passes
 
     @torch.inference_mode()
     def read(self, feeds: Many[Feed], slots: list[int]) -> HeadOutput:
@@ -63,16 +73,15 @@ class HeadRunner:
             feeds: the tokens and positions of the rows.
             slots: the slot of each row's feature.
         """
-        inputs = build_inputs(feeds, self._kv.dump_slot, self._kv.page_tokens).on(self._head.device)
-        padding = len(inputs.token_ids) - len(slots)
-        places = torch.tensor(slots + [self._pool.dump_slot] * padding)
-        features = self._pool.read_features(to_device(places, self._head.device))
-        return self._head.forward(inputs, features, self._kv.layers)
+        places = to_device(torch.tensor(slots), self._head.device)
+        return self.draft(feeds, self._pool.read_features(places))
 
     @torch.inference_mode()
     def draft(self, feeds: Many[Feed], hidden: Tensor) -> HeadOutput:
-        """Run a row after each row of `hidden`, [feeds, hidden_size]."""
-        inputs = build_inputs(feeds, self._kv.dump_slot, self._kv.page_tokens).on(self._head.device)
+        """Run a row after each of these features or hidden states, [rows, hidden_size]."""
+        if self._passes is not None:
+            return self._passes.run(feeds, hidden)
+        inputs = build_inputs(feeds, self._kv.dump_slot, self._kv.page_tokens)
         padding = len(inputs.token_ids) - len(hidden)
         features = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
         return self._head.forward(inputs, features, self._kv.layers)

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
 
+from draftgate.backends.core.draft_growth import READ_PER_PASS
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.drafts import PREDICTION
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.eagle.head import EagleHead
+from draftgate.backends.engine.gpu.head_passes import HeadPasses
+from draftgate.backends.engine.gpu.shapes import Shapes, row_bucket
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
 from draftgate.backends.engine.model import Decoder
@@ -65,6 +68,11 @@ class ProposerSetup:
         """Whether sampled drafts carry their distributions."""
         return self.config.verify == "rejection"
 
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.max_model_len or self.decoder.config.max_position_embeddings
+
 
 ProposerFactory = Callable[[ProposerSetup], Proposer]
 
@@ -112,7 +120,8 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
 def _eagle(setup: ProposerSetup) -> Proposer:
     assert setup.head is not None
     kv = setup.pool.draft_layers(setup.head.config.model)
-    runner = HeadRunner(setup.head, setup.pool, kv)
+    passes = None if setup.head.device.type == "cpu" else _captured_head(setup, setup.head, kv)
+    runner = HeadRunner(setup.head, setup.pool, kv, passes)
     token = Feed((0,), 0, [0], num_samples=1)
     limits = setup.config.step_limits(setup.decoder.device.type)
     return EagleProposer(
@@ -139,10 +148,19 @@ def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> DeviceCh
         kv,
         setup.decoder.config.vocab_size,
         max_num_seqs=setup.config.step_limits(draft.device.type).sequences,
-        max_model_len=setup.max_model_len or setup.decoder.config.max_position_embeddings,
+        max_model_len=setup.longest,
     )
     chains.capture()
     return chains
+
+
+def _captured_head(setup: ProposerSetup, head: EagleHead, kv: DraftLayers) -> HeadPasses:
+    """Capture the passes of a head on a GPU."""
+    most = setup.config.step_limits(head.device.type).sequences
+    shapes = Shapes(row_bucket(READ_PER_PASS * most), most, setup.longest, kv.page_tokens)
+    passes = HeadPasses(head, kv, shapes)
+    passes.capture()
+    return passes
 
 
 _BUILT_IN: Final[dict[str, ProposerFactory]] = {

@@ -1,4 +1,4 @@
-"""The work of the host for chains of a draft model, without a GPU."""
+"""The work of the host for drafts of a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ pytest.importorskip("triton")
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.gpu.chains import DeviceChains
+from draftgate.backends.engine.gpu.head_passes import HeadPasses
+from draftgate.backends.engine.gpu.shapes import Shapes
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.types import ResumedChoice
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import request
+from tests.engine.tiny_head import tiny_head
 from tests.engine.tiny_model import VOCAB, tiny_config, tiny_weights, tokens_of, triton_decoder
 from tests.kernels.device_calls import DeviceCalls, device_calls
 
@@ -65,3 +68,20 @@ def test_drafts_without_graphs_need_no_copies_either() -> None:
     every = [calls_of_chains(drafts, captured=False) for drafts in range(1, 5)]
     assert {calls.copies for calls in every} == {2}
     assert len({second.launches - first.launches for first, second in pairwise(every)}) == 1
+
+
+def test_pass_of_a_head_is_a_graph_after_a_copy() -> None:
+    """The host copies the input of a pass at once, and waits for nothing."""
+    config = tiny_config(num_layers=1, windows=(None,))
+    weights = tiny_weights(config, device="meta")
+    head = tiny_head(config, weights)
+    head._operators = triton_decoder(config, weights).operators
+    kv = KvPool(config, 16, torch.float32, "meta").draft_layers(config)
+    feeds = [Feed(tokens_of(rows), CONTEXT, range(4), 1) for rows in (1, 2, 1)]
+    features = torch.zeros(4, head.feature_size, device="meta")
+    with device_calls() as calls, torch.inference_mode():
+        passes = HeadPasses(head, kv, Shapes(8, 4, 64, kv.page_tokens))
+        passes.capture()
+        calls.launches = calls.copies = 0
+        passes.run(feeds, features)
+    assert (calls.copies, calls.replays, calls.launches) == (1, 1, 2)
