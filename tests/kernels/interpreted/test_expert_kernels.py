@@ -48,6 +48,17 @@ def test_routes_and_groups_equal_the_reference(case: ExpertCase, normalised: boo
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(0, 3), (1, 8), (1024, 1), (1025, 3), (2500, 130)])
+def test_pairs_of_a_prompt_are_grouped(rows: int, experts: int) -> None:
+    """Any number of pairs has the groups of the reference, also beyond the pairs that a program
+    counts at once."""
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.randint(experts + 1, (rows, 1), dtype=torch.int32, generator=generator)
+    found = expert_routes.group(chosen, experts, 64)
+    for one, other in zip(found, expert_routes_ref.group(chosen, experts, 64), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_products_equal_the_reference(case: ExpertCase, dtype: torch.dtype) -> None:
