@@ -220,6 +220,7 @@ class Reader:
         quiet = unsent_bytes <= UNTOUCHED_TCP_BYTES and not waiting
         if quiet and not (self.is_slow or self.stated_tps or self.hidden):
             self._before, self._moved_s = None, now_s
+            self.pacing = replace(self.pacing, suspected=False)
             return HEALTHY_INTERVAL_S
         sample = self._sample(now_s, unsent_bytes, waiting)
         before, self._before = self._before, sample
@@ -280,7 +281,9 @@ class Reader:
     ) -> ReaderView:
         """Add the worker's speed, the headers and the figures of TCP to a view."""
         full_tps = 0.0 if self.run is None else self.run.full_tps
-        view = replace(view, full_tps=full_tps, stated_tps=self.stated_tps, hidden=self.hidden)
+        # The rate of the client must not delay its first token.
+        stated_tps = self.stated_tps if self.sent_tokens() else None
+        view = replace(view, full_tps=full_tps, stated_tps=stated_tps, hidden=self.hidden)
         if now is None:
             return view
         before = before or now

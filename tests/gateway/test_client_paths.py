@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.http.tcp_info import tcp_info
 from draftgate.policies.pacing import PAUSED_S
 from draftgate.policies.types import Pace
+from tests.gateway.certificates import make_certificate
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -69,9 +73,15 @@ class Stream:
             self.reason = metrics["speculative_decoding"]["reason"]
 
 
-async def read(connection: socket.socket, body: dict[str, Any], headers: str = "") -> Stream:
+async def read(
+    connection: socket.socket,
+    body: dict[str, Any],
+    headers: str = "",
+    tls: ssl.SSLContext | None = None,
+) -> Stream:
     """Send a request over a connection, and read the stream to its end."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+    name = None if tls is None else "localhost"
+    reader, writer = await asyncio.open_connection(sock=connection, ssl=tls, server_hostname=name)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n{headers}"
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
@@ -201,6 +211,19 @@ async def test_relay_with_a_low_rate_is_a_slow_path(whole_text: str) -> None:
     assert "the client reads slowly" in stream.reason
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+async def test_encrypted_path_has_the_same_figures(whole_text: str, tmp_path: Path) -> None:
+    """A slow path with TLS is judged by the bytes of the encryption."""
+    own = make_certificate(tmp_path, "own")
+    files = {"tls_certfile": str(own.cert), "tls_keyfile": str(own.key)}
+    async with running(speculation="off", **files) as gateway, proxied(gateway.url) as relay:
+        relay.bytes_s = SLOW_BYTES_S
+        stream = await read(await connected(_port(relay)), BODY, tls=own.trusting_context())
+    assert stream.text == whole_text
+    assert len(stream.chunks_s) < 0.6 * TOKENS
+    assert "the path to the client carries" in stream.reason
+
+
 async def test_relay_that_stops_pauses_the_request(whole_text: str) -> None:
     """A relay that stops reading pauses the request, which runs again when the relay does."""
     body = {**BODY, "logprobs": 5}  # more bytes than the buffers hold
@@ -230,12 +253,14 @@ async def test_proxy_hides_the_path(whole_text: str) -> None:
 
 
 async def test_stated_rate_limits_the_request(scripted: ScriptedBackend) -> None:
-    """A request with a stated rate decodes at this rate, divided by its choices, without drafts."""
+    """After its first token, a request with a stated rate decodes at this rate, divided by its
+    choices, without drafts."""
     async with running(backends=[scripted]) as gateway:
         headers = "x-client-rate-tps: 10\r\n"
         body = {**BODY, "max_tokens": 100, "n": 2}
         reading = asyncio.create_task(read(await connected(port_of(gateway)), body, headers))
         request = await scripted.submitted.get()
+        scripted.emit(request, "word ")
         await until(lambda: scripted.paces != [])
         assert scripted.paces == [(request.request_id, Pace.SPARING)]
         assert scripted.tpots_s == [pytest.approx(0.2)]
