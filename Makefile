@@ -29,7 +29,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long coverage fuzz check docs wheelhouse format clean
+.PHONY: help setup serve test test-long coverage fuzz audit check docs wheelhouse format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,12 @@ coverage: $(SETUP) ## run the quick tests and report line coverage
 fuzz: $(SETUP) ## fuzz all parsers for SECONDS (600), or those in ARGS
 	$(pip_install) atheris
 	nice $(BIN)/python -m tests.fuzz $(SECONDS) $(ARGS)
+
+# In an environment of its own, because a release is audited without installing its packages.
+audit: ## check the versions in constraints.txt for known vulnerabilities (needs a network)
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip-audit
+	build/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 check: $(SETUP) ## check style, types, import contracts, docstrings of tests and spelling
 	$(BIN)/ruff check .
