@@ -190,6 +190,8 @@ class GenerationRequest:
             or empty without a prediction. They never change the output.
         second_segment: index of the prompt's first token of the second segment, which a BERT marks
             in pairs of texts, or 0 if the prompt has a single segment.
+        cache_salt: only requests of the tenant with the same salt share cached prefixes, and no
+            drafts come from the texts of other requests if it is not empty.
     """
 
     request_id: str
@@ -207,6 +209,12 @@ class GenerationRequest:
     trace_context: tuple[tuple[str, str], ...] = ()
     prediction_ids: tuple[int, ...] = ()
     second_segment: int = 0
+    cache_salt: str = ""
+
+    @property
+    def cache_owner(self) -> str:
+        """The owner of cached prefixes, which only its requests share."""
+        return f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan."""

@@ -29,10 +29,14 @@ hashing. A whole long prompt would keep other threads from running."""
 
 
 def extend_chain(
-    hashes: list[bytes], tenant: str, token_ids: Sequence[int], block_size: int
+    hashes: list[bytes], owner: str, token_ids: Sequence[int], block_size: int
 ) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
-    parent = hashes[-1] if hashes else _digest(tenant.encode())
+    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks.
+
+    Args:
+        owner: whose requests share the blocks (`GenerationRequest.cache_owner`).
+    """
+    parent = hashes[-1] if hashes else _digest(owner.encode())
     end = len(token_ids) // block_size * block_size
     for begin in range(len(hashes) * block_size, end, ARRAY_BLOCKS * block_size):
         tokens = array("q", token_ids[begin : min(begin + ARRAY_BLOCKS * block_size, end)])

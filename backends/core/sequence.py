@@ -249,7 +249,7 @@ class Sequence:
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks."""
-        extend_chain(self.block_hashes, self.request.tenant, self.token_ids, block_size)
+        extend_chain(self.block_hashes, self.request.cache_owner, self.token_ids, block_size)
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:

@@ -53,6 +53,7 @@ class Job:
         task: the result to compute. If it is not text, `max_tokens` is 0 and no plan is made.
         prediction_ids: tokens of the predicted output, or empty without a prediction.
         flow: the flow that the request names, or None.
+        cache_salt: `GenerationRequest.cache_salt`.
         second_segments: `GenerationRequest.second_segment` of each prompt, empty if all are 0.
     """
 
@@ -75,3 +76,4 @@ class Job:
     prediction_ids: tuple[int, ...] = ()
     flow: FlowTag | None = None
     second_segments: tuple[int, ...] = ()
+    cache_salt: str = ""

@@ -261,7 +261,7 @@ def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationReques
     """Return a request with the hashes of its prompt's blocks."""
     hashes: list[bytes] = []
     block_tokens = worker.backend.load().kv_block_tokens
-    extend_chain(hashes, request.tenant, request.prompt_ids, block_tokens)
+    extend_chain(hashes, request.cache_owner, request.prompt_ids, block_tokens)
     return replace(request, block_hashes=tuple(hashes))
 
 
@@ -307,6 +307,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         task=job.task,
         prediction_ids=job.prediction_ids,
         second_segment=job.second_segments[index] if job.second_segments else 0,
+        cache_salt=job.cache_salt,
     )
     worker.generating.check(request)
     return request

@@ -243,3 +243,29 @@ async def test_suffix_follows_the_prompt_in_the_format_of_the_model(
         body = {"prompt": "a", "suffix": "b", "truncate_prompt_tokens": 3}
         refused = (await http.post(TEXT, json=body)).json()["error"]
         assert refused["param"] == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses"])
+async def test_only_requests_with_the_same_salt_share_prefixes(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    """A request finds cached tokens only of requests with its `cache_salt`, or without one."""
+    prompt = f"# salted on {path}\n" + "value = value + 1\n" * 20
+    content: dict[str, Any] = {
+        TEXT: {"prompt": prompt, "max_tokens": 1},
+        CHAT: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1},
+    }.get(path, {"input": prompt, "max_output_tokens": 1})
+
+    async def cached_tokens(**fields: Any) -> int:
+        response = await http.post(path, json={**content, **fields})
+        usage = response.json()["usage"]
+        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+        return int(details["cached_tokens"])
+
+    salted = {"cache_salt": "a"}
+    for fields in ({}, salted, {"cache_salt": "b"}):
+        assert await cached_tokens(**fields) == 0
+    for fields in ({}, salted):
+        assert await cached_tokens(**fields) > 0
+    refused = await http.post(path, json={**content, "cache_salt": ""})
+    assert refused.json()["error"]["param"] == "cache_salt"

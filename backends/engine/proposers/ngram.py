@@ -60,7 +60,7 @@ class NgramProposer:
             text = known.get(sequence.key)
             if text is None or text.tokens is not sequence.token_ids:
                 text = known[sequence.key] = self._lookup.index(sequence.token_ids)
-            if self._keeps_texts:
+            if self._keeps_texts and not sequence.request.cache_salt:
                 texts.append((text, *self._corpora.texts(sequence.request.tenant)))
             else:
                 texts.append((text,))
@@ -68,5 +68,6 @@ class NgramProposer:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the sequence's index, and add its text to the tenant's corpus."""
-        if self._texts.pop(sequence.key, None) is not None:
+        known = self._texts.pop(sequence.key, None) is not None
+        if known and not sequence.request.cache_salt:
             self._corpora.add_text(sequence.request.tenant, sequence.token_ids)

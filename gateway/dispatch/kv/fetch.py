@@ -199,6 +199,6 @@ def block_chains(request: GenerationRequest, block_tokens: int) -> list[list[byt
     for choice in request.choices:
         hashes = list(request.block_hashes)
         tokens = [*request.prompt_ids, *choice.output_ids]
-        extend_chain(hashes, request.tenant, tokens[:-1], block_tokens)
+        extend_chain(hashes, request.cache_owner, tokens[:-1], block_tokens)
         found.append(hashes[: (len(tokens) - 1) // block_tokens])
     return found

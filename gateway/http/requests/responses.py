@@ -22,6 +22,7 @@ from draftgate.gateway.http.requests.schemas import (
     AllowedTool,
     AllowedToolChoice,
     AllowedTools,
+    CacheSalt,
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -141,7 +142,7 @@ class UnsupportedResponsesFields(Struct):
 class ResponsesBody(UnsupportedResponsesFields):
     """Body of `POST /v1/responses`.
 
-    No tool runs in the server, so `max_tool_calls` has no effect. The last eight fields are
+    No tool runs in the server, so `max_tool_calls` has no effect. The last nine fields are
     extensions.
     """
 
@@ -175,6 +176,7 @@ class ResponsesBody(UnsupportedResponsesFields):
     min_p: float | None = None
     speculation: SpeculationOptions | None = None
     priority: int | None = None
+    cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking: bool | ThinkingOptions | None = None
@@ -183,6 +185,7 @@ class ResponsesBody(UnsupportedResponsesFields):
 _SAME_IN_CHATS: Final = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed",
     "stream", "parallel_tool_calls", "top_logprobs", "speculation", "priority",
+    "cache_salt",
     "chat_template_kwargs", "enable_thinking", "thinking",
 )  # fmt: skip
 

@@ -6,13 +6,17 @@ clients send many.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from draftgate.policies.types import Role, SpeculationMode
 
 ToolMode = Literal["none", "auto", "required"]
+
+
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+"""A text that separates the cached prefixes of a tenant."""
 
 
 class StreamOptions(Struct):
@@ -144,6 +148,7 @@ class GenerationFields(UnsupportedFields):
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
     priority: int | None = None
+    cache_salt: CacheSalt | None = None
     user: str | None = None
 
 

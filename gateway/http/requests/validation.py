@@ -262,6 +262,7 @@ def _call(
         sender.fingerprint,
         sender.retries,
         traced=bool(speculation.trace),
+        cache_salt=wire.cache_salt or "",
     )
     options = wire.stream_options or StreamOptions()
     return ParsedRequest(
