@@ -254,7 +254,8 @@ def summary(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         for row in rounds:
             if of not in row or to not in row:
                 return None
-            above, below = row[of], row[to]
+            above: Any = row[of]
+            below: Any = row[to]
             for key in keys:
                 above, below = above[key], below[key]
             values.append(above / below)

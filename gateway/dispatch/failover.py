@@ -184,7 +184,7 @@ class Failover:
             if not await self._wait_for(lambda: not self._must_spare(run, losses)):
                 cause = Cause.FAILED if lost is None else lost.cause
                 run.watch.given_up(cause, GivenUp.LAST_WORKER)
-                raise BackendFailed(_ONLY_ONE_LEFT) from (lost and lost.error)
+                raise BackendFailed(_ONLY_ONE_LEFT) from (lost.error if lost else None)
 
     def _must_spare(self, run: Run, losses: list[Loss]) -> bool:
         """Return whether a prompt may break the last worker, so that it must not run now."""
