@@ -293,12 +293,15 @@ def interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "half_width": half}
 
 
-def _completed(row: dict[str, Any]) -> dict[str, Any]:
+def _completed(row: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the figures of an arm with those per token of slow clients, and of all clients."""
     slow = row["slow"]
-    tokens = slow["tokens_s"] * slow["chunks"] / max(slow["chunks"], 1)
-    per_s = slow["chunks"] / max(tokens, 1e-9)
-    row["all_tokens_s"] = row["tokens_s"] + slow["tokens_s"]
-    return row | {"chunks_per_token": per_s, "packets_per_token": slow["packets"] / tokens}
+    tokens = slow["tokens_s"] * seconds
+    return row | {
+        "all_tokens_s": row["tokens_s"] + slow["tokens_s"],
+        "chunks_per_token": slow["chunks"] / tokens,
+        "packets_per_token": slow["packets"] / tokens,
+    }
 
 
 async def _measure(network: EmulatedNetwork, servers: list[Server], args: Namespace) -> Any:
@@ -311,7 +314,7 @@ async def _measure(network: EmulatedNetwork, servers: list[Server], args: Namesp
             for number in range(args.rounds):
                 arms = [arm for arm in ARMS if arm != "before" or len(servers) > 1]
                 random.Random(number).shuffle(arms)
-                row = {arm: _completed(await study.measure(arm)) for arm in arms}
+                row = {arm: _completed(await study.measure(arm), args.seconds) for arm in arms}
                 rounds.append(row)
                 _show(mode, row)
             modes[mode] = {"summary": summary(rounds), "calibration": calibration, "rounds": rounds}
