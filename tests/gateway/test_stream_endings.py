@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.app import Listening, drain
 from draftgate.gateway.dispatch.quotas import quota_account
-from draftgate.gateway.http import slow_readers
+from draftgate.gateway.http import readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
@@ -329,7 +329,7 @@ def test_any_interleaving_ends_once_and_frees_everything(
     """
     seconds = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
+        patch.setattr(readers, "CHECK_INTERVAL_S", 0.001)
         clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
         patch.setattr("draftgate.gateway.http.routes.time", clock)
         asyncio.run(run_events(api, stream_events))

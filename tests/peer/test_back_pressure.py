@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from tests.gateway.test_slow_readers import StoppedReader, emit_until
 
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
-from draftgate.gateway.http import slow_readers
+from draftgate.gateway.http import readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
+from tests.gateway.test_readers import StoppedReader, emit_until
 from tests.peer.harness import linked_to
 
 WORDS = "word " * 200
@@ -28,7 +28,7 @@ async def test_slow_client_pauses_its_request_at_the_peer(
     """If a client reads slowly, the remote worker slows down, pauses and resumes its request
     without losing a token."""
     seconds = count()
-    monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
         "draftgate.gateway.http.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),
