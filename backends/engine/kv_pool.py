@@ -10,19 +10,23 @@ cover features as well.
 
 A borrowed block holds pages of a draft model in the same strips (`core/draft_pages.py`). The number
 of groups is the target's strips divided by the draft model's strips. A block has a page per group.
+
+The memory may be in FP8 (E4M3), which takes half the bytes of bfloat16. The operators round keys
+and values as they write them (`quantisation/fp8_kv.py`). Features are never rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.quantisation.fp8_kv import as_cells
 from draftgate.backends.engine.transfer import host_memory, to_device
 from draftgate.backends.kv_transfer.format import KvFormat
 
@@ -35,6 +39,26 @@ KV_TILE: Final = 256
 
 Layers = tuple[Tensor, ...]
 """Keys and values of each layer: [2 * num_kv_heads, slots, head_dim], keys first."""
+
+
+class Features(NamedTuple):
+    """The features that each token has beside its keys and values.
+
+    Attributes:
+        size: width of a feature.
+        dtype: its dtype, which may differ from that of keys and values.
+    """
+
+    size: int
+    dtype: torch.dtype
+
+    def per_strip(self, config: ModelConfig, dtype: torch.dtype) -> int:
+        """Return the numbers of a feature that fit into the bytes of a head in `dtype`."""
+        return config.head_dim * dtype.itemsize // self.dtype.itemsize
+
+    def strips(self, config: ModelConfig, dtype: torch.dtype) -> int:
+        """Return the number of strips that hold a feature."""
+        return -(-self.size // self.per_strip(config, dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +93,35 @@ class KvPool:
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        feature_size: int = 0,
+        features: Features | None = None,
     ) -> None:
         """Allocate the memory.
 
         Args:
-            feature_size: width of the feature that each token has beside its keys and values.
+            dtype: dtype of keys and values.
+            features: the features of tokens, or None without features.
         """
         self.num_blocks = num_blocks
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
-        strips, features = _strips(config), feature_strips(config, feature_size)
+        strips = _strips(config)
+        shape = (strips + _feature_strips(config, dtype, features), slots, config.head_dim)
         # The memory starts as zeros, because masked reads must return finite values.
-        self.memory = _zeros((strips + features, slots, config.head_dim), dtype, device)
+        self.memory = _zeros(shape, dtype, device)
         """[strips, slots, head_dim], all layers and then the features."""
+        self.cells = as_cells(self.memory)
+        """The memory in a dtype that torch copies."""
         self.layers: Layers = self.memory[:strips].split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
+        self._feature_size = 0 if features is None else features.size
         self._features = self.memory[strips:]
-        self._feature_size = feature_size
+        if features is not None:
+            self._features = self._features.view(features.dtype)
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy keys and values between slots in every layer. All reads precede all writes."""
-        device = self.memory.device
-        moved = self.memory.index_select(1, torch.tensor(sources, device=device))
-        self.memory.index_copy_(1, torch.tensor(targets, device=device), moved)
+        cells, device = self.cells, self.memory.device
+        moved = cells.index_select(1, torch.tensor(sources, device=device))
+        cells.index_copy_(1, torch.tensor(targets, device=device), moved)
 
     def write_features(self, slots: Tensor, features: Tensor) -> None:
         """Store the features of tokens, [rows, feature_size], in their slots, int64 [rows]."""
@@ -150,11 +180,11 @@ class KvPool:
 
     def _block_view(self) -> Tensor:
         """Return the memory by blocks: [strips, blocks and slack, BLOCK_TOKENS * head_dim]."""
-        strips, _, head_dim = self.memory.shape
-        return self.memory.view(strips, -1, BLOCK_TOKENS * head_dim)
+        strips, _, head_dim = self.cells.shape
+        return self.cells.view(strips, -1, BLOCK_TOKENS * head_dim)
 
     def draft_layers(self, draft: ModelConfig) -> DraftLayers:
-        """Return the view of a draft model in the target's dtype.
+        """Return the view of a draft model in the pool's dtype.
 
         Raises:
             ValueError: the draft model's keys and values do not fit the target's blocks.
@@ -181,22 +211,28 @@ class KvPool:
         )
 
 
-def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int, feature_size: int = 0) -> int:
-    """Return the number of blocks that fit into `kv_bytes`, with features of this width.
+def num_blocks_for(
+    config: ModelConfig, kv_bytes: int, dtype: torch.dtype, features: Features | None = None
+) -> int:
+    """Return the number of blocks that fit into `kv_bytes`.
+
+    Args:
+        dtype: dtype of keys and values.
+        features: the features of tokens, or None without features.
 
     Raises:
         ValueError: `kv_bytes` is smaller than a block.
     """
-    feature_bytes = feature_strips(config, feature_size) * config.head_dim * itemsize
-    block_bytes = (config.kv_bytes_per_token(itemsize) + feature_bytes) * BLOCK_TOKENS
+    size = dtype.itemsize
+    feature_bytes = _feature_strips(config, dtype, features) * config.head_dim * size
+    block_bytes = (config.kv_bytes_per_token(size) + feature_bytes) * BLOCK_TOKENS
     if kv_bytes < block_bytes:
         raise ValueError(f"kv_bytes must be at least {block_bytes}, one block, not {kv_bytes}")
     return kv_bytes // block_bytes
 
 
-def feature_strips(config: ModelConfig, feature_size: int) -> int:
-    """Return the number of strips that hold features of this width."""
-    return -(-feature_size // config.head_dim)
+def _feature_strips(config: ModelConfig, dtype: torch.dtype, features: Features | None) -> int:
+    return 0 if features is None else features.strips(config, dtype)
 
 
 def _strips(config: ModelConfig) -> int:

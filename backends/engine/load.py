@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
-from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, Features, KvPool, num_blocks_for
 from draftgate.backends.engine.load_draft import (
     LoadedDraft,
     draft_proposer,
@@ -45,6 +45,7 @@ from draftgate.backends.engine.numerics import (
     check_cpu_isa,
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     fix_sums,
     is_exact,
     numerics_class,
@@ -150,6 +151,7 @@ def _loaded_decoder(
     model = read_model_config(directory)
     tokenizer = read_tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory, device.type)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, directory, dtype, device)
     weights = _weights(config, directory, model, dtype, device, progress)
     longest = model.max_position_embeddings
     max_model_len = min(config.max_model_len or longest, longest)
@@ -157,7 +159,7 @@ def _loaded_decoder(
     if device.type == "cpu":
         decoder.compile_products()
     draft = load_draft(config, draft_directory, model, weights, tokenizer, max_model_len)
-    pool = _pool(config, decoder, draft, directory, max_model_len, dtype)
+    pool = _pool(config, decoder, draft, directory, max_model_len, dtype, kv_dtype)
     num_blocks = pool.num_blocks
     verify = VERIFICATIONS[config.verify]
     limits = config.step_limits(device.type)
@@ -166,12 +168,13 @@ def _loaded_decoder(
     )
     max_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
     max_sequences = min(num_blocks, limits.sequences)
-    numerics = partial(numerics_class, weights.checkpoint_hash, dtype, decoder.arithmetic, device)
+    made_by = weights.checkpoint_hash, dtype, decoder.arithmetic, device
+    numerics = partial(numerics_class, *made_by, kv_dtype=kv_dtype)
     timed = draft.format_class(numerics(exact=config.exact))
     cache = _cache(device, timed, max_tokens, max_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
-        test = partial(steps_are_exact, runner, model, dtype, max_tokens, device)
+        test = partial(steps_are_exact, runner, model, dtype, kv_dtype, max_tokens, device)
         exact = is_exact(test, dtype, device, required=config.exact)
         progress(PROBED_SHARE)
         cost = _step_cost(runner, device, max_tokens, max_sequences, model.vocab_size)
@@ -320,13 +323,15 @@ def _pool(
     directory: Path,
     max_model_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> KvPool:
     """Allocate the KV memory of a model, and connect its head to the memory if it has one."""
     checkpoints = [directory] if draft.directory is None else [directory, draft.directory]
     head, model = draft.head, decoder.config
-    feature_size = 0 if head is None else head.feature_size
-    num_blocks = _num_blocks(config, decoder, max_model_len, dtype, checkpoints, feature_size)
-    pool = KvPool(model, num_blocks, dtype, decoder.device, feature_size)
+    features = None if head is None else head.features
+    weight_bytes = sum(_loaded_bytes(one, dtype) for one in checkpoints)
+    num_blocks = _num_blocks(config, decoder, max_model_len, kv_dtype, weight_bytes, features)
+    pool = KvPool(model, num_blocks, kv_dtype, decoder.device, features)
     if head is not None:
         decoder.taps = Taps(head.config.taps_of(model), head.fuse, pool)
     return pool
@@ -336,22 +341,21 @@ def _num_blocks(
     config: WorkerConfig,
     decoder: Decoder,
     max_model_len: int,
-    dtype: torch.dtype,
-    checkpoints: Iterable[Path],
-    feature_size: int,
+    kv_dtype: torch.dtype,
+    weight_bytes: int,
+    features: Features | None,
 ) -> int:
-    """Return the number of KV blocks to allocate, after the weights of `checkpoints` are loaded.
+    """Return the number of KV blocks to allocate, after weights of `weight_bytes` are loaded.
 
     Raises:
         ValueError: the memory is smaller than a block.
     """
-    weight_bytes = sum(_loaded_bytes(one, dtype) for one in checkpoints)
-    step_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
+    step_bytes = _largest_step_bytes(config, decoder, max_model_len, kv_dtype)
     kv_bytes = kv_cache_bytes(decoder.device, config, weight_bytes, step_bytes)
     # More blocks than all sequences use at full length would stay empty.
     sequences = config.step_limits(decoder.device.type).sequences
     most = sequences * -(-max_model_len // BLOCK_TOKENS)
-    return min(num_blocks_for(decoder.config, kv_bytes, dtype.itemsize, feature_size), most)
+    return min(num_blocks_for(decoder.config, kv_bytes, kv_dtype, features), most)
 
 
 def _loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
@@ -362,7 +366,7 @@ def _loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
 
 
 def _largest_step_bytes(
-    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
+    config: WorkerConfig, decoder: Decoder, max_model_len: int, kv_dtype: torch.dtype
 ) -> int:
     """Return the peak memory of the largest step on a GPU, in bytes.
 
@@ -373,7 +377,7 @@ def _largest_step_bytes(
         return 0
     limits = config.step_limits(decoder.device.type)
     tokens = min(limits.tokens, max_model_len)
-    pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)
+    pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), kv_dtype, decoder.device)
     runner = runner_for(
         decoder,
         pool,

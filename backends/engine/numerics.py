@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,9 @@ from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.cpu_isa import ISAS, VARIABLE, requested_isa
 from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
 from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
+
+log = logging.getLogger(__name__)
 
 FLOAT32_PARAMETERS: Final = 50_000_000
 """Number of weights below which `auto` is float32 on a CPU.
@@ -27,7 +31,15 @@ DTYPES: Final = {
     "float16": torch.float16,
 }
 
+KV_CACHE_DTYPES: Final = ("auto", "fp8")
+
 DEVICES: Final = ("auto", "cpu", "cuda")
+
+KV_SCALES: Final = (".k_scale", ".v_scale", ".kv_scale")
+"""Ends of the names of stored scales for a KV cache, in checkpoints for vLLM."""
+
+FP8_CAPABILITY: Final = (8, 9)
+"""Least compute capability of GPUs that convert FP8, for which Triton has the type."""
 
 CPU: Final = torch.device("cpu")
 
@@ -103,6 +115,38 @@ def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype
     return DTYPES[name]
 
 
+def choose_kv_dtype(
+    name: str, directory: Path, dtype: torch.dtype, device: torch.device = CPU
+) -> torch.dtype:
+    """Return the dtype of keys and values for a value of `--kv-cache-dtype`.
+
+    A log message reports scales for FP8 that the checkpoint stores, because the scale is always 1.
+
+    Args:
+        name: `auto` for the dtype of the weights, or `fp8`.
+        directory: directory of the checkpoint.
+        dtype: dtype of the weights.
+        device: device of the KV cache.
+
+    Raises:
+        ValueError: the name is unknown, or the GPU does not convert FP8.
+    """
+    if name not in KV_CACHE_DTYPES:
+        known = ", ".join(KV_CACHE_DTYPES)
+        raise ValueError(f"unknown KV cache dtype {name!r}; known: {known}")
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            "--kv-cache-dtype fp8 needs a GPU with compute capability 8.9 (Ada, Hopper) or newer; "
+            "use --kv-cache-dtype auto"
+        )
+    scales = [name for name in Checkpoint(directory).tensors if name.endswith(KV_SCALES)]
+    if scales:
+        log.warning("%s: --kv-cache-dtype fp8 ignores stored scales: %s", directory, scales[0])
+    return FP8
+
+
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     num_bytes = Counter[str]()
     for stored in checkpoint.tensors.values():
@@ -130,7 +174,7 @@ def is_exact(
     exact = test()
     if required and not exact:
         raise ValueError(
-            f"--exact is not possible in {str(dtype).removeprefix('torch.')} on this machine: "
+            f"--exact is not possible in {_dtype_name(dtype)} on this machine: "
             "the bits of a result depend on the rest of its step. Use --dtype float32, or start "
             "without --exact."
         )
@@ -144,20 +188,23 @@ def numerics_class(
     device: torch.device = CPU,
     *,
     exact: bool,
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """Return the name of the class: checkpoint, dtype, device, libraries, threads, exactness.
+    """Return the name of the class: checkpoint, dtypes, device, libraries, threads, exactness.
 
     Workers of one class produce equal texts. If `exact`, a test at start has shown that the bits of
     a row do not depend on the other rows of its step.
 
     Args:
         operators: name of the operators between the products.
+        kv_dtype: dtype of keys and values if it differs from `dtype`.
     """
+    kv = "" if kv_dtype in {None, dtype} else f"-kv-{_dtype_name(kv_dtype)}"
     torch_name = f"torch-{torch.__version__}"
     on_gpu = device.type == "cuda"
     parts = (
         checkpoint_hash,
-        str(dtype).removeprefix("torch."),
+        f"{_dtype_name(dtype)}{kv}",
         _gpu(device) if on_gpu else _cpu(),
         torch_name if operators == torch_name else f"{torch_name}-{operators}",
         # A GPU's bits do not depend on the threads of its host.
@@ -165,6 +212,10 @@ def numerics_class(
         "exact" if exact else "inexact",
     )
     return "/".join(parts)
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gpu(device: torch.device) -> str:

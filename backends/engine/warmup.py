@@ -192,11 +192,13 @@ def steps_are_exact(
     runner: ModelRunner,
     config: ModelConfig,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     max_tokens: int,
     device: torch.device = CPU,
 ) -> bool:
     """Return whether the bits of a token do not depend on the rest of its step."""
-    return rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
+    windows = partial(windows_are_exact, config, dtype, kv_dtype, device)
+    return rows_are_exact(runner, max_tokens) and windows()
 
 
 def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
@@ -217,7 +219,12 @@ def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
     return all(torch.equal(alone, other) for other in others)
 
 
-def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU) -> bool:
+def windows_are_exact(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device = CPU,
+) -> bool:
     """Return whether single-token steps and blocks give bit-identical sliding-window attention."""
     if all(window is None for window in config.windows):
         return True
@@ -227,7 +234,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.dev
     stop = PROBE_START + PROBE_TOKENS
     pages = range(-(-stop // BLOCK_TOKENS))
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
-    layer_kv = torch.randn(shape, generator=random).to(device, dtype)
+    layer_kv = torch.randn(shape, generator=random).to(device, kv_dtype)
     shape = (padded_rows(stop), config.num_heads, config.head_dim)
     queries = torch.randn(shape, generator=random).to(device, dtype)
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 FORMAT_VERSION: Final = 1
 
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 """Bytes of an element by the name of its dtype."""
 
 

@@ -35,7 +35,7 @@ int main(void) {
         chunks[i].tail = (int64_t *)argument[5] + (int64_t)chunks[i].tail;
     }
     Step step = {argument[1], argument[2], argument[3], n[0], n[1], n[2], n[3], chunks, num_chunks,
-                 (float)n[4]};
+                 (float)n[4], (int32_t)n[5]};
     attend(&step, 1);
     write_argument(1);
 #elif defined CALL_ADD_NORM
@@ -48,7 +48,7 @@ int main(void) {
 #elif defined CALL_ROTATE_AND_STORE
     const int64_t *positions = argument[4];
     Rotation rotation = {positions, positions + n[0], argument[5], argument[6], n[0], n[1],
-                         n[2],      n[3],             n[4],        n[5],        1.0f, 1e-5f};
+                         n[2],      n[3],             n[4],        n[5],        1.0f, 1e-5f, (int32_t)n[6]};
     rotate_and_store(argument[1], argument[2], argument[3], NULL, &rotation, 1);
     write_argument(1);
     write_argument(2);

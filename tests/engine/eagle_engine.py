@@ -39,9 +39,7 @@ class TappedEngine(Engine):
         super().__init__(model, setup)
 
     def new_pool(self, num_blocks: int) -> KvPool:
-        pool = KvPool(
-            self.model.config, num_blocks, self.model.dtype, feature_size=self.head.feature_size
-        )
+        pool = self.model.pool(num_blocks, self.head.features)
         self.model.decoder.taps = Taps(
             self.head.config.taps_of(self.model.config), self.head.fuse, pool
         )

@@ -18,7 +18,7 @@ from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, Features, KvPool
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
@@ -61,11 +61,16 @@ IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, PROPOSERS)
 
 @dataclass(eq=False)
 class Model:
-    """A loaded checkpoint, with exact rows if the dtype is bfloat16."""
+    """A loaded checkpoint, with exact rows if the dtype is bfloat16.
+
+    Attributes:
+        kv_dtype: dtype of keys and values, or None for that of the weights.
+    """
 
     directory: Path
     dtype: torch.dtype = torch.float32
     verify: Verify = "coupled"
+    kv_dtype: torch.dtype | None = None
     config: ModelConfig = field(init=False)
     decoder: Decoder = field(init=False)
     tokenizer: Tokenizer = field(init=False)
@@ -79,7 +84,12 @@ class Model:
 
     def runner(self, num_blocks: int) -> Runner:
         """Create a runner with its own KV pool."""
-        return Runner(self.decoder, KvPool(self.config, num_blocks, self.dtype), self.verify)
+        return Runner(self.decoder, self.pool(num_blocks), self.verify)
+
+    def pool(self, num_blocks: int, features: Features | None = None) -> KvPool:
+        """Create a KV pool."""
+        dtype = self.kv_dtype or self.dtype
+        return KvPool(self.config, num_blocks, dtype, features=features)
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,7 @@ class Engine:
 
     def new_pool(self, num_blocks: int) -> KvPool:
         """Return the KV memory of the worker."""
-        return KvPool(self.model.config, num_blocks, self.model.dtype)
+        return self.model.pool(num_blocks)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run all requests to completion and return the outcome."""

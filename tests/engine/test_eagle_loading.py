@@ -17,8 +17,9 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.eagle.config import is_head, read_head_config
-from draftgate.backends.engine.kv_pool import KvPool, num_blocks_for
+from draftgate.backends.engine.kv_pool import Features, KvPool, num_blocks_for
 from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.worker_config import WorkerConfig
 from tests.engine.eagle_engine import (
@@ -45,12 +46,14 @@ def tapped(shipped: Model) -> Iterator[Model]:
     shipped.decoder.taps = None
 
 
-def test_features_count_as_memory_of_blocks() -> None:
-    """A pool with features has as many blocks as fit with them."""
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_features_count_as_memory_of_blocks(dtype: torch.dtype) -> None:
+    """A pool with features has as many blocks as fit with them, and keeps their bits."""
     config = read_model_config(SHIPPED_MODEL)
     for width in (256, 40):
-        blocks = num_blocks_for(config, 1 << 20, 4, width)
-        pool = KvPool(config, blocks, torch.float32, feature_size=width)
+        sizes = Features(width, torch.float32)
+        blocks = num_blocks_for(config, 1 << 20, dtype, sizes)
+        pool = KvPool(config, blocks, dtype, features=sizes)
         assert blocks * pool.block_bytes <= 1 << 20 < (blocks + 1) * pool.block_bytes
         features = torch.randn(3, width)
         pool.write_features(torch.tensor([5, 1, 30]), features)

@@ -276,7 +276,7 @@ def test_graph_of_a_head_has_the_bits_of_separate_launches() -> None:
     eager, captured = (HeadPasses(head, kv, Shapes(8, 4, 64, kv.page_tokens)) for _ in range(2))
     captured.capture()
     feeds = [Feed(tokens_of(rows), 20, range(4 * rows, 4 * rows + 4), rows) for rows in (1, 2, 3)]
-    features = torch.randn(6, head.feature_size, device=GPU)
+    features = torch.randn(6, head.features.size, device=GPU)
     with torch.inference_mode():
         expected = eager.run(feeds, features)  # the first launch of a kernel compiles it
         with forbid_synchronisation():

@@ -381,9 +381,11 @@ def test_the_probe_confirms_exactness(dtype: torch.dtype) -> None:
     config = read_model_config(SHIPPED_MODEL)
     weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
     runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
-    assert is_exact(partial(steps_are_exact, runner, config, dtype, 512), dtype, required=True)
+    assert is_exact(
+        partial(steps_are_exact, runner, config, dtype, dtype, 512), dtype, required=True
+    )
     sliding = replace(config, windows=(None, 4096) * (config.num_layers // 2))
-    assert windows_are_exact(sliding, dtype)
+    assert windows_are_exact(sliding, dtype, dtype)
 
 
 def test_bfloat16_is_inexact_without_the_option() -> None:
@@ -407,7 +409,7 @@ def test_exact_raises_if_the_probe_fails() -> None:
     runner = InexactRunner(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
     with pytest.raises(ValueError, match="--exact is not possible in float32 on this machine"):
         is_exact(
-            partial(steps_are_exact, runner, config, torch.float32, 512),
+            partial(steps_are_exact, runner, config, torch.float32, torch.float32, 512),
             torch.float32,
             required=True,
         )

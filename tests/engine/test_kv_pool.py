@@ -71,7 +71,7 @@ def test_draft_model_that_does_not_fit_is_rejected(draft: ModelConfig) -> None:
 def test_pool_takes_memory_only_when_used() -> None:
     """The unused part of a large pool takes address space but no memory."""
     before = resident_bytes()
-    num_blocks = num_blocks_for(TARGET, 2 << 30, 4)
+    num_blocks = num_blocks_for(TARGET, 2 << 30, torch.float32)
     pool = KvPool(TARGET, num_blocks, torch.float32)
     pool.layers[0][:, :BLOCK_TOKENS] = 1.0
     assert resident_bytes() - before < 64 << 20

@@ -80,7 +80,7 @@ def is_free(engine: EngineBackend) -> bool:
     return load.kv_blocks_free == load.kv_blocks_total
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_blocks_are_written_as_they_were_read(dtype: str) -> None:
     """Bytes that are read from some blocks of a pool make other blocks of a pool equal."""
     kind = getattr(torch, dtype)
@@ -88,20 +88,22 @@ def test_blocks_are_written_as_they_were_read(dtype: str) -> None:
     source.memory.copy_(torch.randn(source.memory.shape))
     data = source.read([7, 2, 3])
     assert len(data) == 3 * source.block_bytes == 3 * source.format("c").block_bytes
-    before = target.memory.clone()
+    before = target.cells.clone()
     target.write([0, 9, 4], bytes(data))
     for old, new in ((7, 0), (2, 9), (3, 4)):
         slots, moved = (slice(b * BLOCK_TOKENS, (b + 1) * BLOCK_TOKENS) for b in (old, new))
-        assert torch.equal(source.memory[:, slots], target.memory[:, moved])
-        before[:, moved] = target.memory[:, moved]
-    assert torch.equal(before, target.memory)  # no other block changed
+        assert torch.equal(source.cells[:, slots], target.cells[:, moved])
+        before[:, moved] = target.cells[:, moved]
+    assert torch.equal(before, target.cells)  # no other block changed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_imported_blocks_equal_computed_blocks(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "fp8")]
+)
+async def test_imported_blocks_equal_computed_blocks(dtype: str, kv_cache_dtype: str) -> None:
     """A request on imported blocks computes nothing of them, and has the text of an undisturbed
     run."""
-    config = structs.replace(CONFIG, dtype=dtype, exact=True)
+    config = structs.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype, exact=True)
     async with engines(config, config, config) as (source, sink, other):
         assert refusal(source.card.kv_format, sink.card.kv_format) is None
         request = long_request(source)

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine import numerics
@@ -17,9 +19,11 @@ from draftgate.backends.engine.numerics import (
     check_cpu_isa,
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     numerics_class,
 )
 from draftgate.backends.engine.operators.compiler import library_name
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 
 REPORT = """
 import json, torch
@@ -119,6 +123,34 @@ def test_a_large_model_uses_bfloat16_if_that_is_faster(
     assert choose_dtype("auto", SHIPPED_MODEL) is expected
 
 
+def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fp8` is a cache in E4M3 on a CPU and on a Hopper GPU, and an error on an Ampere GPU."""
+    bfloat16, gpu = torch.bfloat16, torch.device("cuda")
+    assert choose_kv_dtype("auto", SHIPPED_MODEL, bfloat16) is bfloat16
+    assert choose_kv_dtype("fp8", SHIPPED_MODEL, bfloat16) is FP8
+    with pytest.raises(ValueError, match="unknown KV cache dtype 'int8'; known: auto, fp8"):
+        choose_kv_dtype("int8", SHIPPED_MODEL, bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    assert choose_kv_dtype("fp8", SHIPPED_MODEL, bfloat16, gpu) is FP8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    assert choose_kv_dtype("auto", SHIPPED_MODEL, bfloat16, gpu) is bfloat16
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8 needs a GPU with"):
+        choose_kv_dtype("fp8", SHIPPED_MODEL, bfloat16, gpu)
+
+
+def test_stored_scales_of_a_cache_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names a scale that the FP8 cache does not use, and `auto` reports nothing."""
+    name = "model.layers.0.self_attn.k_scale"
+    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
+    choose_kv_dtype("auto", tmp_path, torch.float32)
+    assert not caplog.messages
+    choose_kv_dtype("fp8", tmp_path, torch.float32)
+    (message,) = caplog.messages
+    assert name in message
+
+
 def test_auto_chooses_a_gpu_if_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device `auto` is a GPU if the machine has a GPU, and a missing GPU raises an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -143,3 +175,5 @@ def test_the_numerics_class_has_all_its_parts() -> None:
     assert parts[2].startswith("cpu-")
     assert parts[3] == f"torch-{torch.__version__}-gcc-12.2.0"
     assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]
+    fp8 = numerics_class("0", torch.bfloat16, made_by, exact=False, kv_dtype=FP8)
+    assert fp8.split("/")[1] == "bfloat16-kv-float8_e4m3fn"

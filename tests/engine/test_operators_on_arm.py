@@ -22,6 +22,7 @@ from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.compiler import FLAGS, FOLDER
 from draftgate.backends.engine.operators.native import MAX_ROWS, chunks_of
 from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells
 from draftgate.backends.engine.rope import Rope
 from tests.engine.test_attention_in_c import SPANS, TILE, memory_of, queries_of, shaped, step_of
 from tests.engine.test_operators import DTYPES, random
@@ -93,7 +94,10 @@ def attend(
     out = torch.zeros_like(queries)
     found = call(
         folder, "attention.c", "attend", queries.dtype,
-        integers(num_heads, kv_heads, memory.stride(0), 0, int(config.attention_softcap or 0)),
+        integers(
+            num_heads, kv_heads, memory.stride(0), 0, int(config.attention_softcap or 0),
+            memory.dtype is FP8,
+        ),
         bytes_of(out), bytes_of(queries), bytes_of(memory),
         chunks.tobytes(), b"".join(table.tobytes() for table in tables),
         HEAD_DIM=head_dim, TILE=TILE,
@@ -101,16 +105,21 @@ def attend(
     return tensor_of(found, out).flatten(1)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "softcap"), [*((heads, None) for heads in HEADS), (HEADS[0], 2.0)], ids=str
 )
 def test_attention_on_arm_equals_that_of_torch(
-    heads: tuple[int, int, int], softcap: float | None, dtype: torch.dtype, tmp_path: Path
+    heads: tuple[int, int, int],
+    softcap: float | None,
+    dtype: torch.dtype,
+    fp8: bool,
+    tmp_path: Path,
 ) -> None:
     """Attention is that of torch, and a row has the same bits alone and among the other rows."""
     config = replace(shaped(heads), windows=(None,), attention_softcap=softcap)
-    inputs, memory = step_of(*SPANS), memory_of(config, dtype)
+    inputs, memory = step_of(*SPANS), memory_of(config, FP8 if fp8 else dtype)
     queries = queries_of(config, len(inputs.positions), dtype)
     operators = TorchOperators(config, rotary_tables(config, 8, dtype))
     expected = operators.attend(operators.begin(inputs), queries, memory, None)
@@ -153,12 +162,14 @@ def halves(data: bytes) -> tuple[bytes, bytes]:
     return data[: len(data) // 2], data[len(data) // 2 :]
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotation_on_arm_equals_that_of_torch(
-    dtype: torch.dtype, share: float, tmp_path: Path
+    dtype: torch.dtype, share: float, fp8: bool, tmp_path: Path
 ) -> None:
-    """Heads are rotated in whole or in part and written to their slots as in torch."""
+    """Heads are rotated in whole or in part and written to their slots as in torch, up to a unit in
+    the last place for keys in FP8."""
     heads = num_heads, kv_heads, head_dim = 8, 4, 32
     rows, slots, positions = 6, 16, 40
     config = replace(shaped(heads), rope=Rope(1e4, share=share))
@@ -171,18 +182,24 @@ def test_rotation_on_arm_equals_that_of_torch(
     )
     fused = random(rows, (num_heads + 2 * kv_heads) * head_dim, dtype=dtype)
     queries = torch.zeros(rows, num_heads, head_dim, dtype=dtype)
-    memory = torch.zeros(2 * kv_heads, slots, head_dim, dtype=dtype)
+    memory = torch.zeros(2 * kv_heads, slots, head_dim, dtype=FP8 if fp8 else dtype)
     places = torch.cat([inputs.positions, inputs.slots])
     cosines, sines = tables[config.rope]
     parts, half = (queries, memory, fused, places, cosines, sines), cosines.shape[1]
-    numbers = integers(rows, num_heads, kv_heads, head_dim, half, memory.stride(0))
+    numbers = integers(rows, num_heads, kv_heads, head_dim, half, memory.stride(0), fp8)
     found = call(tmp_path, "layers.c", "rotate_and_store", dtype, numbers, *map(bytes_of, parts))
     size = len(bytes_of(queries))
     step = operators.begin(inputs)
     expected = operators.rotate_and_store(step, fused.clone(), memory, None)
     # The program scales queries by 1.
     assert_close(tensor_of(found[:size], queries) * head_dim**-0.5, expected)
-    assert_close(tensor_of(found[size:], memory), memory)
+    written = tensor_of(found[size:], memory)
+    if not fp8:
+        assert_close(written, memory)
+        return
+    assert torch.equal(as_cells(written)[kv_heads:], as_cells(memory)[kv_heads:])
+    torch.testing.assert_close(written.float(), memory.float(), rtol=0.125, atol=2.0**-9)
+    assert (as_cells(written) == as_cells(memory)).float().mean() > 0.95
 
 
 def test_products_on_arm_have_float32_precision(tmp_path: Path) -> None:

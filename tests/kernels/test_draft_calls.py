@@ -78,7 +78,7 @@ def test_pass_of_a_head_is_a_graph_after_a_copy() -> None:
     head._operators = triton_decoder(config, weights).operators
     kv = KvPool(config, 16, torch.float32, "meta").draft_layers(config)
     feeds = [Feed(tokens_of(rows), CONTEXT, range(4), 1) for rows in (1, 2, 1)]
-    features = torch.zeros(4, head.feature_size, device="meta")
+    features = torch.zeros(4, head.features.size, device="meta")
     with device_calls() as calls, torch.inference_mode():
         passes = HeadPasses(head, kv, Shapes(8, 4, 64, kv.page_tokens))
         passes.capture()

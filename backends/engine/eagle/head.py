@@ -18,7 +18,7 @@ from torch.nn import functional
 from draftgate.backends.engine.eagle.config import HeadConfig
 from draftgate.backends.engine.eagle.weights import HeadWeights
 from draftgate.backends.engine.inputs import StepInputs
-from draftgate.backends.engine.kv_pool import Layers
+from draftgate.backends.engine.kv_pool import Features, Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS
 from draftgate.backends.engine.operators.choose import operators_for
 
@@ -53,9 +53,9 @@ class EagleHead:
         self._operators = operators_for(config.model, self.dtype, max_model_len, self.device)
 
     @property
-    def feature_size(self) -> int:
-        """Width of a feature."""
-        return self.config.model.hidden_size
+    def features(self) -> Features:
+        """The features that the head reads."""
+        return Features(self.config.model.hidden_size, self.dtype)
 
     def fuse(self, tapped: Tensor) -> Tensor:
         """Return the features of tapped states, [rows, taps x width of the target]."""

@@ -36,7 +36,7 @@ class HeadPasses(DevicePasses[HeadOutput]):
         self._layers = kv.layers
         rows = max(shapes.row_buckets, default=0)
         self._features = torch.zeros(
-            (rows, head.feature_size), dtype=head.dtype, device=head.device
+            (rows, head.features.size), dtype=head.dtype, device=head.device
         )
 
     def run(self, feeds: Many[Feed], features: Tensor) -> HeadOutput:

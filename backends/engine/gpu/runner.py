@@ -222,7 +222,7 @@ class GpuRunner:
         if walks.has_trees:
             slots = fields["slots"][fields["sample_rows"][:rows]]
             starts = fields["sample_starts"]
-            _compact(self._pool.memory, slots, starts, walked.kept_rows, walks.longest)
+            _compact(self._pool.cells, slots, starts, walked.kept_rows, walks.longest)
         return walked
 
 
@@ -254,7 +254,7 @@ def _compact(
     """Move the keys and values of accepted paths to their slots, without waiting.
 
     Args:
-        memory: [strips, slots, head_dim], all layers of a pool, modified in place.
+        memory: [strips, slots, head_dim], the cells of a pool, modified in place.
         row_slots: int64 [sampled rows], the slot of each row's input token.
         sample_starts: int32 [sequences + 1], the first sampled row of each sequence.
         kept_rows: int32 [sampled rows], from `accept_walk`.

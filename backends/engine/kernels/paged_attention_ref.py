@@ -8,7 +8,8 @@ window + 1) .. p on its own path. Query head h reads key-value head h // group:
 With a soft cap c, the scores s become c * tanh(s / c) before the softmax (Gemma 2, arXiv
 2408.00118).
 
-A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. The slot of token j of a
+A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first, in the dtype of the queries
+or in E4M3. The slot of token j of a
 sequence with block table t is ``t[j // block_size] * block_size + j % block_size``. Without trees,
 query token i of q with c tokens in the cache has position c - q + i, and so has its key.
 
@@ -23,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from draftgate.backends.engine.quantisation.fp8_kv import as_cells, read
 
 
 class BlockTables(NamedTuple):
@@ -120,7 +123,7 @@ def _gather(layer_kv: Tensor, blocks: Tensor, context: int, block_size: int) -> 
     """Return a sequence's keys and values: float32 [2 * kv_heads, context, head_dim]."""
     token = torch.arange(context, device=layer_kv.device)
     slots = blocks[token // block_size].to(torch.int64) * block_size + token % block_size
-    return layer_kv[:, slots].to(torch.float32)
+    return read(as_cells(layer_kv)[:, slots].view(layer_kv.dtype), torch.float32)
 
 
 def _chain(tokens: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:

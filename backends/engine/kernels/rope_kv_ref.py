@@ -8,7 +8,8 @@ dimensions of x, which are all or the first ones:
     x       <- x * query_scale                                    queries only, head_dim^-1/2
 
 The function writes keys and unchanged values to the row's slot of the KV memory. All arithmetic is
-in float32, rounded once to the dtype of the fused product. The decoder's CPU path in bfloat16
+in float32, rounded once to the dtype of the fused product, or of the KV memory if that is FP8
+(`quantisation/fp8_kv.py`). The decoder's CPU path in bfloat16
 rounds after every operation instead. In float32 without qk_norm, the bits are those of that path.
 
 Source: Su et al., "RoFormer" (arXiv 2104.09864).
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.kernels.rms_norm_ref import rms_norm
+from draftgate.backends.engine.quantisation.fp8_kv import as_cells, stored
 
 
 def rope_kv(
@@ -42,7 +44,8 @@ def rope_kv(
       slots: int64 ``[rows]``. If rows share a slot (padding), the last writer is arbitrary.
       cos: ``[max_positions, rotated / 2]``, for the first ``rotated`` dimensions of a head.
       sin: ``[max_positions, rotated / 2]``.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first, modified in place.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, keys first, in the dtype of qkv or in E4M3,
+        modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, or None for models without head norms.
       eps: added to the mean square of a head.
       query_scale: factor on the queries. None means ``head_dim ** -0.5``.
@@ -58,8 +61,8 @@ def rope_kv(
     if qk_norm is not None:
         rotated = rms_norm(rotated, qk_norm, eps)
     rotated = _rotate(rotated, cos[positions].to(torch.float32), sin[positions].to(torch.float32))
-    keys = rotated[:, num_heads:].to(qkv.dtype)
-    layer_kv.index_copy_(1, slots, torch.cat([keys, heads[:, num_rotated:]], dim=1).transpose(0, 1))
+    kv = torch.cat([rotated[:, num_heads:], heads[:, num_rotated:].to(torch.float32)], dim=1)
+    as_cells(layer_kv).index_copy_(1, slots, stored(kv, layer_kv.dtype).transpose(0, 1))
     scale = head_dim**-0.5 if query_scale is None else query_scale
     queries: Tensor = rotated[:, :num_heads] * scale
     return queries.to(qkv.dtype)

@@ -33,12 +33,26 @@ typedef struct {
 
 typedef struct {
     Number *out;
-    const Number *query, *kv;
+    const Number *query;
+    const void *kv;
     int64_t heads, kv_heads, strip, window;
     const Chunk *chunks;
     int64_t num_chunks;
     float softcap; /* bound on the scores, or 0 */
+    int32_t e4m3;  /* whether the KV memory is in FP8 */
 } Step;
+
+/* Keys or values of a head: the KV memory of a layer, and the offset of the head in it. `e4m3` is a
+ * constant of each copy of the code. */
+typedef struct {
+    const void *kv;
+    int64_t strip;
+    int e4m3;
+} Strip;
+
+INLINE Vec load_at(Strip strip, int64_t at) {
+    return load_kv(strip.kv, strip.strip + at, strip.e4m3);
+}
 
 /* Keys of a tile: begin <= key < end. */
 typedef struct {
@@ -70,14 +84,14 @@ typedef struct {
  *
  * A score is the sum of LANES partial sums along the head, added as a binary tree of neighbours. */
 INLINE void score(
-    Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {
+    Vec (*scores)[GROUPS], const Vec *query, Strip keys, const int64_t *at, int count) {
     Vec parts[ROWS][LANES];
     for (int key = 0; key < LANES; key++) {
         Vec part[ROWS];
-        Vec k = load(keys + at[key]);
+        Vec k = load_at(keys, at[key]);
         for (int r = 0; r < count; r++) part[r] = FIRST(k * query[r * VECTORS]);
         for (int v = 1; v < VECTORS; v++) {
-            k = load(keys + at[key] + v * LANES);
+            k = load_at(keys, at[key] + v * LANES);
             for (int r = 0; r < count; r++) part[r] = part[r] + k * query[r * VECTORS + v];
         }
         for (int r = 0; r < count; r++) parts[r][key] = part[r];
@@ -86,11 +100,11 @@ INLINE void score(
 }
 
 /* Copies COLUMNS * LANES keys so that `to[i]` holds element i of every key. */
-INLINE void transpose_keys(Vec (*to)[COLUMNS], const Number *keys, const int64_t *at) {
+INLINE void transpose_keys(Vec (*to)[COLUMNS], Strip keys, const int64_t *at) {
     for (int c = 0; c < COLUMNS; c++)
         for (int v = 0; v < VECTORS; v++) {
             Vec block[LANES];
-            for (int i = 0; i < LANES; i++) block[i] = load(keys + at[c * LANES + i] + v * LANES);
+            for (int i = 0; i < LANES; i++) block[i] = load_at(keys, at[c * LANES + i] + v * LANES);
             transpose(block);
             for (int i = 0; i < LANES; i++) to[v * LANES + i][c] = block[i];
         }
@@ -170,8 +184,8 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
 
 /* Adds weights * values of the keys from begin to end. sums: [count][VECTORS]. */
 INLINE void add_values(
-    Vec *sums, const float (*weights)[TILE], const Number *values, const int64_t *at, int begin,
-    int end, int count) {
+    Vec *sums, const float (*weights)[TILE], Strip values, const int64_t *at, int begin, int end,
+    int count) {
     for (int v = 0; v < VECTORS; v += SUMMED) {
         int some = VECTORS - v < SUMMED ? VECTORS - v : SUMMED;
         Vec own[ROWS][SUMMED];
@@ -179,7 +193,7 @@ INLINE void add_values(
             for (int i = 0; i < some; i++) own[r][i] = sums[r * VECTORS + v + i];
         for (int key = begin; key < end; key++)
             for (int i = 0; i < some; i++) {
-                Vec value = load(values + at[key] + (v + i) * LANES);
+                Vec value = load_at(values, at[key] + (v + i) * LANES);
                 for (int r = 0; r < count; r++) own[r][i] = own[r][i] + value * weights[r][key];
             }
         for (int r = 0; r < count; r++)
@@ -225,7 +239,7 @@ INLINE Keys visible_keys(const Row *rows, int count) {
 }
 
 /* Computes the scores of `count` rows from `r` on with the keys of a tile. */
-INLINE void score_tile(Rows *rows, int r, const Number *keys, const int64_t *at, int count) {
+INLINE void score_tile(Rows *rows, int r, Strip keys, const int64_t *at, int count) {
     Keys visible = visible_keys(rows->rows + r, count);
     for (int key = visible.begin / LANES * LANES; key < visible.end; key += LANES)
         score((Vec(*)[GROUPS])&rows->scores[r][key / LANES], rows->query[r], keys, at + key, count);
@@ -243,7 +257,7 @@ INLINE void score_block(
 
 /* Adds the values of a tile to the sums of `count` rows from `r` on, by their scores. */
 INLINE void add_tile(
-    Rows *rows, int r, const Number *values, const int64_t *at, float softcap, int count) {
+    Rows *rows, int r, Strip values, const int64_t *at, float softcap, int count) {
     Keys visible = visible_keys(rows->rows + r, count);
     if (visible.end <= visible.begin) return;
     int first = visible.begin / LANES, last = (visible.end + LANES - 1) / LANES;
@@ -273,8 +287,8 @@ INLINE void add_tile(
     }
 
 /* Attends all rows to a tile, whose keys have the offsets `at` in a strip. */
-static void attend_tile(
-    Rows *rows, const Number *keys, const Number *values, const int64_t *at, float softcap) {
+INLINE void attend_tile(
+    Rows *rows, Strip keys, Strip values, const int64_t *at, float softcap) {
     if (rows->count < MANY_ROWS) {
         BY_ROWS(rows, score_tile, keys, at)
     } else {
@@ -289,7 +303,7 @@ static void attend_tile(
 }
 
 /* Attends all rows of a chunk that share a KV head. */
-static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
+INLINE void attend_chunk(const Step *step, const Chunk *chunk, int64_t head, int e4m3) {
     int64_t group = step->heads / step->kv_heads;
     Rows rows;
     rows.count = (int)(chunk->tokens * group);
@@ -302,8 +316,8 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
             rows.sums[r][v] = all(0.0f);
         }
     }
-    const Number *keys = step->kv + head * step->strip;
-    const Number *values = step->kv + (head + step->kv_heads) * step->strip;
+    Strip keys = {step->kv, head * step->strip, e4m3};
+    Strip values = {step->kv, (head + step->kv_heads) * step->strip, e4m3};
     int64_t oldest = step->window ? chunk->position - step->window + 1 : 0;
     int64_t end = chunk->position + chunk->tokens;
     for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
@@ -316,12 +330,22 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
             store(step->out + to[r] + v * LANES, rows.sums[r][v] / rows.rows[r].total);
 }
 
+static void attend_numbers(const Step *step, const Chunk *chunk, int64_t head) {
+    attend_chunk(step, chunk, head, 0);
+}
+
+static void attend_e4m3(const Step *step, const Chunk *chunk, int64_t head) {
+    attend_chunk(step, chunk, head, 1);
+}
+
 /* Attends every row of a step, and leaves the output of rows outside all chunks unchanged.
  *
  * The caller must ensure that chunks have at most MAX_ROWS rows. */
 void attend(const Step *step, int64_t threads) {
     int64_t tasks = step->num_chunks * step->kv_heads;
+    void (*attend_one)(const Step *, const Chunk *, int64_t) =
+        step->e4m3 ? attend_e4m3 : attend_numbers;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t task = 0; task < tasks; task++)
-        attend_chunk(step, step->chunks + task / step->kv_heads, task % step->kv_heads);
+        attend_one(step, step->chunks + task / step->kv_heads, task % step->kv_heads);
 }

@@ -28,6 +28,7 @@ from draftgate.backends.engine.inputs import AttentionSpans
 from draftgate.backends.engine.kv_pool import KV_TILE
 from draftgate.backends.engine.linear import USES_AMX, Linear
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
+from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells, read
 
 CHUNK_TOKENS: Final = 128
 """Maximum query tokens of a call, which limits the masks of a long prefill and the work above the
@@ -144,7 +145,7 @@ def attend(
     Args:
         queries: [rows, num_heads, head_dim], scaled by head_dim ** -0.5.
         layer_kv: [2 * num_kv_heads, slots, head_dim], the layer's memory, which includes the step's
-            own keys and values.
+            own keys and values. Each call widens those in FP8.
         plan: the result of `plan_attention`.
         softcap: bound c on the scores s, which become c tanh(s / c), or None.
 
@@ -171,10 +172,14 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the results of the tiles, [tiles, kv_heads, rows, head_dim], and their log-sum-exp."""
     kv_heads, _, head_dim = packed.shape
-    if isinstance(call.slots, int):
-        kv, first = layer_kv, call.slots
+    if isinstance(call.slots, Tensor):
+        slots = as_cells(layer_kv).index_select(1, call.slots).view(layer_kv.dtype)
+        kv, first = read(slots, packed.dtype), 0
+    elif layer_kv.dtype is FP8:
+        tokens = call.tiles * KV_TILE
+        kv, first = read(layer_kv.narrow(1, call.slots, tokens), packed.dtype), 0
     else:
-        kv, first = layer_kv.index_select(1, call.slots), 0
+        kv, first = layer_kv, call.slots
     strip = kv.stride(0)
     shape = (call.tiles, kv_heads, KV_TILE, head_dim)
     strides = (KV_TILE * head_dim, strip, head_dim, 1)

@@ -82,7 +82,8 @@ class Operators(Protocol):
             step: the result of `begin`.
             fused: [rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. The
                 method may overwrite this tensor.
-            layer_kv: [2 * num_kv_heads, slots, head_dim].
+            layer_kv: [2 * num_kv_heads, slots, head_dim], in the dtype of `fused` or in FP8
+                (`quantisation/fp8_kv.py`).
             qk_norm: float32 [num_heads + num_kv_heads, head_dim], RMS norm weights applied before
                 rotation.
             rope: rotation of the layer. None means that of the model.

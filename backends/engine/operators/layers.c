@@ -51,6 +51,7 @@ typedef struct {
     const Number *cosines, *sines; /* [positions, half] */
     int64_t rows, heads, kv_heads, head_dim, half, strip; /* half of the rotated dimensions */
     float scale, eps;
+    int32_t e4m3; /* whether the KV memory is in FP8 */
 } Rotation;
 
 /* Converts a head of any width to floats. */
@@ -62,6 +63,16 @@ INLINE void widen(float *to, const Number *from, int64_t count) {
 INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
     for (int64_t i = 0; i < count; i += LANES)
         store(to + i, *(const FloatLanes *)(from + i) * scale);
+}
+
+/* Writes a head of keys or values from floats to the KV memory. */
+INLINE void write_kv(void *kv, int64_t at, const float *from, int64_t count, int e4m3) {
+    if (!e4m3) {
+        narrow((Number *)kv + at, from, count, 1.0f);
+        return;
+    }
+    for (int64_t i = 0; i < count; i += LANES)
+        store_e4m3((uint8_t *)kv + at + i, *(const FloatLanes *)(from + i));
 }
 
 /* Normalises a head of queries or keys unless weight is NULL, then rotates its first 2 * half
@@ -95,7 +106,7 @@ enum { MAX_HEAD_DIM = 256 };
  * fused: rows of query heads, key heads and value heads. kv: strips of keys, then of values.
  */
 void rotate_and_store(
-    Number *out, Number *kv, const Number *fused, const float *qk_norm, const Rotation *rotation,
+    Number *out, void *kv, const Number *fused, const float *qk_norm, const Rotation *rotation,
     int64_t threads) {
     int64_t width = rotation->head_dim, half = rotation->half;
     int64_t rotated = rotation->heads + rotation->kv_heads;
@@ -129,9 +140,9 @@ void rotate_and_store(
             if (head < rotation->heads)
                 narrow(out + (row * rotation->heads + head) * width, x, width, rotation->scale);
             else
-                narrow(
-                    kv + (head - rotation->heads) * rotation->strip + slot * width, x, width,
-                    1.0f);
+                write_kv(
+                    kv, (head - rotation->heads) * rotation->strip + slot * width, x, width,
+                    rotation->e4m3);
         }
     }
 }

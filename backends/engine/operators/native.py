@@ -21,6 +21,7 @@ from draftgate.backends.engine.kv_pool import KV_TILE
 from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.compiler import compiled, library_name
 from draftgate.backends.engine.operators.products import LANES
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.rope import Rope
 
 MAX_ROWS: Final = 64
@@ -41,6 +42,7 @@ class _Attention(ctypes.Structure):
         ("out", _Pointer), ("query", _Pointer), ("kv", _Pointer),
         ("heads", _Int), ("kv_heads", _Int), ("strip", _Int), ("window", _Int),
         ("chunks", _Pointer), ("num_chunks", _Int), ("softcap", ctypes.c_float),
+        ("e4m3", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ class _Rotation(ctypes.Structure):
         ("positions", _Pointer), ("slots", _Pointer), ("cosines", _Pointer), ("sines", _Pointer),
         ("rows", _Int), ("heads", _Int), ("kv_heads", _Int), ("head_dim", _Int), ("half", _Int),
         ("strip", _Int),
-        ("scale", ctypes.c_float), ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float), ("eps", ctypes.c_float), ("e4m3", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -172,7 +174,7 @@ class NativeOperators:
         queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
         rotation, turns = step.rotation, self._rotation if rope is None else self._rotations[rope]
         rotation.cosines, rotation.sines, rotation.half = turns
-        rotation.strip = layer_kv.stride(0)
+        rotation.strip, rotation.e4m3 = layer_kv.stride(0), layer_kv.dtype is FP8
         qk_norm = None if qk_norm is None else _float32(qk_norm)
         self._rotate_and_store(
             queries.data_ptr(),
@@ -193,7 +195,7 @@ class NativeOperators:
         attention = step.attention
         attention.out, attention.query = out.data_ptr(), queries.data_ptr()
         attention.kv, attention.strip = layer_kv.data_ptr(), layer_kv.stride(0)
-        attention.window = window or 0
+        attention.window, attention.e4m3 = window or 0, layer_kv.dtype is FP8
         self._attend(ctypes.addressof(attention), step.threads)
         return out
 

@@ -15,6 +15,7 @@ from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
 from draftgate.backends.engine.operators.attention import AttentionPlan, attend, plan_attention
 from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.quantisation.fp8_kv import as_cells, stored
 from draftgate.backends.engine.rope import Rope
 
 
@@ -80,7 +81,8 @@ class TorchOperators:
         cosines, sines = step.rotations[rope or config.rope]
         turned = rotated[..., : cosines.shape[-1]]
         turned.copy_(_rotate(turned, cosines, sines))
-        layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
+        kv = stored(heads[:, config.num_heads :].transpose(0, 1), layer_kv.dtype)
+        as_cells(layer_kv).index_copy_(1, step.slots, kv)
         queries: Tensor = heads[:, : config.num_heads] * config.query_scale
         return queries
 

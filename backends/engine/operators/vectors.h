@@ -1,6 +1,7 @@
 /* Vectors of floats as wide as the registers, and operations on them.
  *
- * Tensors hold bfloat16 if BFLOAT16 is 1, float32 if it is 0. All arithmetic is in float32.
+ * Tensors hold bfloat16 if BFLOAT16 is 1, float32 if it is 0. The KV memory may hold FP8 (E4M3). All
+ * arithmetic is in float32.
  * Vectors never exceed a register: gcc splits wider comparisons and shuffles into single floats.
  */
 
@@ -36,6 +37,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef float FloatLanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfLanes __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint8_t ByteLanes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 #if BFLOAT16
 typedef uint16_t Number;
@@ -91,6 +93,45 @@ INLINE Vec store(Number *at, Vec value) {
     *(FloatLanes *)at = value;
     return value;
 #endif
+}
+
+/* Widens E4M3 without float32 subnormals, whose arithmetic is slow on some processors. */
+INLINE Vec load_e4m3(const uint8_t *at) {
+#if defined(__AVX2__) && defined(__F16C__)
+    /* As the low bits of exponent and mantissa of float16, whose exponents are smaller by 8. */
+#if defined(__AVX512F__)
+    __m256i halves = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)at));
+    halves = _mm256_and_si256(_mm256_slli_epi16(halves, 7), _mm256_set1_epi16((short)0xbfff));
+    return (Vec)_mm512_cvtph_ps(halves) * 256.0f;
+#else
+    __m128i halves = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)at));
+    halves = _mm_and_si128(_mm_slli_epi16(halves, 7), _mm_set1_epi16((short)0xbfff));
+    return (Vec)_mm256_cvtph_ps(halves) * 256.0f;
+#endif
+#else
+    Ints octets = __builtin_convertvector(*(const ByteLanes *)at, Ints);
+    Ints magnitude = (octets & 0x7f) << 20;
+    Vec subnormal = (Vec)(magnitude + (121 << 23)) - 0x1p-6f;
+    Vec number = choose(magnitude < 1 << 23, subnormal, (Vec)(magnitude + (120 << 23)));
+    return (Vec)((Ints)number | (octets & 0x80) << 24);
+#endif
+}
+
+/* Rounds to the nearest number of E4M3, ties to even, within +-448. Does not preserve NaNs. */
+INLINE void store_e4m3(uint8_t *at, Vec value) {
+    Ints sign = (Ints)value >> 24 & 0x80;
+    Vec magnitude = (Vec)((Ints)value & 0x7fffffff);
+    magnitude = choose(magnitude < 448.0f, magnitude, all(448.0f));
+    Ints bits = (Ints)magnitude;
+    Ints normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    Ints subnormal = (Ints)(magnitude + 0x1p14f) - (Ints)all(0x1p14f); /* rounds to 2^-9 */
+    Ints small = bits < 121 << 23;
+    *(ByteLanes *)at = __builtin_convertvector((small & subnormal) | (~small & normal) | sign, ByteLanes);
+}
+
+/* Loads LANES numbers of the KV memory, in E4M3 or as `Number`. */
+INLINE Vec load_kv(const void *kv, int64_t at, int e4m3) {
+    return e4m3 ? load_e4m3((const uint8_t *)kv + at) : load((const Number *)kv + at);
 }
 
 /* exp(x) for x <= 0, within 2 ulp, 0 below -87.7. From Cephes' expf: 2^n times a polynomial. */

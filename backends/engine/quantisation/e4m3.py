@@ -23,6 +23,11 @@ SMALLEST: Final = 1e-10
 """Lower bound of the largest value of a group, which keeps the scale of zeros above 0."""
 
 
+def fp8(x: Tensor) -> Tensor:
+    """Round to the nearest numbers of E4M3, ties to even, within +-448."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
 def fp8_rows(x: Tensor, group: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Round rows to FP8 with a scale per group. A row does not depend on the others.
 
@@ -41,8 +46,8 @@ def fp8_rows(x: Tensor, group: int, scale: float | None = None) -> tuple[Tensor,
         scales = grouped.abs().amax(-1).clamp(min=SMALLEST) / E4M3_MAX
     else:
         scales = torch.full((len(x), groups), scale, device=x.device)
-    codes = (grouped / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
-    return codes.view(len(x), -1)[:, :width].to(torch.float8_e4m3fn), scales
+    divided = (grouped / scales[..., None]).view(len(x), -1)
+    return fp8(divided[:, :width]), scales
 
 
 def has_nan(codes: Tensor) -> bool:

@@ -76,7 +76,7 @@ def drafted(
     weights = tiny_weights(config)
     decoder, head = make(config, weights), tiny_head(config, weights)
     head._operators = decoder.operators
-    pool = KvPool(config, 4, torch.float32, feature_size=head.feature_size)
+    pool = KvPool(config, 4, torch.float32, features=head.features)
     decoder.taps = Taps((0, 1, 1), head.fuse, pool)
     tokens = tokens_of(TOKENS)
     Runner(decoder, pool).forward([Feed(tokens[:-1], 0, [2, 1], num_samples=0)])
@@ -139,7 +139,7 @@ def test_gpu_runner_drafts_from_a_head_without_changing_a_token() -> None:
 
     decoder, head = triton_decoder(config, weights), tiny_head(config, weights)
     head._operators = decoder.operators
-    pool = KvPool(config, 16, torch.float32, feature_size=head.feature_size)
+    pool = KvPool(config, 16, torch.float32, features=head.features)
     decoder.taps = Taps((0, 1, 1), head.fuse, pool)
 
     def proposers(engine: TinyEngine) -> dict[str, Proposer]:

@@ -1,0 +1,216 @@
+"""A KV cache in FP8: the published arithmetic, the same text with any drafts, and memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.harness.prompts import held_out_prompts
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.operators.base import rotary_tables
+from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
+from draftgate.backends.kv_transfer.format import refusal
+from draftgate.backends.types import ModelCard
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation.baselines import Off
+from draftgate.policies.types import SpeculationMode
+from tests.engine.eagle_engine import TappedEngine, load_head
+from tests.engine.eagle_heads import repeating, write_head
+from tests.engine.harness import MAX_MODEL_LEN, Engine, Model, RandomSlots, Setup, request, run
+from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one
+from tests.engine.step_logits import blocks_of, logits_in_steps
+from tests.engine.test_eagle import both
+
+TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def fp8() -> Model:
+    """The shipped model with a KV cache in FP8."""
+    return Model(SHIPPED_MODEL, kv_dtype=FP8)
+
+
+def text(model: Model) -> list[int]:
+    """Return the tokens of a text that the model was not trained on."""
+    prompts = held_out_prompts(model.tokenizer, 8, least=60, most=120)
+    return [token for prompt in prompts for token in prompt][:TOKENS]
+
+
+def expected_logits(token_ids: list[int], *, rounded: bool) -> Tensor:
+    """Return the logits of transformers, whose cache rounds keys and values to E4M3."""
+    transformers = pytest.importorskip("transformers")
+
+    class Fp8Cache(transformers.DynamicCache):
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            keys, values = (x.clamp(-448, 448).to(FP8).to(x.dtype) for x in (keys, values))
+            return super().update(keys, values, *args, **kwargs)
+
+    model = transformers.LlamaForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
+    cache = (Fp8Cache if rounded else transformers.DynamicCache)()
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([token_ids]), past_key_values=cache).logits[0]
+    return found
+
+
+def test_logits_are_those_of_transformers_with_rounded_keys_and_values(fp8: Model) -> None:
+    """Prefill and decodes have the logits of transformers in float32 with rounded keys and values,
+    from which those of unrounded ones differ far more."""
+    tokens = text(fp8)
+    found = logits_in_steps(fp8.runner(32), blocks_of(0, TOKENS), tokens, [0, 250, 290, 299, 300])
+    expected, unrounded = (expected_logits(tokens, rounded=flag) for flag in (True, False))
+    scale = expected.std()
+    # A key that lies between two numbers of E4M3 up to the last bit of float32 may be rounded to
+    # either. So a few rows differ by more than float32 rounding.
+    rows = ((found - expected).abs().amax(1) / scale).sort().values
+    assert rows[: TOKENS // 2].max() < 1e-4
+    assert rows.max() < 0.05
+    assert ((found - unrounded).abs().amax(1) / scale).median() > 0.05
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_chunks_do_not_change_a_bit(in_c: bool, fp8: Model) -> None:
+    """A token has the same logits in one step and in chunks, so that rows read the rounded keys and
+    values of their own step as well."""
+    tokens, own = text(fp8), fp8.decoder.operators
+    if not in_c:
+        tables = rotary_tables(fp8.config, MAX_MODEL_LEN, fp8.dtype)
+        fp8.decoder.operators = TorchOperators(fp8.config, tables)
+    try:
+        at_once, *others = (
+            logits_in_steps(fp8.runner(32), blocks_of(0, TOKENS), tokens, edges)
+            for edges in ([0, TOKENS], [0, 1, 2, 40, 257, TOKENS], [*range(0, TOKENS + 1, 20)])
+        )
+    finally:
+        fp8.decoder.operators = own
+    assert all(torch.equal(at_once, other) for other in others)
+
+
+BATCHINGS = (
+    {"max_num_seqs": 8, "max_step_tokens": 48, "num_blocks": 42},
+    {"max_num_seqs": 16, "max_step_tokens": 300},
+)
+
+
+def mixed_requests(
+    model: Model, policy: SpeculationPolicy, modes: tuple[SpeculationMode, ...]
+) -> list[Any]:
+    """Return greedy and sampled requests, of which some share a prefix."""
+    prompts = held_out_prompts(model.tokenizer, 6, least=60, most=120)
+    shared = [(*prompts[0], *prompt[:20]) for prompt in prompts]
+    return [
+        request(
+            str(index),
+            prompt,
+            policy,
+            mode=modes[index % len(modes)],
+            temperature=(0.0, 0.9)[index // 2 % 2],
+            seed=index,
+            max_tokens=40,
+        )
+        for index, prompt in enumerate([*prompts, *shared])
+    ]
+
+
+def check_lossless(model: Model, modes: tuple[SpeculationMode, ...], make: Any) -> None:
+    """Compare batches of all modes with each request alone and without drafts.
+
+    Args:
+        make: returns a worker for a policy and a batching.
+    """
+    alone = mixed_requests(model, Off(), modes)
+    expected = run(model, alone, Setup(max_num_seqs=1)).tokens
+    accepted = rejected = preemptions = cached = 0
+    for batching in BATCHINGS:
+        policy = RandomSlots(random.Random(5))
+        outcome = make(policy, batching).run(mixed_requests(model, policy, modes))
+        assert outcome.tokens == expected
+        assert outcome.leaked_blocks == 0
+        accepted += outcome.accepted
+        rejected += outcome.rejected
+        preemptions += outcome.preemptions
+        cached += outcome.cached_tokens
+    assert accepted > 50
+    assert rejected > 50
+    assert preemptions > 0
+    assert cached > 0
+
+
+def test_drafts_of_all_proposers_do_not_change_a_token(fp8: Model) -> None:
+    """Drafts of the draft model, of sparse self-speculation and of random trees leave the text of
+    `off`, with chunked prompts, cache hits and preemptions."""
+    modes = (
+        SpeculationMode.NGRAM,
+        SpeculationMode.DRAFT_MODEL,
+        SpeculationMode.SPARSE_SELF,
+        SpeculationMode.OFF,
+    )
+    check_lossless(
+        fp8,
+        modes,
+        lambda policy, batching: Engine(
+            fp8, Setup(policy, every_proposer_and_a_hostile_one, **batching)
+        ),
+    )
+
+
+@pytest.fixture
+def tapped(fp8: Model) -> Iterator[Model]:
+    """The model, whose taps are removed after the test."""
+    yield fp8
+    fp8.decoder.taps = None
+
+
+def test_trees_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
+    """Trees of n-gram and of an EAGLE-3 head, whose own cache is in FP8, leave the text of
+    `off`."""
+    head = load_head(write_head(tmp_path, repeating), tapped)
+    modes = (
+        SpeculationMode.EAGLE,
+        SpeculationMode.NGRAM,
+        SpeculationMode.EAGLE,
+        SpeculationMode.OFF,
+    )
+    check_lossless(
+        tapped,
+        modes,
+        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
+    )
+
+
+def card_of(**settings: Any) -> ModelCard:
+    config = WorkerConfig(device="cpu", threads=1, max_model_len=512, kv_bytes=4 << 20, **settings)
+    return load_engine(config).served.card
+
+
+def test_fp8_holds_more_tokens_and_shares_no_block_with_other_workers() -> None:
+    """`--kv-cache-dtype fp8` holds four times the tokens of float32 and twice those of bfloat16 in
+    the same memory, and no other worker takes its blocks."""
+    cards = {
+        (dtype, kv): card_of(dtype=dtype, kv_cache_dtype=kv)
+        for dtype in ("float32", "bfloat16")
+        for kv in ("auto", "fp8")
+    }
+    for dtype, times in (("float32", 4), ("bfloat16", 2)):
+        own, fp8 = cards[dtype, "auto"], cards[dtype, "fp8"]
+        assert own.kv_format is not None
+        assert fp8.kv_format is not None
+        assert own.kv_format.token_bytes == times * fp8.kv_format.token_bytes
+        assert fp8.pool_tokens // 16 == (4 << 20) // fp8.kv_format.block_bytes
+        assert fp8.pool_tokens >= times * own.pool_tokens
+    classes = {card.numerics_class for card in cards.values()}
+    assert len(classes) == 4
+    fp8 = cards["float32", "fp8"]
+    assert refusal(fp8.kv_format, fp8.kv_format) is None
+    for key, other in cards.items():
+        if key != ("float32", "fp8"):
+            assert "numerics_class" in str(refusal(fp8.kv_format, other.kv_format))
+            assert "numerics_class" in str(refusal(other.kv_format, fp8.kv_format))
