@@ -23,6 +23,7 @@ from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
@@ -183,18 +184,18 @@ def test_rows_have_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype) -> Non
 class Shipped:
     """The shipped model on the GPU, with exact products and captured graphs."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
         config = read_model_config(SHIPPED_MODEL)
         weights = load_weights(SHIPPED_MODEL, config, dtype, device=torch.device(GPU), exact=True)
         self.decoder = Decoder(config, weights, MAX_MODEL_LEN)
-        self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.tokenizer = Tokenizer(SHIPPED_MODEL)
 
     def engine(self, setup: Setup) -> TinyEngine:
         from draftgate.backends.engine.gpu.runner import gpu_runner
 
         config = self.decoder.config
-        pool = KvPool(config, setup.num_blocks, self.dtype, self.decoder.device)
+        pool = KvPool(config, setup.num_blocks, self.kv_dtype, self.decoder.device)
         runner = gpu_runner(
             self.decoder, pool, max_num_seqs=setup.max_num_seqs, max_model_len=MAX_MODEL_LEN
         )
@@ -218,10 +219,13 @@ class Shipped:
         return {"ngram": HostileProposer(self.decoder.config.vocab_size, random.Random(4))}
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_drafts_and_batches_do_not_change_texts(dtype: torch.dtype) -> None:
+def test_drafts_and_batches_do_not_change_texts(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
     """Trees, wrong drafts, small budgets and preemption do not change the tokens."""
-    shipped = Shipped(dtype)
+    shipped = Shipped(dtype, kv_dtype)
     plain = shipped.run(Off(), max_num_seqs=1)
     drafted = shipped.run(RandomSlots(random.Random(5)), max_num_seqs=16, num_blocks=80)
     assert drafted.accepted > 0
@@ -358,7 +362,7 @@ def test_exact_mode_is_probed_on_the_gpu(dtype: str) -> None:
 def test_transferred_blocks_are_equal_on_every_device() -> None:
     """Blocks that are read from a GPU's pool make blocks of a CPU's pool equal, and back."""
     config = read_model_config(SHIPPED_MODEL)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, FP8):
         gpu, cpu = KvPool(config, 12, dtype, "cuda"), KvPool(config, 12, dtype)
         gpu.memory.copy_(torch.randn(gpu.memory.shape))
         assert gpu.block_bytes == cpu.block_bytes
@@ -366,7 +370,7 @@ def test_transferred_blocks_are_equal_on_every_device() -> None:
         gpu.write([9, 1], cpu.read([4, 0]))
         for old, here, new in ((7, 4, 9), (2, 0, 1)):
             first, second, third = (
-                pool.memory[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].cpu()
+                pool.cells[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].cpu()
                 for pool, block in ((gpu, old), (cpu, here), (gpu, new))
             )
             assert torch.equal(first, second)

@@ -212,19 +212,31 @@ class TinyEngine:
         return outcome
 
 
-def cpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+def cpu_engine(
+    config: ModelConfig,
+    weights: Weights,
+    setup: Setup,
+    kv_dtype: torch.dtype | None = None,
+    **of_runner: Any,
+) -> TinyEngine:
     """Return an engine with the CPU runner and the reference operators."""
-    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype)
+    pool = KvPool(config, setup.num_blocks, kv_dtype or weights.embedding.dtype)
     runner = Runner(torch_decoder(config, weights), pool, **of_runner)
     return TinyEngine(config, runner, setup)
 
 
-def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+def gpu_engine(
+    config: ModelConfig,
+    weights: Weights,
+    setup: Setup,
+    kv_dtype: torch.dtype | None = None,
+    **of_runner: Any,
+) -> TinyEngine:
     """Return an engine with the GPU runner and kernels, on the device of the weights."""
     from draftgate.backends.engine.gpu.runner import gpu_runner
 
     decoder = triton_decoder(config, weights)
-    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype, decoder.device)
+    pool = KvPool(config, setup.num_blocks, kv_dtype or weights.embedding.dtype, decoder.device)
     bounds = {"max_num_seqs": setup.max_num_seqs, "max_model_len": POSITIONS}
     return TinyEngine(config, gpu_runner(decoder, pool, **bounds, **of_runner), setup)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
+from draftgate.backends.engine.quantisation.fp8_kv import as_cells
 
 SLACK = 256
 """Slots after the blocks, as many as in the engine's pool."""
@@ -123,7 +124,7 @@ class AttentionCase:
         moved = self.layer_kv.clone()
         source = slots_of(table, start + torch.tensor(path, dtype=torch.int64), self.block_size)
         target = slots_of(table, start + torch.arange(len(path)), self.block_size)
-        moved[:, target] = self.layer_kv[:, source]
+        as_cells(moved)[:, target] = as_cells(self.layer_kv)[:, source]
         return moved
 
 

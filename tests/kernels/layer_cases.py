@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.rope import Rope
 
 
@@ -65,19 +66,29 @@ def rope_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     share: float = 1.0,
+    fp8: bool = False,
 ) -> RopeCase:
-    """Return rows at random positions, each with its own slot. `share` of a head rotates."""
+    """Return rows at random positions, each with its own slot.
+
+    Args:
+      share: the share of a head that rotates.
+      fp8: whether the KV memory is in FP8. The numbers then reach from subnormal ones of E4M3 to
+        some beyond the largest one.
+    """
     generator = torch.Generator().manual_seed(seed)
     max_positions, num_slots = 97, 3 * rows + 5
     cos, sin = Rope(theta=10_000.0, share=share).tables(head_dim, max_positions, dtype)
     qk_norm = normal((heads + kv_heads, head_dim), seed + 1, dtype) + 1
+    qkv = normal((rows, (heads + 2 * kv_heads) * head_dim), seed + 2, dtype)
+    if fp8:
+        qkv *= torch.exp2(torch.randint(-12, 11, qkv.shape, generator=generator).to(dtype))
     return RopeCase(
-        normal((rows, (heads + 2 * kv_heads) * head_dim), seed + 2, dtype),
+        qkv,
         torch.randint(max_positions, (rows,), generator=generator),
         torch.randperm(num_slots, generator=generator)[:rows],
         cos,
         sin,
-        torch.full((2 * kv_heads, num_slots, head_dim), 7, dtype=dtype),
+        torch.full((2 * kv_heads, num_slots, head_dim), 7, dtype=FP8 if fp8 else dtype),
         qk_norm if normed else None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,27 @@ def test_attention_equals_the_reference(
             *case.arguments(), **case.keywords(), window=window
         )
         torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, torch.bfloat16), (80, torch.float16), (64, torch.float32)]
+)
+def test_fp8_caches_have_the_results_of_the_same_numbers(
+    head_dim: int, dtype: torch.dtype, parallel: bool
+) -> None:
+    """Attention to FP8 equals its reference, and a row of any branch has the bits of its decode."""
+    case = _trees(dtype, query_heads=8, kv_heads=2, head_dim=head_dim)
+    case = replace(case, layer_kv=case.layer_kv.to(torch.float8_e4m3fn))
+    keywords = {**case.keywords("cuda"), "parallel_splits": parallel}
+    out = paged_attention(*case.arguments("cuda"), **keywords)
+    expected = paged_attention_ref.paged_attention(*case.arguments(), **case.keywords())
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+    for token, (sequence, index) in enumerate(case.rows()):
+        alone = case.decode_of(sequence, index)
+        row = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"))
+        assert torch.equal(row[0], out[token]), (sequence, index)
 
 
 @pytest.mark.parametrize("window", [None, 100])

@@ -10,11 +10,21 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.backends.compiler import GPUTarget
+
 from draftgate.backends.engine.kernels.merge_splits import merge_splits
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from tests.examples import grid
-from tests.kernels.compiling import Launch, assert_lean, launches_of, meta_tensor
+from tests.kernels.compiling import (
+    BLACKWELL,
+    HOPPER,
+    Launch,
+    assert_lean,
+    launches_of,
+    meta_tensor,
+)
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -28,6 +38,8 @@ def _launches(
     window: int | None = None,
     softcap: float | None = None,
     slots: int = 1 << 20,
+    kv_dtype: torch.dtype | None = None,
+    target: GPUTarget = HOPPER,
 ) -> list[Launch]:
     """Return the kernels for 64 sequences of 5 tokens, with heads as (query, kv, dimensions)."""
     query_heads, kv_heads, head_dim = heads
@@ -40,7 +52,7 @@ def _launches(
     return launches_of(
         lambda: paged_attention(
             meta_tensor(tokens, query_heads, head_dim, dtype=dtype),
-            meta_tensor(2 * kv_heads, slots, head_dim, dtype=dtype),
+            meta_tensor(2 * kv_heads, slots, head_dim, dtype=kv_dtype or dtype),
             meta_tensor(65, dtype=index),
             meta_tensor(64, dtype=index),
             BlockTables(meta_tensor(64 * 512, dtype=index), meta_tensor(64, dtype=index), 512),
@@ -50,7 +62,8 @@ def _launches(
             softcap=softcap,
             trees=drafts if trees else None,
             parallel_splits=parallel,
-        )
+        ),
+        target,
     )
 
 
@@ -117,6 +130,25 @@ def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
     """Kernels with heads of 256 do not spill registers, except for trees in a loop over splits (see
     `tiles`)."""
     assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float16, 80)]
+)
+def test_fp8_caches_hardly_spill(
+    dtype: torch.dtype, head_dim: int, parallel: bool, target: GPUTarget
+) -> None:
+    """Kernels that read FP8 convert it in hardware, two programs share a multiprocessor, and
+    at most four registers spill: with heads of 128 in a loop over splits on sm_90."""
+    (launch, *_) = _launches(
+        dtype, (32, 8, head_dim), trees=True, parallel=parallel, kv_dtype=FP8, target=target
+    )
+    assert "e4m3x2" in launch.ptx
+    assert launch.programs() >= 2
+    spills = target == HOPPER and head_dim == 128 and not parallel
+    assert launch.usage.stack_bytes <= (16 if spills else 0)
 
 
 def test_merge_loads_several_splits_at_once() -> None:

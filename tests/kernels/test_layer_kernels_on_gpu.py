@@ -84,6 +84,16 @@ def test_rotation_has_the_bits_of_the_reference(
     assert torch.equal(arguments[-1].cpu(), expected[-1])
 
 
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_fp8_has_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """The GPU rounds keys and values to FP8 as the reference on the CPU does."""
+    case = rope_case(19, 32, 8, 128, normed=False, dtype=dtype, fp8=True)
+    arguments, expected = case.arguments("cuda"), case.arguments()
+    rope_kv.rope_kv(*arguments, **case.options("cuda"))
+    rope_kv_ref.rope_kv(*expected, **case.options())
+    assert torch.equal(arguments[-1].cpu().float(), expected[-1].float())
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), _TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (7, 1, 80)])
 def test_normed_heads_equal_the_reference(

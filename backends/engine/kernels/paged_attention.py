@@ -133,8 +133,10 @@ def _attend_keys(
             value = tl.load(
                 key_ptr + cells + values_offset, mask=(dims < HEAD_DIM)[None, :], other=0.0
             )
-        if UPCAST:
-            key = key.to(tl.float32)
+        # The products with FP8 are those with the same numbers in the dtype of the queries.
+        key = key.to(query.dtype)
+        if value.dtype == tl.float8e4nv:
+            value = value.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if CAP != 0:
             # tanh(x) = 2 / (1 + exp(-2 x)) - 1, without a product that could fuse with a sum.
@@ -380,7 +382,7 @@ def paged_attention(
 
     Args:
       query: float32, float16 or bfloat16 ``[tokens, query_heads, head_dim]``, unit last stride.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]``, unit last stride, dtype of ``query``.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, unit last stride, dtype of ``query`` or E4M3.
       cu_query_lens: int32 ``[sequences + 1]``. Padding sequences have no query tokens.
       context_lens: int32 ``[sequences]``.
       block_tables: all tables. Their entries are fewer than 2**31.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 
 SPLIT_SIZE: Final = 512
 """Keys per split, a part of the numerics class."""
@@ -53,6 +54,11 @@ def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     take many registers. Heads beyond 128 (Gemma) with trees, looping over splits, spill 56 bytes
     per thread in float32, and 8 bytes in 16 bits with a bound on the scores.
 
+    Keys and values in FP8 are converted in registers. With trees, looping over splits, heads of 128
+    in 16 bits then spill 16 bytes on sm_90. Heads of 256 spill up to 240 bytes, and heads of 128 in
+    float32 up to 290 bytes. Eight warps for heads of 128 would spill nothing, but leave no second
+    program on a multiprocessor (Triton 3.7, 2026-11-27).
+
     Args:
       dtype: dtype of the query.
       head_dim: dimensions of a head.
@@ -93,8 +99,8 @@ def check_arguments(
         raise ValueError(
             f"{query.shape[1]} query heads do not divide among {strips} strips of keys and values"
         )
-    if query.shape[2] != head_dim or query.dtype != layer_kv.dtype:
-        raise ValueError("query and cache need the same head_dim and dtype")
+    if query.shape[2] != head_dim or layer_kv.dtype not in {query.dtype, FP8}:
+        raise ValueError("query and cache need the same head_dim and dtype, or a cache in FP8")
     if query.stride(2) != 1 or layer_kv.stride(2) != 1:
         raise ValueError("query and cache need unit stride along the head dimension")
     if not 0 < block_size <= slots:

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells
+
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
 """Options of the compiler, a part of the numerics class.
 
@@ -35,6 +37,21 @@ The limit of 64 registers prevents ptxas from spilling.
 # A thread holds 16 bytes of bfloat16 per half.
 _HALVES: Final = 512
 _MOST_HEADS: Final = 8
+
+
+@triton.jit
+def e4m3(x):
+    """Round float32 to the bits of E4M3, as ``quantisation.e4m3.fp8`` does.
+
+    Triton's conversion rounds ties to even and saturates on a GPU, but not in its interpreter.
+    """
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # The unit in the last place of 2^14 is 2^-9, that of the subnormal numbers.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (tl.where(bits < 121 << 23, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -66,8 +83,9 @@ def _rope_kv_kernel(
     TURNED: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Write queries, keys and values of HEADS heads.
+    """Write queries, keys and values of HEADS heads. With FP8, the KV memory is uint8.
 
     The grid is (rows, groups of HEADS heads).
     """
@@ -103,8 +121,8 @@ def _rope_kv_kernel(
     is_kv = (head >= NUM_HEADS) & mask
     slot = tl.load(slots_ptr + row)
     kv_cells = (head - NUM_HEADS).to(tl.int64) * strip_stride + slot * (2 * HALF)
-    tl.store(layer_kv_ptr + kv_cells + first, a, mask=is_kv)
-    tl.store(layer_kv_ptr + kv_cells + second, b, mask=is_kv)
+    tl.store(layer_kv_ptr + kv_cells + first, e4m3(a) if FP8 else a, mask=is_kv)
+    tl.store(layer_kv_ptr + kv_cells + second, e4m3(b) if FP8 else b, mask=is_kv)
 
 
 def rope_kv(
@@ -129,8 +147,8 @@ def rope_kv(
       cos: ``[max_positions, rotated / 2]``, contiguous, for the first ``rotated`` dimensions of a
         head.
       sin: ``[max_positions, rotated / 2]``, contiguous.
-      layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv, each strip contiguous,
-        modified in place.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv or in E4M3, each strip
+        contiguous, modified in place.
       qk_norm: ``[heads + kv_heads, head_dim]``, contiguous, or None.
       eps: added to the mean square of a head.
       query_scale: factor on the queries. None means ``head_dim ** -0.5``.
@@ -151,7 +169,7 @@ def rope_kv(
     if rows:
         _rope_kv_kernel[(rows, triton.cdiv(total_heads, heads))](
             query,
-            layer_kv,
+            as_cells(layer_kv),
             qkv,
             positions,
             slots,
@@ -167,6 +185,7 @@ def rope_kv(
             TURNED=cos.shape[1],
             HALF_PAD=half_pad,
             HEADS=heads,
+            FP8=layer_kv.dtype is FP8,
             **LAUNCH_OPTIONS,
         )
     return query
@@ -187,8 +206,10 @@ def _check(
         raise ValueError(
             f"rows of {qkv.shape[1]} do not fit {strips} strips of heads of {head_dim}"
         )
-    if layer_kv.stride()[1:] != (head_dim, 1) or layer_kv.dtype != qkv.dtype:
-        raise ValueError("rope_kv needs contiguous strips of the KV memory in the dtype of qkv")
+    if layer_kv.stride()[1:] != (head_dim, 1) or layer_kv.dtype not in {qkv.dtype, FP8}:
+        raise ValueError(
+            "rope_kv needs contiguous strips of the KV memory in the dtype of qkv or in FP8"
+        )
     if not 1 <= cos.shape[1] <= head_dim // 2 or sin.shape != cos.shape:
         raise ValueError("cos and sin need at most head_dim / 2 columns")
     if qk_norm is not None and qk_norm.shape != (total_heads - strips // 2, head_dim):

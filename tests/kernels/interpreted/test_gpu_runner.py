@@ -12,6 +12,7 @@ import torch
 from draftgate.backends.engine import runner as cpu_module
 from draftgate.backends.engine import transfer
 from draftgate.backends.engine.gpu import runner as gpu_module
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.warmup import rehearse_tree
 from draftgate.backends.types import GenerationRequest, TokenLogprob
 from draftgate.policies.protocols import SpeculationPolicy
@@ -92,13 +93,15 @@ def assert_close(found: TokenLogprob, expected: TokenLogprob) -> None:
     assert [token for token, _ in found.top] == [token for token, _ in expected.top]
 
 
-def test_gpu_runner_gives_the_tokens_of_the_cpu_runner() -> None:
-    """The runners agree with chunks, prefix cache, preemption, trees and stop strings."""
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
+def test_gpu_runner_gives_the_tokens_of_the_cpu_runner(kv_dtype: torch.dtype | None) -> None:
+    """The runners agree with chunks, prefix cache, preemption, trees and stop strings, also with a
+    KV cache in FP8."""
 
     def outcome(make: object) -> Outcome:
         chosen = RandomSlots(random.Random(2))
         bounds = {"max_step_tokens": 24, "num_blocks": 7}
-        return make(config, weights, setup(chosen, **bounds)).run(requests(chosen))
+        return make(config, weights, setup(chosen, **bounds), kv_dtype).run(requests(chosen))
 
     config = tiny_config(windows=(None, 24), num_heads=2, num_kv_heads=1)
     weights = tiny_weights(config)

@@ -114,6 +114,22 @@ def test_bfloat16_is_rounded_once(normed: bool) -> None:
     torch.testing.assert_close(arguments[-1], expected[-1], **close)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (7, 1, 80)])
+def test_fp8_is_rounded_as_in_the_reference(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Keys and values in FP8 are rounded once, ties to even, and saturate."""
+    case = rope_case(5, heads, kv_heads, head_dim, normed=False, dtype=dtype, fp8=True)
+    arguments, expected = case.arguments(), case.arguments()
+    rope_kv.rope_kv(*arguments, **case.options())
+    rope_kv_ref.rope_kv(*expected, **case.options())
+    written, wanted = arguments[-1].float(), expected[-1].float()
+    assert torch.equal(written, wanted)
+    assert wanted.abs().max() == 448
+    assert ((wanted != 0) & (wanted.abs() < 2.0**-6)).any()
+
+
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotated_rows_do_not_depend_on_each_other(normed: bool) -> None:
     """The queries, keys and values of a row have the same bits alone and in a batch."""

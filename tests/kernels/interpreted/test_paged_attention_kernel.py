@@ -128,6 +128,21 @@ def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("head_dim", "window"), [(32, None), (80, 30)])
+def test_fp8_caches_have_the_bits_of_the_same_numbers(head_dim: int, window: int | None) -> None:
+    """Attention to FP8 equals the reference, and attention to the same numbers in float32."""
+    case = attention_case(
+        _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=head_dim, seed=11
+    )
+    fp8 = replace(case, layer_kv=case.layer_kv.to(torch.float8_e4m3fn))
+    _equals_the_reference(fp8, window)
+    wide = replace(case, layer_kv=fp8.layer_kv.float())
+    found, expected = (
+        paged_attention(*one.arguments(), **one.keywords(), window=window) for one in (fp8, wide)
+    )
+    assert torch.equal(found, expected)
+
+
 def test_offsets_of_64_bits_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """64-bit offsets, which pools of over 2**31 elements per strip need, change no bit."""
     case = attention_case([1, 5], [40, 70], query_heads=4, kv_heads=2, head_dim=16, seed=7)

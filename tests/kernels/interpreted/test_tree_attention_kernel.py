@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,9 +59,12 @@ def test_trees_equal_the_reference(window: int | None) -> None:
     assert torch.equal(loops, parallel)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
+def test_row_of_a_branch_has_the_bits_of_its_path(
+    parallel: bool, window: int | None, fp8: bool
+) -> None:
     """A row of any branch has the same bits as a decode of its token after its ancestors."""
     case = attention_case(
         [6, 3, 9],
@@ -70,6 +75,8 @@ def test_row_of_a_branch_has_the_bits_of_its_path(parallel: bool, window: int | 
         drafts=[comb(5), star(3), bushy(8, 3)],
         seed=2,
     )
+    if fp8:
+        case = replace(case, layer_kv=case.layer_kv.to(torch.float8_e4m3fn))
     together = _attend(case, parallel=parallel, window=window)
     for token, (sequence, index) in enumerate(case.rows()):
         alone = _attend(case.decode_of(sequence, index), parallel=parallel, window=window)
