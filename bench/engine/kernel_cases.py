@@ -35,6 +35,7 @@ from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.kernels.swiglu import swiglu
 from draftgate.backends.engine.linear import Product
+from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.quantisation.kernels import KernelLinear
 from draftgate.backends.engine.quantisation.linear import QuantisedLinear
 from draftgate.backends.engine.quantisation.scheme import Fp8Scheme, Int4Scheme
@@ -173,11 +174,14 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
     tables = inputs.shuffled(sizes.sequences * blocks).view(sizes.sequences, blocks).int()
     scale = float(sizes.head_dim) ** -0.5
 
-    def case(name: str, sequences: int, tokens: int, *, trees: bool = False) -> KernelCase:
+    def case(
+        name: str, sequences: int, tokens: int, *, trees: bool = False, fp8: bool = False
+    ) -> KernelCase:
+        cache = layer_kv.to(FP8) if fp8 else layer_kv
         query = inputs.normal(sequences * tokens, sizes.query_heads, sizes.head_dim)
         arguments = (
             query,
-            layer_kv,
+            cache,
             inputs.up_to(sequences, tokens),
             inputs.full(sizes.context, sequences),
             BlockTables.of_rows(tables[:sequences]),
@@ -195,7 +199,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
                     *arguments, block_size=sizes.block_size, scale=scale, trees=drafts
                 )
             ],
-            (read + 2 * query.numel()) * inputs.dtype.itemsize,
+            read * cache.dtype.itemsize + 2 * query.numel() * inputs.dtype.itemsize,
             operations=4 * sequences * attended * sizes.query_heads * sizes.head_dim,
             tolerance=2e-2 if inputs.dtype.itemsize == 2 else 1e-5,
         )
@@ -205,6 +209,7 @@ def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
     yield case("attention, decode, trees compiled in", sizes.sequences, 1, trees=True)
     yield case("attention, verify of trees", sizes.sequences, sizes.verified, trees=True)
     yield case("attention, decode of one", 1, 1)
+    yield case("attention, decode of a cache in FP8", sizes.sequences, 1, fp8=True)
     yield case("attention, chunk of a prompt", 1, sizes.chunk)
 
 

@@ -325,19 +325,20 @@ def test_worker_starts_on_a_gpu() -> None:
     assert set(engine.proposers) == {"ngram", "draft_model", "sparse_self", "prediction"}
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])
-def test_request_is_served_with_every_proposer(proposer: str) -> None:
+def test_request_is_served_with_every_proposer(proposer: str, kv_cache_dtype: str) -> None:
     """The engine serves a request to its end with drafts of every proposer."""
-    deltas = asyncio.run(_serve_one(proposer))
+    deltas = asyncio.run(_serve_one(proposer, kv_cache_dtype))
     assert sum(len(delta.token_ids) for delta in deltas) == 40
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert deltas[-1].outcome.num_drafted_tokens > 0
 
 
-async def _serve_one(proposer: str) -> list[Delta]:
+async def _serve_one(proposer: str, kv_cache_dtype: str) -> list[Delta]:
     config = WorkerConfig(
         device="cuda", max_model_len=512, kv_bytes=64 << 20, speculation="fixed:4",
-        proposer=proposer,
+        proposer=proposer, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     backend = EngineBackend(config)
     await backend.start()
