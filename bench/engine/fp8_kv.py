@@ -1,11 +1,12 @@
-"""Measure what keys and values in FP8 change: predictions, accepted drafts, and attention times.
+"""Measure what keys and values in FP8 change: predictions, texts, accepted drafts, attention times.
 
     python -m bench.engine.fp8_kv --json bench/results/fp8-kv.json
 
 The predictions are those of the shipped model in float32 for held-out code. One variant rounds keys
 and values to E4M3 as the engine does, with the scale 1. Others have a scale for each token and
-head. The drafts are those of `bench.engine.proposers`. The attention of one layer reads a cache in
-the dtype of the weights and one in FP8, in turns. Its times are CPU time of one thread.
+head. The greedy texts and the drafts are those of `bench.engine.proposers`. After their first
+difference, texts have other contexts. The attention of one layer reads a cache in the dtype of the
+weights and one in FP8, in turns. Its times are CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from bench.engine.proposers import KV_BYTES, SLOTS, TEMPERATURES, run, tasks
+from bench.engine.proposers import KV_BYTES, NEW_TOKENS, SLOTS, TEMPERATURES, run, tasks
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, Feed, StepInputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
-from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import RotaryTables, rotary_tables
 from draftgate.backends.engine.operators.choose import operators_for
@@ -39,12 +42,18 @@ from draftgate.backends.engine.quantisation.fp8_kv import FP8, read
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 TEXTS: Final = 96
 TEXT_TOKENS: Final = 240
 ROUNDS: Final = 15
+
+TASKS: Final = ("completion", "rewrite")
+CACHES: Final = ("auto", "fp8")
 
 SHAPES: Final = {"shipped": (8, 4, 32), "Llama-3.1-8B": (32, 8, 128)}
 """Query heads, KV heads and head_dim of the timed attention."""
@@ -100,7 +109,12 @@ class RoundingOperators(TorchOperators):
 
 
 def predictions() -> list[dict[str, Any]]:
-    """Return the loss of each rounding, and how often it predicts the token of the first one."""
+    """Compare each rounding with the first one.
+
+    Returns:
+        Of each rounding, the loss, the share of predictions equal to those of the first one, and
+        the mean Kullback-Leibler divergence from its distributions, in nats.
+    """
     config = read_model_config(SHIPPED_MODEL)
     decoder = Decoder(config, load_weights(SHIPPED_MODEL, config, torch.float32), TEXT_TOKENS)
     tables = rotary_tables(config, TEXT_TOKENS, torch.float32)
@@ -109,24 +123,71 @@ def predictions() -> list[dict[str, Any]]:
     tokenizer = Tokenizer(SHIPPED_MODEL)
     texts = held_out_prompts(tokenizer, TEXTS, seed=7, least=TEXT_TOKENS, most=TEXT_TOKENS)
     rows, first = list[dict[str, Any]](), Tensor()
+    following = torch.tensor([token for one in texts for token in one[1:]])
     for name, rounding in ROUNDINGS.items():
         operators = decoder.operators = RoundingOperators(config, tables, rounding)
         logits = torch.cat([runner.forward([Feed(t, 0, pages, len(t))])[:-1] for t in texts])
-        following = torch.tensor([token for one in texts for token in one[1:]])
-        best = logits.argmax(1)
-        first = first if rows else best
-        loss = torch.nn.functional.cross_entropy(logits, following).item()
-        equal = (best == first).float().mean().item()
-        rows.append({"rounding": name, "tokens": len(best), "loss": loss, "equal": equal})
+        found = logits.log_softmax(1)
+        first = first if rows else found
+        loss = functional.nll_loss(found, following).item()
+        equal = (found.argmax(1) == first.argmax(1)).float().mean().item()
+        divergence = functional.kl_div(found, first, reduction="batchmean", log_target=True).item()
+        rows.append(
+            {
+                "rounding": name,
+                "tokens": len(found),
+                "loss": loss,
+                "equal": equal,
+                "divergence": divergence,
+            }
+        )
         print(rows[-1], f"largest {operators.largest:.1f}", flush=True)
     return rows
+
+
+def greedy_texts() -> list[dict[str, Any]]:
+    """Compare greedy texts with a cache in FP8 and in float32."""
+    texts = dict[str, dict[str, list[list[int]]]]()
+    for name in CACHES:
+        engine = load_engine(
+            WorkerConfig(speculation="off", kv_bytes=KV_BYTES, kv_cache_dtype=name, max_num_seqs=8)
+        )
+        prompts = tasks(engine.worker.tokenizer)
+        texts[name] = {task: _greedy(engine, prompts[task]) for task in TASKS}
+    rows = []
+    for task in TASKS:
+        pairs = list(zip(texts["auto"][task], texts["fp8"][task], strict=True))
+        lengths = [_equal_tokens(*pair) for pair in pairs]
+        tokens = {"new_tokens": NEW_TOKENS, "median_equal_tokens": median(lengths)}
+        equal = sum(auto == fp8 for auto, fp8 in pairs)
+        rows.append({"task": task, "texts": len(pairs), "equal_texts": equal, **tokens})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _greedy(engine: LoadedEngine, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    plan = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(NEW_TOKENS, index, 0.0, ignore_eos=True)
+        engine.worker.submit(GenerationRequest(str(index), compact(prompt), sampling, plan))
+    texts: list[list[int]] = [[] for _ in prompts]
+    for step in run_until_idle(engine.worker, engine.executor):
+        for work, emitted in zip(step.plan.work, step.result.emitted, strict=True):
+            texts[int(work.sequence.request.request_id)] += emitted
+    return texts
+
+
+def _equal_tokens(text: list[int], other: list[int]) -> int:
+    """Return the number of tokens before the first difference."""
+    differ = (index for index, pair in enumerate(zip(text, other, strict=True)) if len({*pair}) > 1)
+    return next(differ, len(text))
 
 
 def accepted_drafts() -> list[dict[str, Any]]:
     """Return the accepted drafts of each proposer, with caches in float32 and in FP8."""
     rows = []
     for proposer in ("ngram", "draft_model"):
-        for kv_cache_dtype in ("auto", "fp8"):
+        for kv_cache_dtype in CACHES:
             engine = load_engine(
                 WorkerConfig(
                     proposer=proposer,
@@ -137,7 +198,7 @@ def accepted_drafts() -> list[dict[str, Any]]:
                 )
             )
             prompts = tasks(engine.worker.tokenizer)
-            for task in ("completion", "rewrite"):
+            for task in TASKS:
                 for temperature in TEMPERATURES:
                     tally = run(engine, prompts[task], proposer, min(SLOTS), temperature)
                     head = {"proposer": proposer, "kv_cache_dtype": kv_cache_dtype, "task": task}
@@ -191,6 +252,7 @@ def _attention_ms(
 
 PARTS: Final[Mapping[str, Callable[[], list[dict[str, Any]]]]] = {
     "predictions": predictions,
+    "greedy_texts": greedy_texts,
     "accepted_drafts": accepted_drafts,
     "attention_times": attention_times,
 }
