@@ -88,7 +88,13 @@ def test_attention_equals_the_reference(
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(128, torch.bfloat16), (80, torch.float16), (64, torch.float32)]
+    ("head_dim", "dtype"),
+    [
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),
+        (80, torch.float16),
+        (64, torch.float32),
+    ],
 )
 def test_fp8_caches_have_the_results_of_the_same_numbers(
     head_dim: int, dtype: torch.dtype, parallel: bool

@@ -135,20 +135,26 @@ def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
 @pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float16, 80)]
+    ("dtype", "head_dim", "programs"),
+    [
+        (torch.bfloat16, 128, 2),
+        (torch.bfloat16, 64, 2),
+        (torch.float16, 80, 2),
+        (torch.bfloat16, 256, 1),
+    ],
 )
 def test_fp8_caches_hardly_spill(
-    dtype: torch.dtype, head_dim: int, parallel: bool, target: GPUTarget
+    dtype: torch.dtype, head_dim: int, programs: int, parallel: bool, target: GPUTarget
 ) -> None:
-    """Kernels that read FP8 convert it in hardware, two programs share a multiprocessor, and
-    at most four registers spill: with heads of 128 in a loop over splits on sm_90."""
+    """Kernels that read FP8 convert it in hardware, two programs with heads up to 128 share a
+    multiprocessor, and at most eight registers spill (see `tiles`)."""
     (launch, *_) = _launches(
         dtype, (32, 8, head_dim), trees=True, parallel=parallel, kv_dtype=FP8, target=target
     )
     assert "e4m3x2" in launch.ptx
-    assert launch.programs() >= 2
-    spills = target == HOPPER and head_dim == 128 and not parallel
-    assert launch.usage.stack_bytes <= (16 if spills else 0)
+    assert launch.programs() >= programs
+    spilled = {(HOPPER, 128, False): 16, (BLACKWELL, 256, True): 32}
+    assert launch.usage.stack_bytes <= spilled.get((target, head_dim, parallel), 0)
 
 
 def test_merge_loads_several_splits_at_once() -> None:

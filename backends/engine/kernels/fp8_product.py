@@ -54,16 +54,20 @@ _SMALLEST: Final = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _codes(x):
-    """Return the E4M3 code of float32 numbers up to 448 as int32."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+def e4m3(x):
+    """Return the E4M3 codes of float32 numbers as uint8, as ``quantisation.e4m3.fp8`` does.
+
+    Triton's conversion does the same on a GPU, but rounds otherwise in the interpreter. The integer
+    arithmetic has the same bits in both.
+    """
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
     # 20 of 23 bits of the mantissa are rounded away, and the bias of the exponent is lower by 120.
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) >> 20) - (120 << 3)
-    # Below 2^-6, codes are multiples of 2^-9, to which a sum with 2^14 rounds.
-    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) & 15
-    code = tl.where(magnitude < 121 << 23, small, normal)
-    return code | (bits >> 24) & 0x80
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # The unit in the last place of 2^14 is 2^-9, that of the subnormal numbers.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (tl.where(bits < 121 << 23, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -92,8 +96,7 @@ def _fp8_rows_kernel(
         largest = tl.max(tl.abs(x), axis=1)
         scales = tl.div_rn(tl.maximum(largest, _SMALLEST), tl.zeros_like(largest) + _MAX)
     scaled = tl.div_rn(x, tl.zeros_like(x) + scales[:, None])
-    codes = _codes(tl.minimum(tl.maximum(scaled, -_MAX), _MAX))
-    tl.store(codes_ptr + row * WIDTH + columns, codes.to(tl.uint8), mask=inside)
+    tl.store(codes_ptr + row * WIDTH + columns, e4m3(scaled), mask=inside)
     tl.store(scales_ptr + row * GROUPS + groups, scales, mask=groups < GROUPS)
 
 

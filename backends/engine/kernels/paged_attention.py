@@ -410,7 +410,7 @@ def paged_attention(
     if tokens == 0 or sequences == 0:
         return out
     group = query_heads // kv_heads
-    tiles = sizes.tiles(query.dtype, head_dim, group)
+    tiles = sizes.tiles(query.dtype, layer_kv.dtype, head_dim, group)
     query_blocks = tokens // (tiles.query_rows // group) + sequences
     num_splits = triton.cdiv(block_tables.longest * block_size, split_size)
     if parallel_splits is None:

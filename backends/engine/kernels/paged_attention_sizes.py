@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     max_registers: int | None = None
 
 
-def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     """Return tile sizes that compile for sm_90 without spilling a register.
 
     The sizes follow the reports of ptxas (Triton 3.6 and 3.7, 2026-11-21), and are not timed on a
@@ -55,12 +55,14 @@ def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     per thread in float32, and 8 bytes in 16 bits with a bound on the scores.
 
     Keys and values in FP8 are converted in registers. With trees, looping over splits, heads of 128
-    in 16 bits then spill 16 bytes on sm_90. Heads of 256 spill up to 240 bytes, and heads of 128 in
-    float32 up to 290 bytes. Eight warps for heads of 128 would spill nothing, but leave no second
-    program on a multiprocessor (Triton 3.7, 2026-11-27).
+    in 16 bits then spill 16 bytes on sm_90. Eight warps would spill nothing, but leave no second
+    program on a multiprocessor. Heads of 256 would spill up to 240 bytes with 64 rows. With 32,
+    only parallel splits on sm_100 spill, 32 bytes. Heads of 128 in float32 spill up to 290 bytes
+    with any number of stages (Triton 3.7, 2026-11-27).
 
     Args:
       dtype: dtype of the query.
+      kv_dtype: dtype of keys and values.
       head_dim: dimensions of a head.
       group: query heads per key-value head.
     """
@@ -69,7 +71,8 @@ def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     elif padded_head(head_dim) <= 128:
         chosen = Tiles(query_rows=64, num_warps=4, num_stages=5)
     else:
-        chosen = Tiles(query_rows=64, num_warps=8, num_stages=3)
+        rows, stages = (32, 2) if kv_dtype is FP8 else (64, 3)
+        chosen = Tiles(query_rows=rows, num_warps=8, num_stages=stages)
     return chosen._replace(query_rows=max(chosen.query_rows, _power_of_2(group)))
 
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftgate.backends.engine.kernels.fp8_product import e4m3
 from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells
 
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
@@ -37,21 +38,6 @@ The limit of 64 registers prevents ptxas from spilling.
 # A thread holds 16 bytes of bfloat16 per half.
 _HALVES: Final = 512
 _MOST_HEADS: Final = 8
-
-
-@triton.jit
-def e4m3(x):
-    """Round float32 to the bits of E4M3, as ``quantisation.e4m3.fp8`` does.
-
-    Triton's conversion rounds ties to even and saturates on a GPU, but not in its interpreter.
-    """
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    magnitude = tl.minimum(tl.abs(x), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # The unit in the last place of 2^14 is 2^-9, that of the subnormal numbers.
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return (tl.where(bits < 121 << 23, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
