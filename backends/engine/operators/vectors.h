@@ -95,7 +95,8 @@ INLINE Vec store(Number *at, Vec value) {
 #endif
 }
 
-/* Widens E4M3 without float32 subnormals, whose arithmetic is slow on some processors. */
+/* Widens E4M3 without float32 subnormals, whose arithmetic is slow on some processors. The codes of
+ * NaN become +-480. */
 INLINE Vec load_e4m3(const uint8_t *at) {
 #if defined(__AVX2__) && defined(__F16C__)
     /* As the low bits of exponent and mantissa of float16, whose exponents are smaller by 8. */
@@ -117,7 +118,7 @@ INLINE Vec load_e4m3(const uint8_t *at) {
 #endif
 }
 
-/* Rounds to the nearest number of E4M3, ties to even, within +-448. Does not preserve NaNs. */
+/* Rounds to the nearest number of E4M3, ties to even, within +-448. NaNs become +-448. */
 INLINE void store_e4m3(uint8_t *at, Vec value) {
     Ints sign = (Ints)value >> 24 & 0x80;
     Vec magnitude = (Vec)((Ints)value & 0x7fffffff);

@@ -2,7 +2,8 @@
 
 A key after its rotation, or a value, is rounded to the nearest number of E4M3, ties to even, within
 +-448. The scale is 1, the default of vLLM without calibration. So the bits of a token's keys and
-values depend on nothing but the token and those before it.
+values depend on nothing but the token and those before it. Keys and values must not be NaN, which
+the operators round to different numbers.
 
 All rows of a step read the rounded numbers, those of the step included. Otherwise the chunks of a
 prompt would change the text.
