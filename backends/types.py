@@ -192,6 +192,7 @@ class GenerationRequest:
             in pairs of texts, or 0 if the prompt has a single segment.
         cache_salt: only requests of the tenant with the same salt share cached prefixes, and no
             drafts come from the texts of other requests if it is not empty.
+        adapter: digest of the LoRA adapter to use, or empty for the model alone.
     """
 
     request_id: str
@@ -210,11 +211,17 @@ class GenerationRequest:
     prediction_ids: tuple[int, ...] = ()
     second_segment: int = 0
     cache_salt: str = ""
+    adapter: str = ""
 
     @property
     def cache_owner(self) -> str:
-        """The owner of cached prefixes, which only its requests share."""
-        return f"{self.tenant}\0{self.cache_salt}" if self.cache_salt else self.tenant
+        """The owner of cached prefixes, which only its requests share.
+
+        An adapter changes keys and values. The salt comes last, because clients choose it.
+        """
+        if not self.adapter and not self.cache_salt:
+            return self.tenant
+        return f"{self.tenant}\0{self.adapter}\0{self.cache_salt}"
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan."""
@@ -379,6 +386,21 @@ class Delta(NamedTuple):
 
 
 @immutable
+class AdapterCard:
+    """A LoRA adapter of a model.
+
+    Attributes:
+        name: name that clients use.
+        digest: digest of its content, by which requests select it.
+        root: origin of its checkpoint.
+    """
+
+    name: str
+    digest: str
+    root: str
+
+
+@immutable
 class Capabilities:
     """The abilities of a backend beyond plain text.
 
@@ -391,6 +413,7 @@ class Capabilities:
         tasks: tasks that it offers.
         embedding_size: dimensions of an embedding, or 0 without embeddings.
         formats: kinds of grammars that it can enforce.
+        adapters: LoRA adapters that requests may select.
     """
 
     token_ids: bool = True
@@ -400,6 +423,11 @@ class Capabilities:
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
     formats: bool = False
+    adapters: tuple[AdapterCard, ...] = ()
+
+    def has_adapter(self, digest: str) -> bool:
+        """Return whether requests may select an adapter, or no adapter if `digest` is empty."""
+        return not digest or any(one.digest == digest for one in self.adapters)
 
 
 @immutable

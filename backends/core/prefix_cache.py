@@ -2,8 +2,9 @@
 
 The hash of a full block covers its tokens and the hash of the previous block. So equal hashes mean
 equal prefixes up to the end of the block. The chain begins with the tenant, so a tenant cannot
-learn from timing what prompts another tenant sends. This is the scheme of vLLM's automatic prefix
-caching, with a cryptographic hash, because attackers can make Python's own hash collide.
+learn from timing what prompts another tenant sends. It also begins with the LoRA adapter, which
+changes keys and values. This is the scheme of vLLM's automatic prefix caching, with a cryptographic
+hash, because attackers can make Python's own hash collide.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ class Sequence:
         revisions: revisions of the plan.
         accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
             draft tokens from the prediction.
+        adapter_slot: slot in which its worker keeps the adapter of the request, or 0 for none.
         next_ids: tokens of another worker that the first sampling step verifies
             (`ResumedChoice.next_ids`), empty afterwards.
     """
@@ -152,6 +153,7 @@ class Sequence:
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
     next_ids: tuple[int, ...] = ()
+    adapter_slot: int = 0
 
     def __post_init__(self) -> None:
         """Compute the fields that every step needs."""

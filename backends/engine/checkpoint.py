@@ -87,18 +87,25 @@ class Checkpoint:
     A checkpoint reads each header once, and no weights.
     """
 
-    def __init__(self, directory: Path, rename: Callable[[str], str] = lambda name: name) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rename: Callable[[str], str] = lambda name: name,
+        file: str | None = None,
+    ) -> None:
         """Read the headers.
 
         Args:
             directory: directory of the checkpoint.
             rename: returns the engine's name of a stored tensor.
+            file: name of the only file with weights. None means the files of a model.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the index does not match the files.
         """
         self._directory = directory
-        stored = _stored_tensors(directory).items()
+        weight_map = _weight_map(directory) if file is None else _file_map(directory / file)
+        stored = _stored_tensors(weight_map).items()
         self.tensors: Final[Mapping[str, StoredTensor]] = {
             rename(name): one for name, one in stored
         }
@@ -241,10 +248,14 @@ def checkpoint_hash(directory: Path) -> str:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    files = sorted(set(_weight_map(directory).values()))
+    return files_hash([directory / "config.json", *sorted(set(_weight_map(directory).values()))])
+
+
+def files_hash(files: Iterable[Path]) -> str:
+    """Return 12 hex digits that identify the contents of files in order, as `checkpoint_hash`."""
     pieces = [
         (path, offset)
-        for path in [directory / "config.json", *files]
+        for path in files
         for offset in range(0, path.stat().st_size, HASH_PIECE_BYTES)
     ]
     digest = hashlib.sha256()
@@ -266,8 +277,7 @@ def _piece_digest(piece: tuple[Path, int]) -> bytes:
     return digest.digest()
 
 
-def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    weight_map = _weight_map(directory)
+def _stored_tensors(weight_map: Mapping[str, Path]) -> dict[str, StoredTensor]:
     tensors = {}
     for path in sorted(set(weight_map.values())):
         with _open(path) as file:
@@ -296,14 +306,18 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     single = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
     if single.is_file():
-        with _open(single) as file:
-            return dict.fromkeys(file.keys(), single)
+        return _file_map(single)
     if not index.is_file():
         raise CheckpointError(f"no weights: neither {single} nor {index.name} exists")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"damaged {index}: no weight_map")
     return {name: _shard(index, name, file) for name, file in weight_map.items()}
+
+
+def _file_map(path: Path) -> dict[str, Path]:
+    with _open(path) as file:
+        return dict.fromkeys(file.keys(), path)
 
 
 def _shard(index: Path, tensor: str, file: object) -> Path:

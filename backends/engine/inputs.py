@@ -82,6 +82,7 @@ class Feed(NamedTuple):
         num_samples: number of rows at the end of the feed whose logits the step returns.
         positions: positions of the rows of a tree, empty if the positions are consecutive.
         spans: attention spans that cover all rows, empty for a single span over the pages.
+        adapter_slot: slot of the sequence's adapter (`lora`), or 0 for none.
     """
 
     token_ids: Many[int]
@@ -90,6 +91,7 @@ class Feed(NamedTuple):
     num_samples: int
     positions: Many[int] = ()
     spans: tuple[AttentionSpan, ...] = ()
+    adapter_slot: int = 0
 
 
 class RaggedSpans(NamedTuple):
@@ -130,6 +132,7 @@ class StepInputs:
         num_samples: number of rows whose logits the step returns.
         ragged: the spans on the device, or None if the spans are still on the host.
         num_hidden: number of rows whose hidden state the step returns.
+        adapter_slots: int64 [rows], slot of each row's adapter, or None if no row has an adapter.
     """
 
     token_ids: Tensor
@@ -140,6 +143,7 @@ class StepInputs:
     num_samples: int
     ragged: RaggedSpans | None = None
     num_hidden: int = 0
+    adapter_slots: Tensor | None = None
 
     @property
     def live_rows(self) -> int | Tensor:
@@ -154,8 +158,14 @@ class StepInputs:
             return self
         moved = (self.token_ids, self.positions, self.slots, self.sample_rows)
         token_ids, positions, slots, sample_rows = (to_device(t, device) for t in moved)
+        adapters = None if self.adapter_slots is None else to_device(self.adapter_slots, device)
         return replace(
-            self, token_ids=token_ids, positions=positions, slots=slots, sample_rows=sample_rows
+            self,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            sample_rows=sample_rows,
+            adapter_slots=adapters,
         )
 
 
@@ -167,6 +177,7 @@ class StepRows:
         spans: the attention spans of all rows.
         token_ids, positions, slots: of each row.
         sample_rows: rows whose logits the step returns.
+        adapter_slots: slot of each row's adapter, or empty if no row has an adapter.
     """
 
     spans: AttentionSpans
@@ -174,6 +185,7 @@ class StepRows:
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
+    adapter_slots: list[int] = field(default_factory=list)
 
 
 def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
@@ -188,8 +200,10 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
     samples = batch.sample_rows
     span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
     rows = 0
-    for fed, start, pages, num_samples, tree_positions, own_spans in feeds:
+    for fed, start, pages, num_samples, tree_positions, own_spans, adapter_slot in feeds:
         count = len(fed)
+        if adapter_slot:
+            batch.adapter_slots += [0] * (rows - len(batch.adapter_slots)) + [adapter_slot] * count
         if count == 1 and not tree_positions:  # the common case: a decode
             token_ids.append(fed[0])
             positions.append(start)
@@ -210,6 +224,8 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
             span_rows.append(count)
             span_starts.append(start)
             span_pages.append(pages)
+    if batch.adapter_slots:
+        batch.adapter_slots += [0] * (rows - len(batch.adapter_slots))
     return batch
 
 
@@ -220,6 +236,7 @@ def lay_out_plan(plan: StepPlan) -> StepRows:
     # Columns take a third of the time of one feed per sequence.
     starts = [work.start for work in plan.work]
     tables = [work.sequence.block_table for work in plan.work]
+    adapter_slots = [work.sequence.adapter_slot for work in plan.work]
     return StepRows(
         AttentionSpans(BLOCK_TOKENS, [1] * len(starts), starts, [*tables]),
         [work.token_ids[0] for work in plan.work],
@@ -229,6 +246,7 @@ def lay_out_plan(plan: StepPlan) -> StepRows:
             for table, start in zip(tables, starts, strict=True)
         ],
         [*range(len(starts))],
+        adapter_slots if any(adapter_slots) else [],
     )
 
 
@@ -254,6 +272,7 @@ def padded(batch: StepRows, dump_slot: int, hidden_rows: Many[int] = ()) -> Step
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
     wanted = [*batch.sample_rows, *hidden_rows]
     padding = padded_rows(rows) - rows
+    adapter_slots = batch.adapter_slots
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
         _tensor(batch.positions + [0] * padding),
@@ -262,6 +281,7 @@ def padded(batch: StepRows, dump_slot: int, hidden_rows: Many[int] = ()) -> Step
         _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
         num_samples,
         num_hidden=len(hidden_rows),
+        adapter_slots=_tensor(adapter_slots + [0] * padding) if adapter_slots else None,
     )
 
 
@@ -282,13 +302,14 @@ def feed_of(work: SequenceWork) -> Feed:
     """Return the target's input for a sequence in a step."""
     sequence, start, token_ids, samples, draft = work
     if not draft.token_ids:
-        return Feed(token_ids, start, sequence.block_table, samples)
-    fed, table = work.fed_ids, sequence.block_table
+        table, slot = sequence.block_table, sequence.adapter_slot
+        return Feed(token_ids, start, table, samples, adapter_slot=slot)
+    fed, table, slot = work.fed_ids, sequence.block_table, sequence.adapter_slot
     if draft.is_chain:
-        return Feed(fed, start, table, work.num_samples)
+        return Feed(fed, start, table, work.num_samples, adapter_slot=slot)
     end = start + len(token_ids)
     positions = [*range(start, end), *[end + depth - 1 for depth in draft.depths]]
-    return Feed(fed, start, table, work.num_samples, positions, _spans(work, table))
+    return Feed(fed, start, table, work.num_samples, positions, _spans(work, table), slot)
 
 
 def slots_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +18,14 @@ from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.weights import Weights
 
 
+class Adapters(Protocol):
+    """The adapters of a model, which its products add to the rows that use them."""
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Set the rows of a step, before its first product."""
+        ...
+
+
 class Decoder:
     """Computes the logits of a step. Its only state is the KV pool, which the caller passes.
 
@@ -23,8 +33,15 @@ class Decoder:
         taps: receives hidden states of every step, or None.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_model_len: int,
+        adapters: Adapters | None = None,
+    ) -> None:
         self.config = config
+        self._adapters = adapters
         self.taps: Taps | None = None
         self._weights = weights
         self.device = weights.embedding.device
@@ -101,6 +118,8 @@ class Decoder:
         ops = self.operators
         inputs = inputs.on(self.device)
         step, live_rows, gate = ops.begin(inputs), inputs.live_rows, ops.gate
+        if self._adapters is not None:
+            self._adapters.begin(inputs)
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale

@@ -179,7 +179,7 @@ def _check_format(directory: Path, config: ModelConfig, device: torch.device) ->
         return
     for layer in experts.layers:
         for modules in expert_products(config, experts, 0):
-            if quantises(scheme, modules.below(_prefix(layer)).names[0]):
+            if quantises(scheme, modules.below(layer_prefix(layer)).names[0]):
                 raise CheckpointError(
                     f"{directory}: experts in {scheme.name} are not supported on a GPU; "
                     f"use --device cpu; {UPSTREAM_HINT}"
@@ -249,7 +249,7 @@ class _Loader:
 
     def layer(self, index: int) -> LayerWeights:
         config, products = self._config, layer_products(self._config)
-        prefix = _prefix(index)
+        prefix = layer_prefix(index)
         with self._reader() as reader:
 
             def product(modules: FusedModules) -> Product:
@@ -277,7 +277,7 @@ class _Loader:
         config, experts = self._config, self._config.experts
 
         def product(modules: FusedModules) -> Product:
-            return self._product(reader, modules.below(_prefix(index)))
+            return self._product(reader, modules.below(layer_prefix(index)))
 
         if experts is None or index not in experts.layers:
             products = layer_products(config)
@@ -291,7 +291,7 @@ class _Loader:
         from draftgate.backends.engine.grouped_experts import GroupedExperts
 
         def stacked(parts: Iterable[FusedModules]) -> Tensor:
-            names = (f"{_prefix(index)}{name}.weight" for part in parts for name in part.names)
+            names = (f"{layer_prefix(index)}{name}.weight" for part in parts for name in part.names)
             matrix = reader.read(names).to(self._device)
             return matrix.view(experts.count, -1, matrix.shape[1])
 
@@ -375,8 +375,8 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(config.num_layers):
         for modules in _layer_modules(config, index):
-            shapes |= modules.below(_prefix(index)).shapes()
-        shapes |= {f"{_prefix(index)}{name}": shape for name, shape in norms.items()}
+            shapes |= modules.below(layer_prefix(index)).shapes()
+        shapes |= {f"{layer_prefix(index)}{name}": shape for name, shape in norms.items()}
     return shapes
 
 
@@ -391,7 +391,8 @@ def _layer_modules(config: ModelConfig, index: int) -> Iterator[FusedModules]:
         yield from expert_products(config, experts, expert)
 
 
-def _prefix(index: int) -> str:
+def layer_prefix(index: int) -> str:
+    """Return the text before the names of a layer's modules."""
     return f"model.layers.{index}."
 
 

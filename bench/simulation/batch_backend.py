@@ -220,7 +220,7 @@ class BatchBackend:
         tokens = [*request.prompt_ids, *output_ids]
         if len(tokens) < BLOCK_TOKENS:
             tokens += [0] * (BLOCK_TOKENS - len(tokens))
-        extend_chain(hashes, request.tenant, tokens, BLOCK_TOKENS)
+        extend_chain(hashes, request.cache_owner, tokens, BLOCK_TOKENS)
         return hashes
 
     def _take_imported(self, hashes: Sequence[bytes]) -> int:

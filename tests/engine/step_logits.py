@@ -19,10 +19,11 @@ from draftgate.backends.engine.weights import load_weights
 
 
 class Table:
-    """A stand-in for a sequence that has only a block table."""
+    """A stand-in for a sequence that has only a block table and the slot of an adapter."""
 
-    def __init__(self, blocks: list[int]) -> None:
+    def __init__(self, blocks: list[int], adapter_slot: int = 0) -> None:
         self.block_table = blocks
+        self.adapter_slot = adapter_slot
 
 
 def runner_of(directory: Path, num_blocks: int = 256, max_model_len: int = 2048) -> Runner:

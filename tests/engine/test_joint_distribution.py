@@ -176,6 +176,7 @@ class Table:
     """A stand-in for a sequence that has only a block table."""
 
     block_table = (0,)
+    adapter_slot = 0
 
 
 @cache

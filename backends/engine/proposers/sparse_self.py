@@ -23,7 +23,6 @@ sees. Such a layer may lower acceptance, but never changes the text.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Many
 
 import torch
@@ -96,11 +95,11 @@ class SparseSelfProposer:
         sequences = [request.sequence for request in decodes]
 
         def next_feed(index: int, position: int, token: int) -> Feed:
-            return self._feed(sequences[index].block_table, position, token)
+            return self._feed(sequences[index], position, token)
 
         chains = draw_chains(
             decodes,
-            [self._feed(s.block_table, s.num_computed, s.token_ids[-1]) for s in sequences],
+            [self._feed(s, s.num_computed, s.token_ids[-1]) for s in sequences],
             next_feed,
             self._forward,
             self._observe,
@@ -117,10 +116,12 @@ class SparseSelfProposer:
         """Fit the cost. A pass has one row per sequence."""
         self._fit.add_step(StepSize(rows, rows * self._budget_tokens, rows, 0), seconds)
 
-    def _feed(self, table: array[int], position: int, token: int) -> Feed:
+    def _feed(self, sequence: Sequence, position: int, token: int) -> Feed:
         """Return the feed of a token, which reads the sub-list and has a slot of its own."""
+        table = sequence.block_table
         used = position // BLOCK_TOKENS + 1
         omitted = max(0, used - self._sink_pages - self._recent_pages)
         visible = table[: self._sink_pages] + table[self._sink_pages + omitted : used]
         place = position - omitted * BLOCK_TOKENS
-        return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, visible),))
+        spans, slot = (AttentionSpan(1, place, visible),), sequence.adapter_slot
+        return Feed((token,), position, table, 1, spans=spans, adapter_slot=slot)
