@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -99,6 +100,13 @@ def checkpoint_id(name: str | None) -> str:
     if name in SHIPPED_TOWERS:
         return name
     return hub["repo"] if hub else directory.resolve().name
+
+
+def named_checkpoints(entries: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the checkpoint of each entry, `NAME=CHECKPOINT` or a checkpoint alone."""
+    for entry in entries:
+        name, equals, path = entry.partition("=")
+        yield (name, path) if equals else (checkpoint_id(entry), entry)
 
 
 def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -233,4 +233,5 @@ def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:
         pool_tokens,
         grammars,
         tasks=able.tasks,
+        adapters=able.adapters,
     )

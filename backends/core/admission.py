@@ -8,7 +8,7 @@ from typing import Final
 from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import GenerationRequest, GrammarSpec, Task
+from draftgate.backends.types import AdapterCard, GenerationRequest, GrammarSpec, Task
 
 CHECKED_TOKENS: Final = 1 << 14
 """Number of prompt tokens to check before other threads may run."""
@@ -46,18 +46,21 @@ class Admission:
         grammars: Grammars | None = None,
         *,
         tasks: Sequence[Task] = (Task.GENERATE,),
+        adapters: Sequence[AdapterCard] = (),
     ) -> None:
         """Store the limits.
 
         Args:
             grammars: compiles grammars, or None if the worker has no logits to mask.
             tasks: tasks that the worker offers.
+            adapters: adapters that requests may select.
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.pool_tokens = pool_tokens
         self._grammars = grammars
         self._tasks = tasks
+        self._adapters = frozenset(("", *(adapter.digest for adapter in adapters)))
 
     def check(self, request: GenerationRequest) -> None:
         """Check that the worker can run the request. The method may be called in any thread.
@@ -66,10 +69,10 @@ class Admission:
 
         Raises:
             RequestRejected: the prompt is empty, the grammar cannot be compiled, the worker does
-                not support the task, or prompt and output exceed the context or the KV pool.
+                not support the task or lacks the adapter, or prompt and output exceed the context
+                or the KV pool.
         """
-        if request.task not in self._tasks:
-            raise RequestRejected(refusal(request.task, self._tasks), param="model")
+        self._check_offered(request)
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
@@ -105,6 +108,13 @@ class Admission:
             self._check_ids("bad_words", word)
         if request.grammar is not None:
             self._check_grammar(request, request.grammar)
+
+    def _check_offered(self, request: GenerationRequest) -> None:
+        """Check that the worker offers the task and the adapter."""
+        if request.task not in self._tasks:
+            raise RequestRejected(refusal(request.task, self._tasks), param="model")
+        if request.adapter not in self._adapters:
+            raise RequestRejected("the worker lacks the LoRA adapter", param="model")
 
     def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Check that all ids are in the vocabulary."""

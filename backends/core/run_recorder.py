@@ -31,7 +31,7 @@ from draftgate.backends.recorded_run import (
     ticks_at,
 )
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import FinishReason, GenerationRequest, Pace, Task
+from draftgate.backends.types import AdapterCard, FinishReason, GenerationRequest, Pace, Task
 
 
 class RunRecorder:
@@ -238,15 +238,20 @@ class RecordedWorkerCore(WorkerCore):
         grammars: Grammars | None = None,
         *,
         tasks: tuple[Task, ...] = (Task.GENERATE,),
+        adapters: tuple[AdapterCard, ...] = (),
         run: RunRecorder,
     ) -> None:
-        super().__init__(scheduler, tokenizer, max_model_len, grammars, tasks=tasks)
+        super().__init__(
+            scheduler, tokenizer, max_model_len, grammars, tasks=tasks, adapters=adapters
+        )
         self._run = run
 
-    def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:
+    def submit(
+        self, request: GenerationRequest, now_s: float | None = None, adapter_slot: int = 0
+    ) -> None:
         """See `WorkerCore`."""
         ticks = _ticks(now_s)
-        super().submit(request, seconds_at(ticks))
+        super().submit(request, seconds_at(ticks), adapter_slot)
         for sequence in self._requests[request.request_id]:
             self._run.add_arrival(sequence, ticks)
 
@@ -311,6 +316,8 @@ def _obstacle(request: GenerationRequest) -> str:
         return "a request generated nothing, and a recording contains only outputs"
     if request.sampling.prompt_logprobs is not None:
         return "a request computed a cached prompt again, for its log probabilities"
+    if request.adapter:
+        return "a request used a LoRA adapter, which delays requests and has blocks of its own"
     if request.grammar is not None:
         return "a request had a grammar, whose forced tokens replace drafts"
     if request.sampling.stop:

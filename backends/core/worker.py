@@ -18,6 +18,7 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
+    AdapterCard,
     Delta,
     FinishReason,
     GenerationRequest,
@@ -45,6 +46,7 @@ class WorkerCore:
         grammars: Grammars | None = None,
         *,
         tasks: tuple[Task, ...] = (Task.GENERATE,),
+        adapters: tuple[AdapterCard, ...] = (),
     ) -> None:
         """Start empty.
 
@@ -54,25 +56,33 @@ class WorkerCore:
             max_model_len: maximum number of prompt and output tokens together.
             grammars: compiles grammars, or None if the worker has no logits to mask.
             tasks: tasks that the worker offers.
+            adapters: adapters that requests may select.
         """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
         pool_tokens = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars, tasks=tasks)
+        self.admission = Admission(
+            tokenizer, max_model_len, pool_tokens, grammars, tasks=tasks, adapters=adapters
+        )
         self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
         self._texts: dict[int, TextStream] = {}  # by sequence key
 
-    def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:
+    def submit(
+        self, request: GenerationRequest, now_s: float | None = None, adapter_slot: int = 0
+    ) -> None:
         """Queue every choice of a request that `admission` accepted.
 
         Args:
             now_s: time of its arrival in seconds, or None for the sum of the step times.
+            adapter_slot: slot of the request's adapter, which stays in the slot until the request
+                ends, or 0 for none.
         """
         sequences = [Sequence.for_choice(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:
+            sequence.adapter_slot = adapter_slot
             self._prepare(sequence)
             self._scheduler.add(sequence, now_s)
 
@@ -108,6 +118,10 @@ class WorkerCore:
         """Change a request's pace from the next step on, as `Backend.set_pace`."""
         for sequence in self._requests.get(request_id, ()):
             self._scheduler.set_pace(sequence, pace, tpot_s)
+
+    def is_open(self, request_id: str) -> bool:
+        """Return whether a request has not ended."""
+        return request_id in self._requests
 
     @property
     def open_requests(self) -> tuple[str, ...]:

@@ -194,6 +194,10 @@ class EngineBackend(OperatedBlocks):
         if batch:
             self._on_event_loop(self._streams.deliver, batch)
 
+    def rejected(self, request_id: str, reason: str) -> None:
+        """End the stream of a request with an error."""
+        self._on_event_loop(partial(self._streams.fail, reason, BackendFailed), request_id)
+
     def failed(self, error: BaseException) -> None:
         """End all streams with the error, or let `start` raise it during loading."""
         self._on_event_loop(self._fail, error)

@@ -75,6 +75,10 @@ class Reports:
         """Send the result of an operation on the KV blocks, while the engine's thread continues."""
         self._results.put((call, result))
 
+    def rejected(self, request_id: str, reason: str) -> None:
+        """Report a request that has ended without a result."""
+        self._send(Update([], failed=[(request_id, reason)]))
+
     def failed(self, error: BaseException) -> None:
         """Report the error that ended the engine."""
         self._send(Failed(type(error).__name__, str(error)))

@@ -33,12 +33,14 @@ from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, Features, KvPool, num_blocks_for
+from draftgate.backends.engine.load_adapters import check_adapters
 from draftgate.backends.engine.load_draft import (
     LoadedDraft,
     draft_proposer,
     find_draft,
     load_draft,
 )
+from draftgate.backends.engine.lora.service import AdapterService
 from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
@@ -102,6 +104,7 @@ class LoadedEngine:
         save_costs: stores the current step costs for the next start.
         recording: records drafts to a file, or None.
         turns: the turns of the engines on its device.
+        adapters: the LoRA adapters of the model, or None without any.
     """
 
     worker: WorkerCore | TextBatcher
@@ -112,6 +115,14 @@ class LoadedEngine:
     save_costs: Callable[[], None] = lambda: None
     recording: AcceptanceRecording | None = None
     turns: DeviceTurns = field(default_factory=DeviceTurns)
+    adapters: AdapterService | None = None
+
+    def close(self) -> None:
+        """Close the recording, and load no further adapters."""
+        if self.adapters is not None:
+            self.adapters.close()
+        if self.recording is not None:
+            self.recording.close()
 
 
 def load_engine(
@@ -152,12 +163,11 @@ def _loaded_decoder(
     tokenizer = read_tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory, device.type)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, directory, dtype, device)
+    adapters = check_adapters(config, model, device)
     weights = _weights(config, directory, model, dtype, device, progress)
     longest = model.max_position_embeddings
     max_model_len = min(config.max_model_len or longest, longest)
-    decoder = Decoder(model, weights, max_model_len)
-    if device.type == "cpu":
-        decoder.compile_products()
+    decoder, memory = adapters.decoder(weights, max_model_len, exact=config.exact)
     draft = load_draft(config, draft_directory, model, weights, tokenizer, max_model_len)
     pool = _pool(config, decoder, draft, directory, max_model_len, dtype, kv_dtype)
     num_blocks = pool.num_blocks
@@ -192,6 +202,7 @@ def _loaded_decoder(
     scheduler = _scheduler(config, SchedulerConfig(*limits, model.eos_ids), blocks, watched, cost)
     name = numerics(exact=exact)
     card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
+    card = adapters.described(card)
     if run is None:  # a replay of the run would lack the imported blocks
         card = replace(card, kv_format=pool.format(draft.format_class(name)))
     worker = _worker(scheduler, tokenizer, model, card, run)
@@ -204,7 +215,10 @@ def _loaded_decoder(
     served = ServedModel(card, worker.admission)
     recording = open_recording(config, proposers, card, scheduler, run)
     exchange = KvExchange(blocks, pool)
-    return LoadedEngine(worker, runner, exchange, served, proposers, save_costs, recording)
+    service = adapters.service(worker, memory, dtype)
+    return LoadedEngine(
+        *(worker, runner, exchange, served, proposers, save_costs, recording), adapters=service
+    )
 
 
 def _scheduler(
@@ -222,6 +236,8 @@ def _loaded_encoder(
     config: WorkerConfig, directory: Path, device: torch.device, progress: Callable[[float], None]
 ) -> LoadedEngine:
     """Load an encoder, which has neither KV blocks nor proposers."""
+    if config.loras:
+        raise ValueError("--lora needs a model that generates text, not an encoder")
     worker, runner, card = load_encoder(
         config, directory, device, lambda share: progress(LOADED_SHARE * share)
     )
@@ -395,9 +411,13 @@ def _worker(
     card: ModelCard,
     run: RunRecorder | None,
 ) -> WorkerCore:
-    grammars, tasks = LlGrammars(tokenizer, model.eos_ids), card.capabilities.tasks
+    grammars, able = LlGrammars(tokenizer, model.eos_ids), card.capabilities
     make = WorkerCore if run is None else partial(RecordedWorkerCore, run=run)
-    return make(scheduler, tokenizer, card.max_model_len, grammars, tasks=tasks)
+    return make(
+        *(scheduler, tokenizer, card.max_model_len, grammars),
+        tasks=able.tasks,
+        adapters=able.adapters,
+    )
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:

@@ -55,6 +55,10 @@ class LoopEvents(Protocol):
         """Report the deltas of a step and the load after the step. An idle worker has no deltas."""
         ...
 
+    def rejected(self, request_id: str, reason: str) -> None:
+        """Report that a request has ended without a result, while others continue."""
+        ...
+
     def failed(self, error: BaseException) -> None:
         """Report that loading or a step failed. The thread ends after this call."""
         ...
@@ -85,7 +89,10 @@ class EngineLoop(threading.Thread):
         arrived_s = time.monotonic()
 
         def command(engine: LoadedEngine) -> None:
-            engine.worker.submit(request, arrived_s)
+            if request.adapter and engine.adapters is not None:
+                engine.adapters.submit(request, arrived_s)
+            else:
+                engine.worker.submit(request, arrived_s)
             if engine.recording is not None:
                 engine.recording.begin(request)
 
@@ -96,6 +103,8 @@ class EngineLoop(threading.Thread):
 
         def command(engine: LoadedEngine) -> None:
             engine.worker.cancel(request_id)
+            if engine.adapters is not None:
+                engine.adapters.cancel(request_id)
             if engine.recording is not None:
                 engine.recording.cancel(request_id)
 
@@ -103,7 +112,13 @@ class EngineLoop(threading.Thread):
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace before the next step, unless the request has already ended."""
-        self._queue(lambda engine: engine.worker.set_pace(request_id, pace, tpot_s))
+
+        def command(engine: LoadedEngine) -> None:
+            engine.worker.set_pace(request_id, pace, tpot_s)
+            if engine.adapters is not None:
+                engine.adapters.set_pace(request_id, pace, tpot_s)
+
+        self._queue(command)
 
     def exchange(self, operation: KvOperation, done: Callable[[KvResult], None]) -> None:
         """Queue an operation on the KV blocks, which runs when transfers have their turn.
@@ -147,8 +162,8 @@ class EngineLoop(threading.Thread):
         finally:
             if self._turns is not None:
                 self._turns.leave()
-            if engine is not None and engine.recording is not None:
-                engine.recording.close()
+            if engine is not None:
+                engine.close()
 
     def _report_loading(self, share: float) -> None:
         """Report the progress of loading, or end loading if the loop was stopped."""
@@ -173,6 +188,8 @@ class EngineLoop(threading.Thread):
             self._run_commands(engine)
             return worker.urgency(time.monotonic())
 
+        if engine.adapters is not None:
+            engine.adapters.connect(self._run_later, self._events.rejected)
         self._turns = engine.turns.join(urgency, self._wake_up)
         pipeline = Pipeline(
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic, self._turns
@@ -189,11 +206,17 @@ class EngineLoop(threading.Thread):
                 self._reported = True
                 self._sleep()
 
+    def _run_later(self, function: Callable[[], None]) -> None:
+        """Run a function in this thread, between two steps."""
+        self._queue(lambda _engine: function())
+
     def _run_commands(self, engine: LoadedEngine) -> None:
         """Run the queued commands."""
         while self._commands:
             self._commands.popleft()(engine)
             self._reported = False
+        if engine.adapters is not None:
+            engine.adapters.admit()
 
     def _wake_up(self) -> None:
         with self._wake:

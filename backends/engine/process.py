@@ -168,8 +168,10 @@ class EngineProcess(threading.Thread):
         """
         for report in channel:
             if isinstance(report, Update):
-                assert report.load is not None  # only peers omit loads
-                self._events.stepped(report.deltas, report.load)
+                if report.load is not None:
+                    self._events.stepped(report.deltas, report.load)
+                for request_id, reason in report.failed:
+                    self._events.rejected(request_id, reason)
             elif isinstance(report, KvReply):
                 self._calls.pop(report.id).settle(report)
             elif isinstance(report, Loading):

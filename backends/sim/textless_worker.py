@@ -62,11 +62,13 @@ class TextlessWorker(WorkerCore):
         self._log = log
         self._unscheduled: set[str] = set()  # open requests that no step has contained
 
-    def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:
+    def submit(
+        self, request: GenerationRequest, now_s: float | None = None, adapter_slot: int = 0
+    ) -> None:
         """See `WorkerCore`."""
         self._unscheduled.add(request.request_id)
         self._log.deliveries[request.request_id] = Deliveries()
-        super().submit(request, now_s)
+        super().submit(request, now_s, adapter_slot)
 
     def _prepare(self, sequence: Sequence) -> None:
         """Create no text."""

@@ -128,6 +128,10 @@ class Serving:
         if batch:
             self._news.put((time.perf_counter(), batch))
 
+    def rejected(self, request_id: str, reason: str) -> None:
+        """Fail, because the requests need no adapters."""
+        self.failed(RuntimeError(reason))
+
     def failed(self, error: BaseException) -> None:
         """Pass the error to the caller of `run`."""
         self._news.put(error)

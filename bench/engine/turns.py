@@ -121,6 +121,10 @@ class Client:
         for request_id, delta in batch:
             self._event_loop.call_soon_threadsafe(self._put, request_id, (now_s, delta))
 
+    def rejected(self, request_id: str, reason: str) -> None:
+        """Fail, because the requests need no adapters."""
+        self.failed(RuntimeError(reason))
+
     def failed(self, error: BaseException) -> None:
         """Pass on the error to all requests."""
         for request_id in list(self._deltas):

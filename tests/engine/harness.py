@@ -19,6 +19,8 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, Features, KvPool
+from draftgate.backends.engine.lora.products import CpuAdapters
+from draftgate.backends.engine.lora.weights import LoraCheckpoint
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
@@ -29,6 +31,7 @@ from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
+    AdapterCard,
     Delta,
     FinishReason,
     GenerationRequest,
@@ -61,7 +64,7 @@ IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, PROPOSERS)
 
 @dataclass(eq=False)
 class Model:
-    """A loaded checkpoint, with exact rows if the dtype is bfloat16.
+    """A loaded checkpoint, with exact rows if the dtype is bfloat16, and LoRA adapters.
 
     Attributes:
         kv_dtype: dtype of keys and values, or None for that of the weights.
@@ -71,16 +74,25 @@ class Model:
     dtype: torch.dtype = torch.float32
     verify: Verify = "coupled"
     kv_dtype: torch.dtype | None = None
+    adapters: tuple[Path, ...] = ()
     config: ModelConfig = field(init=False)
     decoder: Decoder = field(init=False)
     tokenizer: Tokenizer = field(init=False)
+    slots: dict[str, int] = field(init=False)  # slots of the adapters by their digests
 
     def __post_init__(self) -> None:
         self.config = read_model_config(self.directory)
         exact = self.dtype is not torch.float32
         weights = load_weights(self.directory, self.config, self.dtype, exact=exact)
-        self.decoder = Decoder(self.config, weights, MAX_MODEL_LEN)
+        memory = CpuAdapters(weights, exact=exact) if self.adapters else None
+        weights = weights if memory is None else memory.weights
+        self.decoder = Decoder(self.config, weights, MAX_MODEL_LEN, memory)
         self.tokenizer = Tokenizer(self.directory)
+        self.slots = {}
+        for slot, directory in enumerate(self.adapters, 1):
+            adapter = LoraCheckpoint(directory, self.config)
+            memory.install(slot, memory.prepare(adapter.read(self.dtype)))
+            self.slots[adapter.digest] = slot
 
     def runner(self, num_blocks: int) -> Runner:
         """Create a runner with its own KV pool."""
@@ -145,6 +157,7 @@ class Engine:
             MAX_MODEL_LEN,
             grammars,
             tasks=(Task.GENERATE, Task.EMBED),
+            adapters=tuple(AdapterCard(digest, digest, "") for digest in model.slots),
         )
 
     def new_pool(self, num_blocks: int) -> KvPool:
@@ -156,7 +169,8 @@ class Engine:
         outcome = Outcome()
         for request in requests:
             self.worker.admission.check(request)
-            self.worker.submit(request)
+            slot = self.model.slots[request.adapter] if request.adapter else 0
+            self.worker.submit(request, adapter_slot=slot)
         sequences = self.scheduler.waiting
         for step in run_until_idle(self.worker, self.runner):
             for request_id, delta in step.deltas:

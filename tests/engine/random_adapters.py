@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.lora.weights import adapted_products
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +63,27 @@ def write_adapter(
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     return tensors
+
+
+def write_demo_adapters(directory: Path, **config: Any) -> list[Path]:
+    """Write three random adapters of all products of the shipped model, and return their paths."""
+    model = read_model_config(SHIPPED_MODEL)
+    shapes = {
+        module.names[0]: (module.outputs[0], module.inputs)
+        for layer in range(model.num_layers)
+        for product in adapted_products(model, layer)
+        for module in product.each()
+    }
+    paths = [directory / f"adapter-{seed}" for seed in range(3)]
+    for seed, path in enumerate(paths):
+        write_adapter(path, shapes, seed=seed, **{"lora_alpha": 2, **config})
+    return paths
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter by their names in the model."""
+    stored = load_file(directory / "adapter_model.safetensors")
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items()}
 
 
 def shapes_of(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
