@@ -20,7 +20,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.backends.types import AdapterCard, Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.sent_requests import SentRequests
 from draftgate.gateway.state.store import new_epoch
@@ -29,6 +29,7 @@ from draftgate.policies.routing.types import Candidate, PrefixPull
 from draftgate.policies.types import Role
 
 NO_WORKER: Final = "no worker is available"
+NO_ADAPTER: Final = "no worker with the LoRA adapter is available"
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
@@ -147,6 +148,10 @@ class FleetWorker(SentRequests):
         assert not self.forwards
         return cast(Backend, self.backend)
 
+    def has_adapter(self, digest: str) -> bool:
+        """Return whether the worker has a LoRA adapter, or whether the request needs none."""
+        return not digest or self.backend.card.capabilities.has_adapter(digest)
+
     @property
     def kv_format(self) -> KvFormat | None:
         """The format in which the worker exchanges KV blocks, or None if it exchanges none."""
@@ -258,6 +263,19 @@ class Fleet:
     def serving(self) -> list[FleetWorker]:
         """The workers that have not failed, in order."""
         return [worker for worker in self.workers if worker.backend.failure is None]
+
+    def serving_with(self, adapter: str) -> list[FleetWorker]:
+        """Return the workers that have not failed and have a LoRA adapter, if not empty."""
+        serving = self.serving
+        return [one for one in serving if one.has_adapter(adapter)] if adapter else serving
+
+    def adapters(self) -> dict[str, AdapterCard]:
+        """Return the LoRA adapters of the workers by name, those of serving workers first."""
+        found: dict[str, AdapterCard] = {}
+        for worker in (*self.serving, *self.workers):
+            for adapter in worker.backend.card.capabilities.adapters:
+                found.setdefault(adapter.name, adapter)
+        return found
 
     @property
     def serves(self) -> bool:

@@ -246,7 +246,7 @@ class ModelService:
     def _described(self) -> ServedModel:
         card = self.fleet.card
         name = self.config.served_model_name or card.model_id
-        return ServedModel(name, self.fleet.tokenizer, card.max_model_len)
+        return ServedModel(name, self.fleet.tokenizer, card.max_model_len, self.fleet.adapters)
 
     def _read_gauges(self) -> None:
         """Read the gauges of the model when they are needed."""

@@ -185,11 +185,11 @@ class Node:
         return self.models[0].served
 
     def model_named(self, name: str) -> ModelService | None:
-        """Return the model that clients request by this name, or None if there is none."""
+        """Return the model that clients request by this name or by that of an adapter, or None."""
         for model in self.models:
             if name in {model.name, model.model_id}:
                 return model
-        return None
+        return next((model for model in self.models if name in model.fleet.adapters()), None)
 
     def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
         """Yield all workers with their models."""

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import AdapterCard
 from draftgate.gateway.errors import ModelNotFound, invalid
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model of a node."""
+    """The model of a node, alone or with a LoRA adapter.
+
+    Attributes:
+        adapters: returns the adapters that clients may request, by name.
+        adapter: digest of the adapter, or empty for the model alone.
+    """
 
     name: str
     tokenizer: Tokenizer
     max_model_len: int
+    adapters: Callable[[], Mapping[str, AdapterCard]] = dict
+    adapter: str = ""
+
+    def named(self, requested: str | None) -> ServedModel:
+        """Return the model, with its adapter if the client names an adapter.
+
+        Args:
+            requested: the name from the client, or None for this model.
+
+        Raises:
+            ModelNotFound: the client names another model.
+        """
+        if requested is None or requested == self.name:
+            return self
+        adapters = self.adapters()
+        if requested not in adapters:
+            raise ModelNotFound(requested, self.name, *adapters)
+        return replace(self, name=requested, adapter=adapters[requested].digest)
 
     def check_token_id(self, token_id: int, param: str) -> None:
         """Raise `InvalidRequest` if a token id is outside the vocabulary.
@@ -28,10 +53,13 @@ class ServedModel:
             raise invalid(param, f"token ids must be {known}, not {token_id}")
 
     def check_name(self, requested: str | None) -> None:
-        """Raise `ModelNotFound` if the client names another model.
+        """Raise `InvalidRequest` if the client names an adapter, which only generates text.
 
         Args:
             requested: the name from the client, or None for this model.
+
+        Raises:
+            ModelNotFound: the client names another model.
         """
-        if requested is not None and requested != self.name:
-            raise ModelNotFound(requested, self.name)
+        if self.named(requested).adapter:
+            raise invalid("model", f"{requested} is a LoRA adapter, which only generates text")

@@ -73,12 +73,14 @@ class CapacityNeed:
         prompt_tokens: tokens of the prompt, which the choices share.
         most_tokens: maximum number of prompt and output tokens of all choices.
         tpot_s: TPOT target in seconds, or None.
+        adapter: digest of the LoRA adapter that the worker must offer, or empty for none.
     """
 
     sequences: int
     prompt_tokens: int
     most_tokens: int
     tpot_s: float | None = None
+    adapter: str = ""
 
 
 def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:

@@ -1,18 +1,19 @@
 """The models of a node, derived from its settings.
 
 The first model is `MODEL`. `--model` and `--embedder` add further models, which have workers on the
-same devices. Settings that depend on a model, such as its draft model, apply to `MODEL` alone.
+same devices. Settings that depend on a model, such as its draft model and its adapters, apply to
+`MODEL` alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from draftgate.backends.checkpoints import checkpoint_id
+from draftgate.backends.checkpoints import checkpoint_id, named_checkpoints
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
 
@@ -46,18 +47,16 @@ def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
     Raises:
         ValueError: the settings contradict each other.
     """
-    more = [*_named(config.models), *_named(config.embedders)]
+    more = [*named_checkpoints(config.models), *named_checkpoints(config.embedders)]
+    first = config.served_model_name or checkpoint_id(config.model)
+    names = [first, *(name for name, _ in more)]
+    _check_names([*names, *(name for name, _ in named_checkpoints(config.loras))])
     if not more:
         if config.memory_shares:
             raise ValueError("--memory-share needs --model or --embedder")
         return (ModelPlan(None, config),)
     _check(config)
-    first = config.served_model_name or checkpoint_id(config.model)
-    names = [first, *(name for name, _ in more)]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"two models have the name {twice[0]!r}: give one of them with NAME=DIR")
-    embedders = {name for name, _ in _named(config.embedders)}
+    embedders = {name for name, _ in named_checkpoints(config.embedders)}
     shares = divide_memory(names, embedders, _shares(config.memory_shares))
     own = ModelPlan(None, config, shares[first])
     return (
@@ -93,6 +92,14 @@ def divide_memory(
     return shares | {name: left / len(rest) for name in rest}
 
 
+def _check_names(names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"two models or adapters have the name {twice[0]!r}: give one of them with NAME=DIR"
+        )
+
+
 def _check(config: ServeConfig) -> None:
     if config.upstream:
         raise ValueError("--model and --embedder cannot be combined with --upstream")
@@ -101,13 +108,6 @@ def _check(config: ServeConfig) -> None:
             "--model and --embedder cannot be combined with --own-process, because the models of a "
             "device take turns within one process"
         )
-
-
-def _named(entries: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the checkpoint of each entry."""
-    for entry in entries:
-        name, equals, path = entry.partition("=")
-        yield (name, path) if equals else (checkpoint_id(entry), entry)
 
 
 def _shares(entries: Sequence[str]) -> dict[str, float]:
@@ -119,6 +119,7 @@ def _for_model(config: ServeConfig, name: str, path: str) -> ServeConfig:
     return replace(
         config,
         model=path,
+        loras=(),
         served_model_name=name,
         max_model_len=None,
         proposer=None,

@@ -80,6 +80,7 @@ _FLAGS: Final = {
     "model": "MODEL",
     "models": "--model",
     "embedders": "--embedder",
+    "loras": "--lora",
     "memory_shares": "--memory-share",
 }
 """The names on the command line that differ from those of the fields. A repeatable flag has one

@@ -201,12 +201,14 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
         Raises:
             ValueError: `upstream_speculates` names a server that is not an upstream, or the backend
-                cannot record acceptance.
+                can neither record acceptance nor use adapters.
         """
         if self.record_acceptance is not None and self.backend != "engine":
             raise ValueError(
                 f"--record-acceptance needs --backend engine, not --backend {self.backend}"
             )
+        if self.loras and self.backend != "engine":
+            raise ValueError(f"--lora needs --backend engine, not --backend {self.backend}")
         for url in self.upstream_speculates:
             if url not in self.upstream:
                 raise ValueError(f"--upstream-speculates: {url} is not one of the --upstream URLs")
@@ -249,7 +251,7 @@ def _usable_cores() -> int:
 
 
 _PANELS: Final = {
-    "Model": "model backend max_model_len dtype exact",
+    "Model": "model loras max_loras backend max_model_len dtype exact",
     "Further models": "models embedders memory_shares",
     "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
     "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "

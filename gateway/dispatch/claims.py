@@ -121,7 +121,9 @@ class Claims:
     ) -> None:
         """Claim a worker, and move the claim if the worker leaves, until cancelled."""
         while True:
-            workers = preferred(self._fleet.open, claimant.avoid)
+            adapter = claimant.need.adapter
+            able = [worker for worker in self._fleet.open if worker.has_adapter(adapter)]
+            workers = preferred(able, claimant.avoid)
             missing = partial(_missing_tokens, claimant.need)
             offers = [
                 LeaseCandidate(worker.worker_id, worker.epoch)

@@ -206,7 +206,8 @@ class Failover:
                 prompt that has lost a worker always ends with `BackendFailed`.
         """
         # A new request that finds no worker fails at once. Any other request waits for a worker.
-        waits = lost is not None or bool(self._fleet.serving)
+        adapter = request.adapter
+        waits = lost is not None or bool(self._fleet.serving_with(adapter))
         if waiting.since_s is None:
             waiting = replace(waiting, since_s=self._queue.now_s())
         with run.span.child("queue") as span:
@@ -218,7 +219,9 @@ class Failover:
                     return routed
                 except (QueueTimeout, BackendFailed) as error:
                     waits = waits and isinstance(error, BackendFailed)
-                    if waits and await self._wait_for(lambda: bool(self._fleet.serving)):
+                    if waits and await self._wait_for(
+                        lambda: bool(self._fleet.serving_with(adapter))
+                    ):
                         continue
                     if lost is None:
                         raise
@@ -250,9 +253,10 @@ class Failover:
 
     def _given_up(self, lost: _Lost, losses: list[Loss], output: PartialOutput) -> GivenUp | None:
         """Return why a prompt cannot continue now, or None if the prompt can continue."""
-        if not self._fleet.serving or self._fleet.ending:
+        placed = lost.placed
+        if not self._fleet.serving_with(placed.request.adapter) or self._fleet.ending:
             return GivenUp.NO_WORKER
-        if output.tokens and not lost.placed.worker.backend.card.capabilities.resume:
+        if output.tokens and not placed.worker.backend.card.capabilities.resume:
             return GivenUp.UNABLE
         return given_up(losses, self._most_resumes, len(self._fleet.open))
 

@@ -55,6 +55,7 @@ class Job:
         flow: the flow that the request names, or None.
         cache_salt: `GenerationRequest.cache_salt`.
         second_segments: `GenerationRequest.second_segment` of each prompt, empty if all are 0.
+        adapter: digest of the LoRA adapter to use, or empty for the model alone.
     """
 
     request_id: str
@@ -77,3 +78,4 @@ class Job:
     flow: FlowTag | None = None
     second_segments: tuple[int, ...] = ()
     cache_salt: str = ""
+    adapter: str = ""

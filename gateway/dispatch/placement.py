@@ -12,7 +12,7 @@ from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
 from draftgate.policies.capacity import CapacityNeed
@@ -60,6 +60,12 @@ class Placement:
     load: WorkerLoad
     decision: Decision | None = None
 
+    @property
+    def numerics_class(self) -> str | None:
+        """The class of the worker with the digest of the request's adapter, or None."""
+        numerics = self.worker.backend.card.numerics_class
+        return None if numerics is None else _adapted(numerics, self.request.adapter)
+
 
 def need_of(request: GenerationRequest) -> CapacityNeed:
     """Return the capacity that a request needs.
@@ -69,7 +75,11 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
     kept = sum([len(choice.output_ids) for choice in request.resumed])
     prompt_tokens = len(request.prompt_ids) + kept
     return CapacityNeed(
-        len(request.choices), prompt_tokens, request.most_tokens, request.service.tpot_s
+        len(request.choices),
+        prompt_tokens,
+        request.most_tokens,
+        request.service.tpot_s,
+        request.adapter,
     )
 
 
@@ -107,11 +117,14 @@ class Placer:
             InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
                 the output limit.
             RequestRejected: the job can never run on this node.
-            BackendFailed: no worker is left.
+            BackendFailed: no worker is left, or none has the adapter.
         """
         workers = self._fleet.serving
         if not workers:
             raise BackendFailed(self._fleet.outage)
+        workers = self._fleet.serving_with(job.adapter)
+        if not workers:
+            raise BackendFailed(NO_ADAPTER)
         unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
             return await offload(_all_sized, job, workers, unhashed)
@@ -183,7 +196,7 @@ class Placer:
         if request.grammar is None:
             self._history.add_choice(
                 request.tenant,
-                placed.worker.backend.card.model_id,
+                _adapted(placed.worker.backend.card.model_id, request.adapter),
                 greedy=request.sampling.temperature == 0,
                 drafted=outcome.num_drafted_tokens,
                 histogram=outcome.acceptance_histogram,
@@ -209,6 +222,8 @@ class Placer:
         """
         kept = min([len(choice.output_ids) for choice in request.choices])
         temperature = job.sampling.temperature
+        # Drafts of the model alone may suit an adapter less, so each adapter has its own record.
+        model = _adapted(model, job.adapter)
         of_tenant, of_model = self._history.counts(job.tenant, model, greedy=temperature == 0)
         return RequestView(
             len(request.prompt_ids) + kept,
@@ -221,6 +236,11 @@ class Placer:
             of_tenant,
             of_model,
         )
+
+
+def _adapted(name: str, adapter: str) -> str:
+    """Return the name of a model or numerics class with the digest of an adapter, if not empty."""
+    return f"{name}/lora-{adapter}" if adapter else name
 
 
 def _for_prompt(plan: SpeculationPlan) -> SpeculationPlan:
@@ -308,6 +328,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         prediction_ids=job.prediction_ids,
         second_segment=job.second_segments[index] if job.second_segments else 0,
         cache_salt=job.cache_salt,
+        adapter=job.adapter,
     )
     worker.generating.check(request)
     return request

@@ -19,7 +19,7 @@ from draftgate.gateway.dispatch.claims import Claimant, Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.dispatch.search import Found, Wanted, WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
-from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
 from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
@@ -139,6 +139,7 @@ class CentralQueue:
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
+        self._adapted: dict[int, _Place] = {}  # those that need a LoRA adapter
         self._backs_off = False
         self._search = WorkerSearch(fleet, router, binds_early=binds_early)
         self.prompt_tokens = 0
@@ -164,7 +165,7 @@ class CentralQueue:
             view: a function that returns the routing policy's view of the request.
 
         Raises:
-            BackendFailed: no worker is left.
+            BackendFailed: no worker is left, or none has the adapter of the request.
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
@@ -172,6 +173,8 @@ class CentralQueue:
         routed = None if self._places or backs_off else self._routed(waiting, view)
         if routed is not None:
             return routed
+        if self._lacks_adapter(waiting):
+            raise BackendFailed(NO_ADAPTER)
         loop = asyncio.get_running_loop()
         place = _Place(waiting, view, loop.create_future(), backs_off)
         self._push(place)
@@ -204,6 +207,7 @@ class CentralQueue:
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
         taken = worker.worker_id in self.claims.taken(request_id)
+        taken = taken or not worker.has_adapter(need.adapter)
         if taken or not self._fleet.open_among([worker]) or not has_capacity(worker.usage, need):
             return None
         worker.reserve(request_id, need)
@@ -227,6 +231,9 @@ class CentralQueue:
         if not self._fleet.serves:
             self._fail_all()
             return
+        for place in tuple(self._adapted.values()):
+            if self._lacks_adapter(place.waiting):
+                self._fail(place, BackendFailed(NO_ADAPTER))
         if not self._dispatch_resumed():
             return
         now_s = (
@@ -299,7 +306,8 @@ class CentralQueue:
                 view, found.usable, found.compared, rivals=rivals, has_blocks=has_blocks
             )
         free = {worker for worker, _ in found.usable}
-        open_ = self._fleet.open_among(found.compared)
+        adapter = waiting.need.adapter
+        open_ = [one for one in self._fleet.open_among(found.compared) if one.has_adapter(adapter)]
         full = [one for one in open_ if one not in free and one.worker_id not in waiting.avoid]
         return self.router.choose_phases(view, found.usable, full, found.compared, rivals=rivals)
 
@@ -332,6 +340,8 @@ class CentralQueue:
     def _push(self, place: _Place) -> None:
         self._places[place.waiting.ticket.key] = place
         self.prompt_tokens += place.waiting.need.prompt_tokens
+        if place.waiting.need.adapter:
+            self._adapted[place.waiting.ticket.key] = place
         if not place.waiting.claim_tokens:
             self.ordering.push(place.waiting.ticket)
             return
@@ -346,6 +356,7 @@ class CentralQueue:
     def _forget(self, place: _Place) -> None:
         del self._places[place.waiting.ticket.key]
         self._resumed.pop(place.waiting.ticket.key, None)
+        self._adapted.pop(place.waiting.ticket.key, None)
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:
@@ -359,6 +370,11 @@ class CentralQueue:
             for worker in turn.result().reserved:
                 self._search.mark(worker)
         self._dispatch()  # the request may have blocked the requests after it
+
+    def _lacks_adapter(self, waiting: Waiting) -> bool:
+        """Return whether no worker is left that has the adapter of a request."""
+        adapter = waiting.need.adapter
+        return bool(adapter) and not self._fleet.serving_with(adapter)
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""

@@ -40,7 +40,8 @@ class Wanted:
     @property
     def kind(self) -> Hashable:
         """What the request needs except the memory for its prompt."""
-        return self.need.sequences, self.need.tpot_s, self.avoid, frozenset(self.taken)
+        need = self.need
+        return need.sequences, need.tpot_s, need.adapter, self.avoid, frozenset(self.taken)
 
 
 class Found(NamedTuple):
@@ -134,7 +135,7 @@ class WorkerSearch:
         """
         usable, longest = [], float(NO_CAPACITY)
         for worker in workers:
-            if worker.worker_id in taken:
+            if worker.worker_id in taken or not worker.has_adapter(need.adapter):
                 continue
             usage = worker.usage
             most = longest_prompt(usage, need.sequences, need.tpot_s)

@@ -108,7 +108,7 @@ class Answer:
             ]
         return ResponseMetrics(
             first.request.sampling.seed,
-            first.worker.backend.card.numerics_class,
+            first.numerics_class,
             first.worker.worker_id,
             self._speculation(first, self.watch.outcome),
             prompts,

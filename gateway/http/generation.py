@@ -217,7 +217,7 @@ async def parse_request(
     parsed = work() if short else await offload(work)
     if flow is not None:
         parsed = replace(parsed, job=replace(parsed.job, flow=flow))
-    watch.parsed(parsed.job, served.name, stream=parsed.stream)
+    watch.parsed(parsed.job, parsed.served.name, stream=parsed.stream)
     return parsed
 
 

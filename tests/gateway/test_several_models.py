@@ -223,8 +223,9 @@ def test_the_settings_of_a_further_model() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"models": ("a=b", "a=c")}, "two models have the name 'a'"),
-        ({"models": (f"{SHIPPED_MODEL_ID}=b",)}, "two models have the name"),
+        ({"models": ("a=b", "a=c")}, "two models or adapters have the name 'a'"),
+        ({"models": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
+        ({"loras": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
         ({"models": ("a=b",), "own_process": True}, "--own-process"),
         ({"models": ("a=b",), "upstream": ("http://localhost:1",)}, "--upstream"),
         ({"memory_shares": ("x=0.5",)}, "--memory-share needs --model"),

@@ -7,7 +7,9 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
+from draftgate.backends.types import Task
 from draftgate.gateway.errors import ModelNotFound, invalid
 from draftgate.gateway.http.context import NODE, json_response, read_body, requested_model
 from draftgate.gateway.http.forwarding import pass_on
@@ -37,7 +39,7 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     node = request.app[NODE]
     if _uses_upstream_names(node):
         return await pass_on(request)
-    return json_response(ModelList(list(map(_described, _known(node)))))
+    return json_response(ModelList([one for model in _known(node) for one in _described(model)]))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
@@ -50,10 +52,10 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     if _uses_upstream_names(node):
         return await pass_on(request)
     requested, models = request.match_info["model"], _known(node)
-    for model in models:
-        if model.name == requested:
-            return json_response(_described(model))
-    raise ModelNotFound(requested, *(model.name for model in models))
+    replies = {one.id: one for model in models for one in _described(model)}
+    if requested not in replies:
+        raise ModelNotFound(requested, *replies)
+    return json_response(replies[requested])
 
 
 def _uses_upstream_names(node: Node) -> bool:
@@ -72,13 +74,14 @@ def _known(node: Node) -> list[ModelService]:
     return [model for model in node.models if model.is_known]
 
 
-def _described(model: ModelService) -> ModelReply:
+def _described(model: ModelService) -> list[ModelReply]:
+    """Return the entries of a model and of its adapters."""
     card = model.fleet.card
     if model.fleet.forwards:
         # The card's root would show the upstream's address.
-        return ModelReply(model.name, card.created_s, model.name, card.max_model_len)
+        return [ModelReply(model.name, card.created_s, model.name, card.max_model_len)]
     served = model.served
-    return ModelReply(
+    own = ModelReply(
         served.name,
         card.created_s,
         card.root,
@@ -87,6 +90,13 @@ def _described(model: ModelService) -> ModelReply:
         chat=served.tokenizer.tool_template is not None,
         proposers=model.fleet.proposers,
     )
+    return [
+        own,
+        *(
+            replace(own, id=name, root=adapter.root, parent=served.name, tasks=(Task.GENERATE,))
+            for name, adapter in model.fleet.adapters().items()
+        ),
+    ]
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -111,7 +121,7 @@ async def _answer(
 
 def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
     wire = decode(body, _tokenize_decoder)
-    served.check_name(wire.model)
+    served = served.named(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise invalid("prompt", "give either prompt or messages")
     if wire.prompt is not None and wire.tools is not None:
@@ -131,7 +141,7 @@ def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
 
 def _detokenize(body: bytes, served: ServedModel) -> DetokenizeReply:
     wire = decode(body, _detokenize_decoder)
-    served.check_name(wire.model)
+    served = served.named(wire.model)
     for index, token in enumerate(wire.tokens):
         served.check_token_id(token, f"tokens[{index}]")
     return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=False))

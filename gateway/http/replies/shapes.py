@@ -303,7 +303,9 @@ class RerankReply(Struct):
 class ModelReply(Struct):
     """An entry of `/v1/models`.
 
-    The fields `tasks`, `chat` and `proposers` are extensions, which the model of an upstream lacks.
+    A LoRA adapter has the name of its model in `parent` and the origin of its checkpoint in `root`,
+    as in vLLM. The fields `tasks`, `chat` and `proposers` are extensions, which the model of an
+    upstream lacks.
     `tasks` names what the model does, `chat` says whether the model has a chat template, and
     `proposers` names what its workers draft with.
     """
@@ -314,6 +316,7 @@ class ModelReply(Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "draftgate"
+    parent: str | None = None
     tasks: Sequence[Task] | UnsetType = UNSET
     chat: bool | UnsetType = UNSET
     proposers: list[str] | UnsetType = UNSET

@@ -228,7 +228,7 @@ def parse_responses(
         RequestRejected: the model's template rejects the messages.
     """
     wire = decode(body, _decoder)
-    served.check_name(wire.model)
+    served = served.named(wire.model)
     check_ranges(wire)
     reject_unsupported(wire, UnsupportedResponsesFields.__struct_fields__)
     _check_metadata(wire.metadata or {})

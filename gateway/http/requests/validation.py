@@ -119,7 +119,7 @@ def parse_chat(body: bytes, served: ServedModel, sender: Sender) -> ParsedReques
 
 def parse_decoded_chat(wire: ChatBody, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
-    served.check_name(wire.model)
+    served = served.named(wire.model)
     _check_common(wire)
     reject_unsupported(wire, _NOT_IN_CHATS, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
@@ -158,7 +158,7 @@ def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> Parsed
         InvalidRequest: the request is malformed.
     """
     wire = decode(body, _completion_decoder)
-    served.check_name(wire.model)
+    served = served.named(wire.model)
     _check_common(wire)
     reject_unsupported(wire, _NOT_IN_COMPLETIONS)
     special = wire.add_special_tokens is not False
@@ -263,6 +263,7 @@ def _call(
         sender.retries,
         traced=bool(speculation.trace),
         cache_salt=wire.cache_salt or "",
+        adapter=served.adapter,
     )
     options = wire.stream_options or StreamOptions()
     return ParsedRequest(
