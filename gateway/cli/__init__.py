@@ -111,6 +111,7 @@ app.command()(simulate)
 BENCHES: Final = {
     "engine": "bench.engine",
     "operators": "bench.engine.operators",
+    "adapters": "bench.engine.adapters",
     "host": "bench.engine.host",
     "streams": "bench.engine.streams",
     "kernels": "bench.engine.kernels",
