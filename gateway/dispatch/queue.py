@@ -140,6 +140,7 @@ class CentralQueue:
         self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
         self._adapted: dict[int, _Place] = {}  # those that need a LoRA adapter
+        self._passed: dict[int, _Place] = {}  # those of them whose turn came while others pass
         self._backs_off = False
         self._search = WorkerSearch(fleet, router, binds_early=binds_early)
         self.prompt_tokens = 0
@@ -239,12 +240,27 @@ class CentralQueue:
         now_s = (
             self.now_s()
         )  # read the clock once, because the order of requests depends on the time
+        for place in tuple(self._passed.values()):
+            if self._placed(place):
+                self._forget(place)
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
-            if not self._placed(place):
+            placed = self._placed(place)
+            if not placed and not self._may_be_passed(place):
                 return
             self.ordering.take(now_s)
-            self._forget(place)
+            if placed:
+                self._forget(place)
+            else:
+                self._passed[ticket.key] = place
+
+    def _may_be_passed(self, place: _Place) -> bool:
+        """Return whether later requests may use workers that lack the adapter of a request.
+
+        Once its turn has come, such a request precedes all new requests on the other workers.
+        """
+        adapter = place.waiting.need.adapter
+        return bool(adapter) and not all(one.has_adapter(adapter) for one in self._fleet.open)
 
     def _dispatch_resumed(self) -> bool:
         """Dispatch resumed requests that now fit.
@@ -357,6 +373,7 @@ class CentralQueue:
         del self._places[place.waiting.ticket.key]
         self._resumed.pop(place.waiting.ticket.key, None)
         self._adapted.pop(place.waiting.ticket.key, None)
+        self._passed.pop(place.waiting.ticket.key, None)
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:

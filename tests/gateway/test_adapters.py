@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ import httpx
 import pytest
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
+from draftgate.backends.types import AdapterCard, Capabilities, GenerationRequest
 from draftgate.gateway.config import ServeConfig
-from tests.gateway.harness import client, is_idle, needs_engine, running, until
-
-pytestmark = needs_engine
+from tests.gateway.harness import (
+    ScriptedBackend,
+    accepted_request,
+    client,
+    is_idle,
+    needs_engine,
+    running,
+    until,
+)
 
 ENGINE: dict[str, Any] = {
     "backend": "engine",
@@ -45,6 +53,7 @@ async def completed(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
     return found
 
 
+@needs_engine
 async def test_adapters_are_requested_by_name(adapters: list[Path]) -> None:
     """Each adapter is listed with its model, and answers under its own name. Three adapters share
     one place in memory, and concurrent requests get the texts that they get alone."""
@@ -72,6 +81,7 @@ async def test_adapters_are_requested_by_name(adapters: list[Path]) -> None:
         await until(lambda: is_idle(gateway.node))
 
 
+@needs_engine
 async def test_other_names_and_tasks_are_refused(adapters: list[Path]) -> None:
     """An unknown name is a 404 that lists the adapters, and adapters only generate text."""
     async with (
@@ -86,6 +96,65 @@ async def test_other_names_and_tasks_are_refused(adapters: list[Path]) -> None:
         assert "a is a LoRA adapter" in response.json()["error"]["message"]
 
 
+def with_adapter() -> ScriptedBackend:
+    """Return a worker that runs one sequence at a time and has the adapter `a`."""
+    backend = ScriptedBackend()
+    able = Capabilities(adapters=(AdapterCard("a", "0a", "folder"),))
+    backend.card = dataclasses.replace(backend.card, capabilities=able)
+    backend.max_sequences = 1
+    return backend
+
+
+async def test_requests_pass_one_that_waits_for_its_only_worker() -> None:
+    """A request with an adapter waits for the worker that has it, while later requests use another
+    one. Once its worker is free, it precedes them."""
+    able, other = with_adapter(), ScriptedBackend()
+    other.max_sequences = 1
+    async with running(backends=[able, other]) as gateway, client(gateway) as http:
+        queue, tasks = gateway.node.dispatcher.queue, list[asyncio.Task[httpx.Response]]()
+
+        async def send(model: str, backend: ScriptedBackend | None) -> GenerationRequest | None:
+            """Send a request, and return it if a worker gets it at once."""
+            task = asyncio.create_task(http.post("/v1/completions", json=BODY | {"model": model}))
+            tasks.append(task)
+            waiting = len(queue)
+            if backend is not None:
+                return await accepted_request(backend, task)
+            await until(lambda: len(queue) == waiting + 1)
+            return None
+
+        first = await send("a", able)
+        await send("a", None)
+        plain = await send("scripted", other)
+        await send("scripted", None)
+        assert first is not None
+        assert plain is not None
+        able.emit(first, "ok", last=True)
+        second = await accepted_request(able, tasks[1])
+        assert [one.adapter for one in (first, plain, second)] == ["0a", "", "0a"]
+        other.emit(plain, "ok", last=True)
+        last = await accepted_request(other, tasks[3])
+        able.emit(second, "ok", last=True)
+        other.emit(last, "ok", last=True)
+        assert [(await task).status_code for task in tasks] == [200] * 4
+
+
+async def test_requests_fail_when_the_last_worker_with_their_adapter_fails() -> None:
+    """A queued request does not wait for a worker that is gone, and other requests run."""
+    able, other = with_adapter(), ScriptedBackend()
+    async with running(backends=[able, other]) as gateway, client(gateway) as http:
+        bodies = [{**BODY, "model": "a"}] * 2
+        tasks = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
+        await until(lambda: len(gateway.node.dispatcher.queue) == 1)
+        able.crash("a fault")
+        responses = await asyncio.gather(*tasks)
+        assert [response.status_code for response in responses] == [503, 503]
+        assert "LoRA adapter" in responses[0].text + responses[1].text
+        task = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        other.emit(await accepted_request(other, task), "ok", last=True)
+        assert (await task).status_code == 200
+
+
 def test_only_the_engine_has_adapters() -> None:
     """A node with another backend refuses the flag at its start."""
     config = ServeConfig(backend="sim", loras=("a=b",))
@@ -93,6 +162,7 @@ def test_only_the_engine_has_adapters() -> None:
         config.worker_configs()
 
 
+@needs_engine
 async def test_missing_adapter_is_an_error_of_its_requests(tmp_path: Path) -> None:
     """If the files of an adapter change after the start, its requests get an error that names it,
     and other requests run."""
