@@ -47,9 +47,9 @@ class AdapterSlots:
         return tuple(self._slots)
 
     @property
-    def num_waiting(self) -> int:
-        """Number of requests that wait for their adapters."""
-        return len(self._waiting)
+    def waiting_sequences(self) -> int:
+        """Number of sequences that wait for their adapters."""
+        return sum(len(one.request.choices) for one in self._waiting)
 
     def add(self, request: GenerationRequest, arrived_s: float) -> None:
         """Let a request wait. `admit` returns it when its adapter is in memory."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from msgspec import structs
 
 from draftgate import __version__
 from draftgate.backends.checkpoints import (
@@ -87,6 +88,7 @@ from draftgate.backends.types import Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
+from draftgate.policies.types import WorkerLoad
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -116,6 +118,12 @@ class LoadedEngine:
     recording: AcceptanceRecording | None = None
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     adapters: AdapterService | None = None
+
+    def load(self) -> WorkerLoad:
+        """Return the load, in which requests that wait for their adapters count as waiting."""
+        load = self.worker.load()
+        waiting = 0 if self.adapters is None else self.adapters.waiting_sequences
+        return structs.replace(load, waiting=load.waiting + waiting) if waiting else load
 
     def close(self) -> None:
         """Close the recording, and load no further adapters."""
@@ -215,7 +223,7 @@ def _loaded_decoder(
     served = ServedModel(card, worker.admission)
     recording = open_recording(config, proposers, card, scheduler, run)
     exchange = KvExchange(blocks, pool)
-    service = adapters.service(worker, memory, dtype)
+    service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
         *(worker, runner, exchange, served, proposers, save_costs, recording), adapters=service
     )

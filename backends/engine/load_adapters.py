@@ -53,12 +53,16 @@ class CheckedAdapters:
         return decoder, memory
 
     def service(
-        self, worker: WorkerCore, memory: CpuAdapters | None, dtype: torch.dtype
+        self, worker: WorkerCore, memory: CpuAdapters | None, dtype: torch.dtype, *, exact: bool
     ) -> AdapterService | None:
-        """Return the service that loads the adapters, or None without any."""
+        """Return the service that loads the adapters, or None without any.
+
+        Args:
+            exact: whether the worker promises that texts do not depend on the batch.
+        """
         if memory is None:
             return None
-        return AdapterService(worker, memory, self.checkpoints, self.most, dtype)
+        return AdapterService(worker, memory, self.checkpoints, self.most, dtype, exact=exact)
 
 
 def check_adapters(

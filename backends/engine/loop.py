@@ -148,7 +148,7 @@ class EngineLoop(threading.Thread):
         try:
             engine = self._load(self._report_loading)
             self._events.loading(1.0)
-            self._events.stepped([], engine.worker.load())
+            self._events.stepped([], engine.load())
             self._events.ready(engine.served)
             self._run_steps(engine)
             engine.save_costs()
@@ -180,7 +180,7 @@ class EngineLoop(threading.Thread):
         worker = engine.worker
 
         def deliver(batch: list[tuple[str, Delta]]) -> None:
-            self._events.stepped(batch, worker.load())
+            self._events.stepped(batch, engine.load())
             if engine.recording is not None:
                 engine.recording.observe(batch)
 
@@ -202,7 +202,7 @@ class EngineLoop(threading.Thread):
                 self._reported = False
             elif not transfers.take_idle():  # transfers keep the load
                 if not self._reported:
-                    self._events.stepped([], worker.load())
+                    self._events.stepped([], engine.load())
                 self._reported = True
                 self._sleep()
 

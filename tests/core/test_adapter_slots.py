@@ -125,7 +125,7 @@ def test_random_requests_keep_the_slots_apart(seed: int) -> None:
         pairs = set(worker.open.values())
         assert len({slot for _, slot in pairs}) == len({adapter for adapter, _ in pairs})
         assert len(pairs) == len({slot for _, slot in pairs}) <= 3
-    while worker.open or worker.slots.num_waiting:
+    while worker.open or worker.slots.waiting_sequences:
         ended |= set(worker.open)
         worker.open.clear()
         worker.admit()

@@ -14,11 +14,17 @@ from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.linear import MAX_ROWS, MIN_ROWS
-from draftgate.backends.engine.lora.products import ADAPTED_ROWS, CpuAdapters, LowRankProduct
+from draftgate.backends.engine.lora.products import (
+    ADAPTED_ROWS,
+    CpuAdapters,
+    LowRankProduct,
+    multiplies_exactly,
+)
 from draftgate.backends.engine.lora.weights import LoraCheckpoint, LowRank
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.errors import CheckpointError
 from tests.engine.random_adapters import ALL, merge, shapes_of, write_adapter
 from tests.engine.step_logits import blocks_of, logits_in_steps, work
 from tests.engine.test_exactness import cancelling
@@ -132,6 +138,30 @@ def test_a_row_of_a_low_rank_product_does_not_depend_on_the_number_of_rows(
     for rows in ADAPTED_ROWS:
         assert torch.equal(product(x[:rows]), alone[:rows])
         assert torch.equal(product(x[-rows:]), alone[-rows:])
+
+
+class Inexact(LowRankProduct):
+    """A product whose rows depend on their number, like one that splits its sums."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * (1.0 + 1e-6 * len(x))
+
+
+def test_inexact_products_are_refused_only_by_exact_workers(
+    adapted: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load of an adapter tests its products on the machine."""
+    pair = LowRank(torch.randn(16, 64), torch.randn(40, 16))
+    assert multiplies_exactly(LowRankProduct(pair, exact=False), torch.float32)
+    assert not multiplies_exactly(Inexact(pair, exact=False), torch.float32)
+    directory, adapters = adapted
+    config = read_model_config(directory)
+    cpu = CpuAdapters(load_weights(directory, config, torch.float32), exact=False)
+    layers = list(LoraCheckpoint(adapters[0], config).read(torch.float32))
+    monkeypatch.setattr("draftgate.backends.engine.lora.products.LowRankProduct", Inexact)
+    with pytest.raises(CheckpointError, match="depend on the rest of a step"):
+        cpu.prepare(layers, exact=True)
+    cpu.prepare(layers, exact=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

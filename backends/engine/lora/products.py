@@ -19,6 +19,7 @@ from draftgate.backends.engine.linear import MAX_ROWS, MIN_ROWS, Linear, Product
 from draftgate.backends.engine.lora.weights import LayerPairs, LowRank
 from draftgate.backends.engine.mlp import DenseMlp
 from draftgate.backends.engine.weights import LayerWeights, Weights
+from draftgate.backends.errors import CheckpointError
 
 NO_ADAPTER: Final = 0
 """The slot of rows without an adapter."""
@@ -46,6 +47,19 @@ class LowRankProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """Return [rows, outputs] for x of [rows, inputs]."""
         return self._up(self._down(x))
+
+
+@torch.inference_mode()
+def multiplies_exactly(product: LowRankProduct, dtype: torch.dtype) -> bool:
+    """Return whether rows have the same bits in products of all numbers of rows.
+
+    The test compiles the kernels of these products.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(MAX_ROWS, product.shape[0], generator=generator).to(dtype)
+    alone = torch.cat([product(tile) for tile in x.split(MIN_ROWS)])
+    equal = [torch.equal(product(x[:rows]), alone[:rows]) for rows in ADAPTED_ROWS]
+    return all(equal)
 
 
 class AdapterRows:
@@ -139,7 +153,7 @@ class CpuAdapters:
         """
         self._exact = exact
         self._step = _Step()
-        self._compiled: set[tuple[int, int, int]] = set()
+        self._tested: set[tuple[int, int, int]] = set()
         self._dtype = weights.embedding.dtype
         adapted = [_adapt(layer, self._step) for layer in weights.layers]
         self._products = [products for _, products in adapted]
@@ -149,13 +163,19 @@ class CpuAdapters:
         """Set the rows of a step, before its first product."""
         self._step.groups = () if inputs.adapter_slots is None else _groups(inputs.adapter_slots)
 
-    def prepare(self, layers: Iterable[LayerPairs]) -> PreparedLayers:
-        """Pack the pairs of an adapter, and compile the kernels of new shapes.
+    def prepare(self, layers: Iterable[LayerPairs], *, exact: bool = False) -> PreparedLayers:
+        """Pack the pairs of an adapter, and compile and test the kernels of new shapes.
 
         Any thread may call the method.
+
+        Args:
+            exact: whether the bits of a row must not depend on the number of rows.
+
+        Raises:
+            CheckpointError: they do on this machine, although `exact` is set.
         """
         return tuple(
-            tuple(None if pair is None else self._prepared(pair) for pair in layer)
+            tuple(None if pair is None else self._prepared(pair, exact=exact) for pair in layer)
             for layer in layers
         )
 
@@ -167,13 +187,16 @@ class CpuAdapters:
                 if low_rank is not None:
                     product.slots[slot] = low_rank
 
-    @torch.inference_mode()
-    def _prepared(self, pair: LowRank) -> LowRankProduct:
+    def _prepared(self, pair: LowRank, *, exact: bool) -> LowRankProduct:
         product = LowRankProduct(pair, exact=self._exact)
-        if product.shape not in self._compiled:
-            for rows in ADAPTED_ROWS:
-                product(torch.zeros(rows, product.shape[0], dtype=self._dtype))
-            self._compiled.add(product.shape)
+        if product.shape not in self._tested:
+            if not multiplies_exactly(product, self._dtype) and exact:
+                raise CheckpointError(
+                    f"the adapter has products of {product.shape} inputs, rank and outputs whose "
+                    "bits depend on the rest of a step on this machine, so texts would too; use "
+                    "another --dtype, or an adapter of another rank"
+                )
+            self._tested.add(product.shape)
         return product
 
 

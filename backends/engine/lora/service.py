@@ -28,8 +28,12 @@ THREAD_NAME: Final = "draftgate-adapters"
 class AdapterMemory(Protocol):
     """The memory of the adapters on a device."""
 
-    def prepare(self, layers: Any) -> Any:
-        """Return the matrices of an adapter for `install`. Any thread may call the method."""
+    def prepare(self, layers: Any, *, exact: bool) -> Any:
+        """Return the matrices of an adapter for `install`. Any thread may call the method.
+
+        Raises:
+            CheckpointError: `exact` is set, and the bits of its products depend on the step.
+        """
         ...
 
     def install(self, slot: int, prepared: Any) -> None:
@@ -50,6 +54,8 @@ class AdapterService:
         checkpoints: Mapping[str, LoraCheckpoint],
         num_slots: int,
         dtype: torch.dtype,
+        *,
+        exact: bool,
     ) -> None:
         """Load no adapter yet.
 
@@ -57,11 +63,13 @@ class AdapterService:
             checkpoints: the checked adapters, by their digests.
             num_slots: maximum number of adapters in memory.
             dtype: dtype of the model.
+            exact: whether the worker promises that texts do not depend on the batch.
         """
         self._worker = worker
         self._memory = memory
         self._checkpoints = checkpoints
         self._dtype = dtype
+        self._exact = exact
         self._slots = AdapterSlots(num_slots, worker.is_open)
         self._paces: dict[str, tuple[Pace, float]] = {}  # of waiting requests
         # Kernels depend on the number of threads, which each thread sets for itself.
@@ -78,6 +86,11 @@ class AdapterService:
             reject: ends a request, with the reason.
         """
         self._run, self._reject = run, reject
+
+    @property
+    def waiting_sequences(self) -> int:
+        """Number of sequences that wait for their adapters."""
+        return self._slots.waiting_sequences
 
     def submit(self, request: GenerationRequest, arrived_s: float) -> None:
         """Queue a request with an adapter, for the next call of `admit`."""
@@ -116,7 +129,7 @@ class AdapterService:
 
     def _read(self, adapter: str) -> Any:
         layers: list[LayerPairs] = list(self._checkpoints[adapter].read(self._dtype))
-        return self._memory.prepare(layers)
+        return self._memory.prepare(layers, exact=self._exact)
 
     def _finish(self, adapter: str, slot: int, read: Future[Any]) -> None:
         """Install an adapter, or reject the requests that wait for it."""
