@@ -87,7 +87,7 @@ class Replicator:
         own = prefix.own[worker.worker_id] = prefix.own.get(worker.worker_id, 0) + use.sequences
         if is_filled(own, load.max_sequences):  # usually it is not
             blocks = {**cached_blocks, worker.worker_id: most}
-            self._copy(run, prefix, request.block_hashes[:most], blocks)
+            self._copy(run, prefix, request.block_hashes[:most], blocks, request.adapter)
         return use
 
     def end(self, use: PrefixUse) -> None:
@@ -107,8 +107,12 @@ class Replicator:
         prefix: _Prefix,
         hashes: Sequence[bytes],
         blocks: Mapping[str, int],
+        adapter: str,
     ) -> None:
-        """Start a copy of a prefix, if all of its holders are busy with it."""
+        """Start a copy of a prefix, if all of its holders are busy with it.
+
+        Only workers with the adapter of its requests get a copy.
+        """
         now_s, workers = self._now_s(), self._fleet.open
         holders = [one for one in workers if blocks.get(one.worker_id, 0) >= len(hashes)]
         hot = holders and is_hot([_holder(prefix, one) for one in holders])
@@ -122,7 +126,7 @@ class Replicator:
             one.worker_id: one
             for one in workers
             if one not in holders and one.worker_id not in prefix.copied
-            if can_supply(source, one)
+            if can_supply(source, one) and one.has_adapter(adapter)
         }
         num_bytes = len(hashes) * form.block_bytes
         targets = [self._target(source, one, blocks, len(hashes), form) for one in others.values()]

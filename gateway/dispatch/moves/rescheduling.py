@@ -83,23 +83,27 @@ class Rescheduler:
         self._next_s = self._queue.now_s() + INTERVAL_S
         workers = {worker.worker_id: worker for worker in self._fleet.serving}
         offered = dict[str, Stream]()
+        open_ = set(self._fleet.open)
+        if self._queue.router.separates:
+            open_ = {one for one in open_ if one.role is not Role.PREFILL}
 
         def streams_of(worker_id: str) -> list[StreamView]:
             worker, found = workers[worker_id], []
             if worker.leaving:  # its streams move without the policy
                 return []
             for stream in streams.get(worker, ()):
-                # A stream of a slow reader needs no better place.
+                # A stream of a slow reader needs no better place. The policy may choose any worker,
+                # so all of them must have the adapter of the stream.
                 stays = stream.is_read_slowly or stream.failures >= MOST_FAILURES
+                adapter = stream.run.requests[stream.index].adapter
+                if adapter and not all(one.has_adapter(adapter) for one in open_):
+                    stays = True
                 if not stays and may_move(stream):
                     view = self._stream_view(stream, worker)
                     offered[view.stream_id] = stream
                     found.append(view)
             return found
 
-        open_ = set(self._fleet.open)
-        if self._queue.router.separates:
-            open_ = {one for one in open_ if one.role is not Role.PREFILL}
         states = [
             WorkerState(
                 worker_id,
