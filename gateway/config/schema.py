@@ -251,7 +251,8 @@ def _usable_cores() -> int:
 
 
 _PANELS: Final = {
-    "Model": "model loras max_loras backend max_model_len dtype exact",
+    "Model": "model backend max_model_len dtype exact",
+    "LoRA adapters": "loras max_loras",
     "Further models": "models embedders memory_shares",
     "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
     "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "

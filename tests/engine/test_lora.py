@@ -25,6 +25,7 @@ from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.errors import CheckpointError
+from tests.engine.quantised_checkpoints import FORMATS, write_quantised
 from tests.engine.random_adapters import ALL, merge, shapes_of, write_adapter
 from tests.engine.step_logits import blocks_of, logits_in_steps, work
 from tests.engine.test_exactness import cancelling
@@ -110,6 +111,19 @@ def test_logits_equal_those_of_merged_weights(case: str, tmp_path: Path) -> None
     found = logits_of(runner, 1)
     assert (found - expected).abs().max() < 1e-4
     assert (found - logits_of(plain, 0)).abs().max() > 0.1
+
+
+def test_adapters_add_to_quantised_weights(tmp_path: Path) -> None:
+    """Logits agree with a model whose weights are those of the quantised checkpoint and the
+    adapter."""
+    (tmp_path / "model").mkdir()
+    model = write_quantised(random_model("qwen2"), tmp_path / "model", FORMATS["awq"])
+    tensors = write_adapter(tmp_path / "adapter", shapes_of(model, ALL))
+    runner = runner_with(tmp_path / "model", [tmp_path / "adapter"])
+    merge(model, tensors, lambda _module: 2.0)
+    with torch.no_grad():
+        expected = model(tokens()[None]).logits[0]
+    assert (logits_of(runner, 1) - expected).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from draftgate.backends.tokenizer import read_json
 
 CONFIG_FILE: Final = "adapter_config.json"
 
-MAX_RANK: Final = 1024
-
 ALL_LINEAR: Final = "all-linear"
 """The value of `target_modules` for every product but the LM head."""
 
@@ -102,13 +100,13 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise fields.error("target_modules", "must name at least one module")
     ranks, alphas = _patterns(fields, "rank_pattern"), _patterns(fields, "alpha_pattern")
     return LoraConfig(
-        rank=fields.count("r", maximum=MAX_RANK),
+        rank=fields.count("r"),
         alpha=fields.number("lora_alpha"),
         rank_stabilised=fields.flag("use_rslora"),
         target=target,
         excluded=_target(fields, "exclude_modules"),
         layers=_layers(fields),
-        ranks={name: ranks.count(name, maximum=MAX_RANK) for name in ranks.names},
+        ranks={name: ranks.count(name) for name in ranks.names},
         alphas={name: alphas.number(name) for name in alphas.names},
     )
 
