@@ -188,8 +188,13 @@ class EngineLoop(threading.Thread):
             self._run_commands(engine)
             return worker.urgency(time.monotonic())
 
+        def reject(request_id: str, reason: str) -> None:
+            if engine.recording is not None:
+                engine.recording.cancel(request_id)
+            self._events.rejected(request_id, reason)
+
         if engine.adapters is not None:
-            engine.adapters.connect(self._run_later, self._events.rejected)
+            engine.adapters.connect(self._run_later, reject)
         self._turns = engine.turns.join(urgency, self._wake_up)
         pipeline = Pipeline(
             worker, engine.executor, deliver, engine.executor.launcher, time.monotonic, self._turns

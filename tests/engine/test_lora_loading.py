@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftgate.backends.engine.load_adapters import check_adapters
 from draftgate.backends.engine.lora.weights import LoraCheckpoint
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.worker_config import WorkerConfig
 from tests.engine.random_adapters import write_adapter
 from tests.engine.tiny_model import tiny_config
 
@@ -115,6 +117,14 @@ def test_missing_and_damaged_files_are_named(adapter: Path) -> None:
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
         LoraCheckpoint(adapter, CONFIG)
+
+
+def test_gpu_is_refused(adapter: Path) -> None:
+    """A worker on a GPU does not start with adapters, and the message names the flag."""
+    config = WorkerConfig(loras=(str(adapter),))
+    with pytest.raises(ValueError, match="--lora is not supported on a GPU"):
+        check_adapters(config, CONFIG, torch.device("cuda"))
+    assert len(check_adapters(config, CONFIG, torch.device("cpu")).cards) == 1
 
 
 def test_files_that_change_after_the_check_are_not_read(adapter: Path) -> None:
