@@ -10,6 +10,7 @@ from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import TokenIds
@@ -386,21 +387,6 @@ class Delta(NamedTuple):
 
 
 @immutable
-class AdapterCard:
-    """A LoRA adapter of a model.
-
-    Attributes:
-        name: name that clients use.
-        digest: digest of its content, by which requests select it.
-        root: origin of its checkpoint.
-    """
-
-    name: str
-    digest: str
-    root: str
-
-
-@immutable
 class Capabilities:
     """The abilities of a backend beyond plain text.
 
@@ -424,10 +410,6 @@ class Capabilities:
     embedding_size: int = 0
     formats: bool = False
     adapters: tuple[AdapterCard, ...] = ()
-
-    def has_adapter(self, digest: str) -> bool:
-        """Return whether requests may select an adapter, or no adapter if `digest` is empty."""
-        return not digest or any(one.digest == digest for one in self.adapters)
 
 
 @immutable

@@ -15,12 +15,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, cast
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.base import Backend, KvEndpoint, Upstream
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import AdapterCard, Delta, GenerationRequest, ModelCard
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.sent_requests import SentRequests
 from draftgate.gateway.state.store import new_epoch
@@ -150,7 +151,8 @@ class FleetWorker(SentRequests):
 
     def has_adapter(self, digest: str) -> bool:
         """Return whether the worker has a LoRA adapter, or whether the request needs none."""
-        return not digest or self.backend.card.capabilities.has_adapter(digest)
+        able = self.backend.card.capabilities
+        return not digest or any(one.digest == digest for one in able.adapters)
 
     @property
     def kv_format(self) -> KvFormat | None:
@@ -266,8 +268,7 @@ class Fleet:
 
     def serving_with(self, adapter: str) -> list[FleetWorker]:
         """Return the workers that have not failed and have a LoRA adapter, if not empty."""
-        serving = self.serving
-        return [one for one in serving if one.has_adapter(adapter)] if adapter else serving
+        return [worker for worker in self.serving if worker.has_adapter(adapter)]
 
     def adapters(self) -> dict[str, AdapterCard]:
         """Return the LoRA adapters of the workers by name, those of serving workers first."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import AdapterCard
 from draftgate.gateway.errors import ModelNotFound, invalid
 
 

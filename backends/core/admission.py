@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import AdapterCard, GenerationRequest, GrammarSpec, Task
+from draftgate.backends.types import GenerationRequest, GrammarSpec, Task
 
 CHECKED_TOKENS: Final = 1 << 14
 """Number of prompt tokens to check before other threads may run."""

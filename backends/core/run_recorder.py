@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.core.accounting import Emission
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.grammar import Grammars
@@ -31,7 +32,7 @@ from draftgate.backends.recorded_run import (
     ticks_at,
 )
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import AdapterCard, FinishReason, GenerationRequest, Pace, Task
+from draftgate.backends.types import FinishReason, GenerationRequest, Pace, Task
 
 
 class RunRecorder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.core.accounting import Emission, StepDetails
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.detokenize import TextStream
@@ -18,7 +19,6 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
-    AdapterCard,
     Delta,
     FinishReason,
     GenerationRequest,

@@ -24,7 +24,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
-    from draftgate.backends.engine.load import LoadedEngine
+    from draftgate.backends.engine.loaded import LoadedEngine
 
 
 class EngineHost(Protocol):

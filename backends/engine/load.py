@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
-from msgspec import structs
 
 from draftgate import __version__
 from draftgate.backends.checkpoints import (
@@ -22,14 +21,12 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.run_recorder import RecordedWorkerCore, RunRecorder
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
-from draftgate.backends.core.text_batcher import TextBatcher
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.device_turns import DeviceTurns, shared_turns
+from draftgate.backends.engine.device_turns import shared_turns
 from draftgate.backends.engine.encoder.config import is_encoder
 from draftgate.backends.engine.encoder.load import load_encoder
-from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
@@ -41,7 +38,7 @@ from draftgate.backends.engine.load_draft import (
     find_draft,
     load_draft,
 )
-from draftgate.backends.engine.lora.service import AdapterService
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
@@ -62,7 +59,6 @@ from draftgate.backends.engine.proposers.registry import (
 from draftgate.backends.engine.quantisation.reading import loaded_bytes
 from draftgate.backends.engine.quantisation.scheme import read_scheme
 from draftgate.backends.engine.recording import (
-    AcceptanceRecording,
     check_recording,
     open_recording,
     run_recorder,
@@ -88,49 +84,11 @@ from draftgate.backends.types import Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
-from draftgate.policies.types import WorkerLoad
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
 LOADED_SHARE, PROBED_SHARE = (end for end, _ in PHASES[:2])
 """Progress after the weights are read, and after the probe for exact bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """A loaded worker: the sans-I/O core, the runner of its steps, and the served model.
-
-    Attributes:
-        exchange: access of other workers to the KV blocks, or None if it has no KV blocks.
-        proposers: by name, cheapest first.
-        save_costs: stores the current step costs for the next start.
-        recording: records drafts to a file, or None.
-        turns: the turns of the engines on its device.
-        adapters: the LoRA adapters of the model, or None without any.
-    """
-
-    worker: WorkerCore | TextBatcher
-    executor: ModelRunner | EncoderRunner
-    exchange: KvExchange | None
-    served: ServedModel
-    proposers: dict[str, Proposer]
-    save_costs: Callable[[], None] = lambda: None
-    recording: AcceptanceRecording | None = None
-    turns: DeviceTurns = field(default_factory=DeviceTurns)
-    adapters: AdapterService | None = None
-
-    def load(self) -> WorkerLoad:
-        """Return the load, in which requests that wait for their adapters count as waiting."""
-        load = self.worker.load()
-        waiting = 0 if self.adapters is None else self.adapters.waiting_sequences
-        return structs.replace(load, waiting=load.waiting + waiting) if waiting else load
-
-    def close(self) -> None:
-        """Close the recording, and load no further adapters."""
-        if self.adapters is not None:
-            self.adapters.close()
-        if self.recording is not None:
-            self.recording.close()
 
 
 def load_engine(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.checkpoints import find_checkpoint, named_checkpoints
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig
@@ -15,7 +16,7 @@ from draftgate.backends.engine.lora.service import AdapterService
 from draftgate.backends.engine.lora.weights import LoraCheckpoint
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.weights import Weights
-from draftgate.backends.types import AdapterCard, ModelCard
+from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.values import replace
 

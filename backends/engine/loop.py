@@ -25,7 +25,7 @@ from draftgate.policies.turns import StepUrgency
 from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
-    from draftgate.backends.engine.load import LoadedEngine
+    from draftgate.backends.engine.loaded import LoadedEngine
 
 logger = logging.getLogger(__name__)
 

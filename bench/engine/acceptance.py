@@ -28,7 +28,8 @@ from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.recording import SLOTS, Columns, RecordingFile, Text
 from draftgate.backends.token_ids import compact

@@ -19,7 +19,8 @@ from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from draftgate.backends.engine.load import LoadedEngine, runner_for
+from draftgate.backends.engine.load import runner_for
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.runner import ModelRunner
 from draftgate.backends.engine.served import ServedModel

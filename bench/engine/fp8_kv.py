@@ -32,7 +32,8 @@ from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, Feed, StepInputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import RotaryTables, rotary_tables
 from draftgate.backends.engine.operators.choose import operators_for

@@ -23,7 +23,8 @@ from bench.engine.random_model import MOST_PROMPT
 from bench.engine.serving import BATCHES, Prompt, Serving, greedy_requests, in_batches
 from bench.engine.transformers import TransformersGenerate, continuous_batching, reason
 from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_MODEL
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationMode

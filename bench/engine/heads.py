@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from bench.engine.proposers import KV_BYTES, TEMPERATURES, Outcome, Tally, run, tasks
 from bench.harness.provenance import provenance
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.worker_config import WorkerConfig
 
 SLOTS: Final = (0, 2, 4, 6)

@@ -36,7 +36,8 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.inputs import lay_out_plan, padded
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.sampler import row_sampling, walk_drafts

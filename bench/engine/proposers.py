@@ -24,7 +24,8 @@ from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.steps import SequenceWork
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Final, Self
 
-from draftgate.backends.engine.load import LoadedEngine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.token_ids import compact

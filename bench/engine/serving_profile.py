@@ -28,7 +28,8 @@ from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.config import read_model_config
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import measure_step_cost

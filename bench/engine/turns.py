@@ -27,7 +27,8 @@ import numpy as np
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.device_turns import DeviceTurns
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.token_ids import compact

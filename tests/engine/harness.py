@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.pipeline import run_until_idle
@@ -31,7 +32,6 @@ from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
-    AdapterCard,
     Delta,
     FinishReason,
     GenerationRequest,

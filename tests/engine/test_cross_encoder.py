@@ -16,7 +16,7 @@ from tokenizers import processors
 
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
-from draftgate.backends.engine.load import LoadedEngine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.pair_encoder import TextPair
 from draftgate.backends.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.core.text_batcher import TextBatcher, TextLimits
 from draftgate.backends.engine.device_turns import DeviceTurns
-from draftgate.backends.engine.load import LoadedEngine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory

@@ -18,7 +18,8 @@ from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.encoder.load import rows_are_exact
 from draftgate.backends.engine.encoder.sentence import read_prompts
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.speculation.baselines import Off

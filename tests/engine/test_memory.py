@@ -12,7 +12,8 @@ from draftgate.backends.engine import memory
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.memory import CPU_SHARE, gpu_kv_bytes, kv_cache_bytes
 from draftgate.backends.worker_config import WorkerConfig
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.core.steps import StepPlan, StepResult
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.recorded_run import Planned
 from draftgate.backends.sim.exact_replay import replay_exactly
 from draftgate.backends.sim.recorded_run import load_run

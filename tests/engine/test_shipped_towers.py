@@ -12,7 +12,8 @@ from draftgate.backends.checkpoints import (
     checkpoint_id,
     find_checkpoint,
 )
-from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.loadgen.planning.corpus import open_corpus
 

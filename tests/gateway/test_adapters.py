@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
-from draftgate.backends.types import AdapterCard, Capabilities, GenerationRequest
+from draftgate.backends.types import Capabilities, GenerationRequest
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import (
     ScriptedBackend,

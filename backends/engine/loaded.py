@@ -1,0 +1,57 @@
+"""A loaded engine, as its thread runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.core.text_batcher import TextBatcher
+from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.engine.device_turns import DeviceTurns
+from draftgate.backends.engine.encoder.runner import EncoderRunner
+from draftgate.backends.engine.lora.service import AdapterService
+from draftgate.backends.engine.recording import AcceptanceRecording
+from draftgate.backends.engine.runner import ModelRunner
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.kv_transfer.exchange import KvExchange
+from draftgate.policies.types import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A loaded worker: the sans-I/O core, the runner of its steps, and the served model.
+
+    Attributes:
+        exchange: access of other workers to the KV blocks, or None if it has no KV blocks.
+        proposers: by name, cheapest first.
+        save_costs: stores the current step costs for the next start.
+        recording: records drafts to a file, or None.
+        turns: the turns of the engines on its device.
+        adapters: the LoRA adapters of the model, or None without any.
+    """
+
+    worker: WorkerCore | TextBatcher
+    executor: ModelRunner | EncoderRunner
+    exchange: KvExchange | None
+    served: ServedModel
+    proposers: dict[str, Proposer]
+    save_costs: Callable[[], None] = lambda: None
+    recording: AcceptanceRecording | None = None
+    turns: DeviceTurns = field(default_factory=DeviceTurns)
+    adapters: AdapterService | None = None
+
+    def load(self) -> WorkerLoad:
+        """Return the load, in which requests that wait for their adapters count as waiting."""
+        load = self.worker.load()
+        waiting = 0 if self.adapters is None else self.adapters.waiting_sequences
+        return structs.replace(load, waiting=load.waiting + waiting) if waiting else load
+
+    def close(self) -> None:
+        """Close the recording, and load no further adapters."""
+        if self.adapters is not None:
+            self.adapters.close()
+        if self.recording is not None:
+            self.recording.close()
