@@ -101,7 +101,7 @@ async def test_full_outbox_makes_all_streams_wait() -> None:
     while sum(map(len, taken.values())) < 2 * most:
         await news.wait()
         news.clear()
-        deltas, failed = outbox.take()
+        deltas, failed, _ = outbox.take()
         assert len(deltas) <= MOST_DELTAS
         assert not failed
         for link_id, delta in deltas:
