@@ -81,7 +81,8 @@ class WorkerSearch:
 
     def has_room(self, need: CapacityNeed, taken: AbstractSet[str]) -> bool:
         """Return whether an open worker has capacity that no request has claimed."""
-        return any(self._with_capacity([one], need, taken)[0] for one in self._fleet.open)
+        able = [one for one in self._fleet.open if one.has_adapter(need.adapter)]
+        return any(self._with_capacity([one], need, taken)[0] for one in able)
 
     def find(self, wanted: Wanted) -> Found | None:
         """Return the workers that may run a request, or None if no worker has capacity."""
@@ -118,12 +119,14 @@ class WorkerSearch:
     def _compare(
         self, workers: Sequence[FleetWorker], wanted: Wanted
     ) -> tuple[list[tuple[FleetWorker, WorkerUsage]], float]:
-        """Search some workers, without those that the request avoids if another worker is open."""
-        open_ = self._fleet.open_among(workers)
-        others = [worker for worker in open_ if worker.worker_id not in wanted.avoid]
-        if len(others) < len(open_) and not others:
-            avoids_all = all(one.worker_id in wanted.avoid for one in self._fleet.open)
-            others = open_ if avoids_all else []
+        """Search some workers, without those that the request avoids if another one is able."""
+        adapter = wanted.need.adapter
+        able = [one for one in self._fleet.open_among(workers) if one.has_adapter(adapter)]
+        others = [worker for worker in able if worker.worker_id not in wanted.avoid]
+        if len(others) < len(able) and not others:
+            of_fleet = (one for one in self._fleet.open if one.has_adapter(adapter))
+            avoids_all = all(one.worker_id in wanted.avoid for one in of_fleet)
+            others = able if avoids_all else []
         return self._with_capacity(others, wanted.need, wanted.taken)
 
     def _with_capacity(
@@ -135,7 +138,7 @@ class WorkerSearch:
         """
         usable, longest = [], float(NO_CAPACITY)
         for worker in workers:
-            if worker.worker_id in taken or not worker.has_adapter(need.adapter):
+            if worker.worker_id in taken:
                 continue
             usage = worker.usage
             most = longest_prompt(usage, need.sequences, need.tpot_s)
