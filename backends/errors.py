@@ -6,6 +6,7 @@ BackendError
 └── BackendFailed       the worker failed, and its streams end with this error
     ├── WorkerLeft      the worker is shutting down in order, and the stream had not ended
     ├── WorkerStalled   the worker makes no progress, without an error
+    ├── AdapterFailed   the LoRA adapter of the request cannot be loaded
     ├── StreamMoved     the stream continues on another worker, so this worker has stopped it
     └── UpstreamFailed  an upstream failed, or its response cannot be forwarded
         └── UpstreamUnreachable  the upstream did not respond, so another one may be called
@@ -47,6 +48,10 @@ class WorkerLeft(BackendFailed):
 
 class WorkerStalled(BackendFailed):
     """The watchdog declared the worker lost, because it made no progress and raised no error."""
+
+
+class AdapterFailed(BackendFailed):
+    """The LoRA adapter of the request cannot be loaded. Other requests of the worker continue."""
 
 
 class StreamMoved(BackendFailed):

@@ -122,6 +122,7 @@ class Update(WorkerMessage, frozen=True):
         leaving: whether a peer is shutting down in order, so that requests in `failed` ended for
             this reason.
         role: role of a peer.
+        without_adapter: those requests in `failed` whose LoRA adapters could not be loaded.
     """
 
     deltas: list[tuple[str, Delta]]
@@ -132,6 +133,7 @@ class Update(WorkerMessage, frozen=True):
     watermark: int = 0
     leaving: bool = False
     role: Role = Role.ANY
+    without_adapter: tuple[str, ...] = ()
 
 
 class Failed(WorkerMessage, frozen=True):

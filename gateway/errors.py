@@ -32,6 +32,7 @@
         ├── Starting               ... code model_loading
         ├── Draining               ... code draining
         ├── WorkerFailed           ... code worker_failed
+        ├── AdapterUnavailable     ... code adapter_unavailable
         └── UpstreamUnavailable    ... code upstream_unavailable
 
 The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
@@ -50,6 +51,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from draftgate.backends.errors import (
+    AdapterFailed,
     BackendFailed,
     RequestRejected,
     UpstreamFailed,
@@ -324,6 +326,10 @@ class WorkerFailed(Unavailable, code="worker_failed"):
     """The worker failed, or stopped while the request ran."""
 
 
+class AdapterUnavailable(Unavailable, code="adapter_unavailable"):
+    """No worker can load the LoRA adapter of the request."""
+
+
 class UpstreamUnavailable(Unavailable, code="upstream_unavailable"):
     """No upstream is available."""
 
@@ -342,6 +348,8 @@ def as_gateway_error(error: Exception) -> GatewayError:
         return UpstreamBroken("the upstream does not respond")  # only the log has its address
     if isinstance(error, UpstreamFailed):
         return UpstreamBroken(f"the upstream failed: {error}")
+    if isinstance(error, AdapterFailed):
+        return AdapterUnavailable(f"the LoRA adapter is unavailable: {error}", retry_after_s=5)
     if isinstance(error, BackendFailed):
         return WorkerFailed(f"the worker failed: {error}", retry_after_s=5)
     return GatewayError("internal error; the server's log has the details")

@@ -30,7 +30,7 @@ from draftgate.policies.routing.types import Candidate, PrefixPull
 from draftgate.policies.types import Role
 
 NO_WORKER: Final = "no worker is available"
-NO_ADAPTER: Final = "no worker with the LoRA adapter is available"
+NO_ADAPTER: Final = "no worker has it at present"
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
-from draftgate.backends.errors import BackendFailed
+from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.streams import DeltaStreams
@@ -194,9 +194,9 @@ class EngineBackend(OperatedBlocks):
         if batch:
             self._on_event_loop(self._streams.deliver, batch)
 
-    def rejected(self, request_id: str, reason: str) -> None:
-        """End the stream of a request with an error."""
-        self._on_event_loop(partial(self._streams.fail, reason, BackendFailed), request_id)
+    def adapter_failed(self, request_id: str, reason: str) -> None:
+        """End the stream of a request whose adapter cannot be loaded."""
+        self._on_event_loop(partial(self._streams.fail, reason, AdapterFailed), request_id)
 
     def failed(self, error: BaseException) -> None:
         """End all streams with the error, or let `start` raise it during loading."""

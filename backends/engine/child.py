@@ -75,9 +75,9 @@ class Reports:
         """Send the result of an operation on the KV blocks, while the engine's thread continues."""
         self._results.put((call, result))
 
-    def rejected(self, request_id: str, reason: str) -> None:
-        """Report a request that has ended without a result."""
-        self._send(Update([], failed=[(request_id, reason)]))
+    def adapter_failed(self, request_id: str, reason: str) -> None:
+        """Report a request whose adapter cannot be loaded."""
+        self._send(Update([], failed=[(request_id, reason)], without_adapter=(request_id,)))
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ended the engine."""

@@ -55,8 +55,8 @@ class LoopEvents(Protocol):
         """Report the deltas of a step and the load after the step. An idle worker has no deltas."""
         ...
 
-    def rejected(self, request_id: str, reason: str) -> None:
-        """Report that a request has ended without a result, while others continue."""
+    def adapter_failed(self, request_id: str, reason: str) -> None:
+        """Report that a request has ended, because its adapter cannot be loaded."""
         ...
 
     def failed(self, error: BaseException) -> None:
@@ -191,7 +191,7 @@ class EngineLoop(threading.Thread):
         def reject(request_id: str, reason: str) -> None:
             if engine.recording is not None:
                 engine.recording.cancel(request_id)
-            self._events.rejected(request_id, reason)
+            self._events.adapter_failed(request_id, reason)
 
         if engine.adapters is not None:
             engine.adapters.connect(self._run_later, reject)

@@ -171,7 +171,7 @@ class EngineProcess(threading.Thread):
                 if report.load is not None:
                     self._events.stepped(report.deltas, report.load)
                 for request_id, reason in report.failed:
-                    self._events.rejected(request_id, reason)
+                    self._events.adapter_failed(request_id, reason)
             elif isinstance(report, KvReply):
                 self._calls.pop(report.id).settle(report)
             elif isinstance(report, Loading):

@@ -18,7 +18,7 @@ import aiohttp
 
 from draftgate.backends.base import KvSource
 from draftgate.backends.core.admission import Admission
-from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
+from draftgate.backends.errors import AdapterFailed, BackendFailed, CheckpointError, WorkerLeft
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.kv_transfer.transfer import TransferOutcome
@@ -363,7 +363,8 @@ class PeerBackend(OperatedBlocks):
             request_id = self._ids.request_of(link_id)
             if request_id is not None:
                 self._ids.forget(request_id)
-                self._streams.fail(reason, self._loss, request_id)
+                kind = AdapterFailed if link_id in report.without_adapter else self._loss
+                self._streams.fail(reason, kind, request_id)
         self.on_report()
 
     def _end_link(self, reason: str) -> None:

@@ -128,7 +128,7 @@ class Serving:
         if batch:
             self._news.put((time.perf_counter(), batch))
 
-    def rejected(self, request_id: str, reason: str) -> None:
+    def adapter_failed(self, request_id: str, reason: str) -> None:
         """Fail, because the requests need no adapters."""
         self.failed(RuntimeError(reason))
 

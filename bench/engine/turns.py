@@ -122,7 +122,7 @@ class Client:
         for request_id, delta in batch:
             self._event_loop.call_soon_threadsafe(self._put, request_id, (now_s, delta))
 
-    def rejected(self, request_id: str, reason: str) -> None:
+    def adapter_failed(self, request_id: str, reason: str) -> None:
         """Fail, because the requests need no adapters."""
         self.failed(RuntimeError(reason))
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from draftgate.backends.errors import BackendFailed, StreamMoved, WorkerLeft, WorkerStalled
+from draftgate.backends.errors import (
+    AdapterFailed,
+    BackendFailed,
+    StreamMoved,
+    WorkerLeft,
+    WorkerStalled,
+)
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.decisions import MoveRecord
@@ -73,6 +79,8 @@ class _Lost:
             return Cause.MOVED
         if isinstance(self.error, WorkerLeft):
             return Cause.LEFT
+        if isinstance(self.error, AdapterFailed):
+            return Cause.ADAPTER
         return Cause.STALLED if isinstance(self.error, WorkerStalled) else Cause.FAILED
 
 
@@ -141,7 +149,7 @@ class Failover:
                 stream.end_move(MoveEnd.FAILED)
                 avoid.add(lost.placed.worker.worker_id)
                 _add_loss(losses, lost, output.tokens - before)
-                await self._check(run, lost, losses, output)
+                await self._check(run, lost, losses, output, avoid)
                 request = stream.rest()
                 tokens = lease_tokens(request, run.entry.expected_tokens)
                 need = need_of(request)
@@ -229,17 +237,16 @@ class Failover:
                     raise BackendFailed(f"{lost.error}; afterwards: {error}") from error
 
     async def _check(
-        self, run: Run, lost: _Lost, losses: list[Loss], output: PartialOutput
+        self, run: Run, lost: _Lost, losses: list[Loss], output: PartialOutput, avoid: set[str]
     ) -> None:
         """Wait until a prompt that has lost its worker may continue.
 
         Raises:
             BackendFailed: the prompt cannot continue.
         """
-        why = self._given_up(lost, losses, output)
-        if why in _MAY_PASS and await self._wait_for(
-            lambda: self._given_up(lost, losses, output) is None
-        ):
+        given_up = partial(self._given_up, lost, losses, output, avoid)
+        why = given_up()
+        if why in _MAY_PASS and await self._wait_for(lambda: given_up() is None):
             return
         if why is None:
             return
@@ -251,11 +258,16 @@ class Failover:
         several = f"the request lost {len(losses)} workers; the last error was: {lost.error}"
         raise BackendFailed(several) from lost.error
 
-    def _given_up(self, lost: _Lost, losses: list[Loss], output: PartialOutput) -> GivenUp | None:
+    def _given_up(
+        self, lost: _Lost, losses: list[Loss], output: PartialOutput, avoid: set[str]
+    ) -> GivenUp | None:
         """Return why a prompt cannot continue now, or None if the prompt can continue."""
         placed = lost.placed
-        if not self._fleet.serving_with(placed.request.adapter) or self._fleet.ending:
+        able = self._fleet.serving_with(placed.request.adapter)
+        if not able or self._fleet.ending:
             return GivenUp.NO_WORKER
+        if lost.cause is Cause.ADAPTER and all(one.worker_id in avoid for one in able):
+            return GivenUp.UNABLE
         if output.tokens and not placed.worker.backend.card.capabilities.resume:
             return GivenUp.UNABLE
         return given_up(losses, self._most_resumes, len(self._fleet.open))
@@ -274,8 +286,8 @@ class Failover:
 
 
 def _add_loss(losses: list[Loss], lost: _Lost, new_tokens: int) -> None:
-    """Add a loss, or the tokens of a worker that left in order to the loss before."""
-    if lost.cause is not Cause.LEFT:
+    """Add a loss, or the tokens of a worker that is not to blame to the loss before."""
+    if lost.cause not in {Cause.LEFT, Cause.ADAPTER}:
         losses.append(Loss(lost.placed.worker.worker_id, new_tokens))
     elif losses:
         losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from draftgate.backends.core.prefix_cache import extend_chain
-from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.errors import AdapterFailed, BackendFailed, RequestRejected
 from draftgate.backends.types import GenerationRequest, SpeculationOutcome
 from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.dispatch.job import Job
@@ -117,14 +117,14 @@ class Placer:
             InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
                 the output limit.
             RequestRejected: the job can never run on this node.
-            BackendFailed: no worker is left, or none has the adapter.
+            BackendFailed: no worker is left, or none has the adapter (`AdapterFailed`).
         """
         workers = self._fleet.serving
         if not workers:
             raise BackendFailed(self._fleet.outage)
         workers = self._fleet.serving_with(job.adapter)
         if not workers:
-            raise BackendFailed(NO_ADAPTER)
+            raise AdapterFailed(NO_ADAPTER)
         unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
             return await offload(_all_sized, job, workers, unhashed)

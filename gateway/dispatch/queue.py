@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from draftgate.backends.errors import BackendFailed
+from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.gateway.dispatch.claims import Claimant, Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.dispatch.search import Found, Wanted, WorkerSearch
@@ -166,7 +166,7 @@ class CentralQueue:
             view: a function that returns the routing policy's view of the request.
 
         Raises:
-            BackendFailed: no worker is left, or none has the adapter of the request.
+            BackendFailed: no worker is left, or none has the adapter (`AdapterFailed`).
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
@@ -175,7 +175,7 @@ class CentralQueue:
         if routed is not None:
             return routed
         if self._lacks_adapter(waiting):
-            raise BackendFailed(NO_ADAPTER)
+            raise AdapterFailed(NO_ADAPTER)
         loop = asyncio.get_running_loop()
         place = _Place(waiting, view, loop.create_future(), backs_off)
         self._push(place)
@@ -234,7 +234,7 @@ class CentralQueue:
             return
         for place in tuple(self._adapted.values()):
             if self._lacks_adapter(place.waiting):
-                self._fail(place, BackendFailed(NO_ADAPTER))
+                self._fail(place, AdapterFailed(NO_ADAPTER))
         if not self._dispatch_resumed():
             return
         now_s = (

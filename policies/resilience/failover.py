@@ -38,6 +38,8 @@ class Cause(StrEnum):
     """The worker hung (`liveness`)."""
     LEFT = "left"
     """The worker left in order before the request ended, so the request is not to blame."""
+    ADAPTER = "adapter"
+    """The worker could not load the LoRA adapter, so the request is not to blame."""
     MOVED = "moved"
     """The gateway moved the request from a worker that is leaving (`policies.moves`)."""
 
@@ -52,7 +54,8 @@ class GivenUp(StrEnum):
     EXHAUSTED = "exhausted"
     """The request has reached its maximum number of resumptions."""
     UNABLE = "unable"
-    """Workers of this kind cannot resume a request (`Capabilities.resume`)."""
+    """Workers of this kind cannot resume a request (`Capabilities.resume`), or none can load its
+    LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)

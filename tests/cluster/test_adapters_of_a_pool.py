@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.gateway.test_adapters import BODY, ENGINE, demo_adapters
 
 pytestmark = needs_engine
 
+WEIGHTS = "adapter_model.safetensors"
 LONG_PROMPT = "def area(width, height):\n    return width * height\n" * 6
 
 
@@ -72,3 +74,30 @@ async def test_requests_run_on_workers_that_have_their_adapter(tmp_path: Path) -
         await until(lambda: len(fleet.workers) == 1)
         response = await http.post("/v1/completions", json={**BODY, "model": "b"})
         assert response.status_code == 404
+
+
+async def test_requests_leave_a_node_that_cannot_load_their_adapter(tmp_path: Path) -> None:
+    """If both nodes have lost the files, each request gets an error that names them, also when it
+    is repeated. If one node has them, requests run on this node."""
+    store = MemoryStore()
+    first, *_ = demo_adapters(tmp_path)
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    async with (
+        member(store, loras=(f"a={first}",), **ENGINE),
+        member(store, loras=(f"a={copy}",), **ENGINE) as two,
+        member(store, no_worker=True) as gateway,
+        client(gateway) as http,
+    ):
+        fleet = gateway.node.models[0].fleet
+        await until(lambda: len(fleet.serving) == 2 and len(fleet.adapters()) == 1)
+        for folder in (first, copy):
+            (folder / WEIGHTS).rename(folder / "away")
+        for _ in range(3):
+            response = await http.post("/v1/completions", json={**BODY, "model": "a"})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (503, "adapter_unavailable")
+            assert str(first) in error["message"] or str(copy) in error["message"]
+        (copy / "away").rename(copy / WEIGHTS)
+        replies = [await completed(http, "a") for _ in range(4)]
+        assert {reply["metrics"]["worker_id"] for reply in replies} == {*worker_ids(two).values()}
+        assert any(reply["metrics"].get("resumes") for reply in replies)

@@ -140,6 +140,17 @@ async def test_requests_pass_one_that_waits_for_its_only_worker() -> None:
         assert [(await task).status_code for task in tasks] == [200] * 4
 
 
+async def test_request_returns_to_the_only_worker_with_its_adapter() -> None:
+    """A worker without the adapter is no alternative to one that has dropped the stream."""
+    able, other = with_adapter(), ScriptedBackend()
+    async with running(backends=[able, other]) as gateway, client(gateway) as http:
+        task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "model": "a"}))
+        dropped = await accepted_request(able, task)
+        able.streams.fail("cut off", request_id=dropped.request_id)
+        able.emit(await accepted_request(able, task), "ok", last=True)
+        assert (await task).status_code == 200
+
+
 async def test_requests_fail_when_the_last_worker_with_their_adapter_fails() -> None:
     """A queued request does not wait for a worker that is gone, and other requests run."""
     able, other = with_adapter(), ScriptedBackend()
@@ -165,12 +176,17 @@ def test_only_the_engine_has_adapters() -> None:
 
 @needs_engine
 async def test_missing_adapter_is_an_error_of_its_requests(tmp_path: Path) -> None:
-    """If the files of an adapter change after the start, its requests get an error that names it,
-    and other requests run."""
+    """While the files of an adapter are missing, each of its requests gets an error that names it,
+    and other requests run. The worker is not to blame, so equal requests are not kept off it."""
     first, *_ = demo_adapters(tmp_path)
+    weights, away = first / "adapter_model.safetensors", tmp_path / "away"
     async with running(loras=(f"a={first}",), **ENGINE) as gateway, client(gateway) as http:
-        (first / "adapter_model.safetensors").unlink()
-        response = await http.post("/v1/completions", json={**BODY, "model": "a"})
-        assert response.status_code == 503
-        assert str(first) in response.text
+        weights.rename(away)
+        for _ in range(3):
+            response = await http.post("/v1/completions", json={**BODY, "model": "a"})
+            assert response.status_code == 503
+            message = response.json()["error"]["message"]
+            assert message.startswith(f"the LoRA adapter is unavailable: {first}: cannot read")
         await completed(http, SHIPPED_MODEL_ID)
+        away.rename(weights)
+        await completed(http, "a")

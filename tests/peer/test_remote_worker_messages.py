@@ -111,7 +111,7 @@ REPORTS = [
     Ready(CARD, "epoch", "digest", streams_blocks=True, changes_role=True),
     TokenizerFiles({"tokenizer.json": b"{}\xff"}),
     Update(DELTAS, LOAD, [("4", "it broke")], 12.5, "draining", 9, leaving=True, role=Role.PREFILL),
-    Update([], LOAD),
+    Update([], LOAD, [("4", "the files have changed")], without_adapter=("4",)),
     Failed("ValueError", "no such dtype"),
 ]
 

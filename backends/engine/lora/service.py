@@ -133,12 +133,15 @@ class AdapterService:
 
     def _finish(self, adapter: str, slot: int, read: Future[Any]) -> None:
         """Install an adapter, or reject the requests that wait for it."""
-        try:
+        error = read.exception()
+        if error is None:
             self._memory.install(slot, read.result())
-        except CheckpointError as error:
-            logger.warning("cannot load an adapter: %s", error)
-            for request in self._slots.failed(adapter):
-                del self._paces[request.request_id]
-                self._reject(request.request_id, str(error))
-        else:
             self._slots.loaded(adapter)
+            return
+        # Any other error, such as too little memory, is not a reason to end the engine either.
+        named = isinstance(error, CheckpointError)
+        reason = str(error) if named else f"the adapter cannot be loaded: {error!r}"
+        logger.warning("cannot load an adapter: %s", reason, exc_info=None if named else error)
+        for request in self._slots.failed(adapter):
+            del self._paces[request.request_id]
+            self._reject(request.request_id, reason)

@@ -16,7 +16,12 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.errors import (
+    AdapterFailed,
+    BackendFailed,
+    CheckpointError,
+    RequestRejected,
+)
 from draftgate.backends.peer.channel import (
     ALIVE_S,
     INVALID,
@@ -82,6 +87,7 @@ class DeltaOutbox:
         self._on_news = on_news
         self._deltas: list[tuple[str, Delta]] = []
         self._failed: list[tuple[str, str]] = []
+        self._without_adapter: list[str] = []
         self._space = asyncio.Event()
         self._space.set()
 
@@ -100,9 +106,15 @@ class DeltaOutbox:
             self._on_news()
         return True
 
-    def put_failure(self, link_id: str, reason: str) -> None:
-        """Record the error of a request, to be sent after its deltas."""
+    def put_failure(self, link_id: str, reason: str, *, of_adapter: bool = False) -> None:
+        """Record the error of a request, to be sent after its deltas.
+
+        Args:
+            of_adapter: whether the worker could not load the LoRA adapter of the request.
+        """
         self._failed.append((link_id, reason))
+        if of_adapter:
+            self._without_adapter.append(link_id)
         self._on_news()
 
     @property
@@ -110,10 +122,13 @@ class DeltaOutbox:
         """Whether nothing waits."""
         return not (self._deltas or self._failed)
 
-    def take(self) -> tuple[list[tuple[str, Delta]], list[tuple[str, str]]]:
-        """Remove and return the deltas, and the requests that failed after them."""
-        taken = self._deltas, self._failed
-        self._deltas, self._failed = [], []
+    def take(self) -> tuple[list[tuple[str, Delta]], list[tuple[str, str]], tuple[str, ...]]:
+        """Remove and return the deltas, the requests that failed after them, and why.
+
+        The last part is `Update.without_adapter`.
+        """
+        taken = self._deltas, self._failed, tuple(self._without_adapter)
+        self._deltas, self._failed, self._without_adapter = [], [], []
         self._space.set()
         return taken
 
@@ -235,7 +250,8 @@ class PeerSession:
             outbox = self._outbox
             await stream.run(partial(outbox.put, link_id), partial(outbox.put_now, link_id))
         except _EXPLAINED as error:
-            self._outbox.put_failure(link_id, str(error))
+            of_adapter = isinstance(error, AdapterFailed)
+            self._outbox.put_failure(link_id, str(error), of_adapter=of_adapter)
         except Exception as error:  # noqa: BLE001 - the other node must get every error
             log(logging.ERROR, "a request of a peer failed", error=error)
             self._outbox.put_failure(link_id, f"internal error ({type(error).__name__})")
@@ -273,7 +289,7 @@ class PeerSession:
             self._channel.close()
 
     def _update(self) -> Update:
-        deltas, failed = self._outbox.take()
+        deltas, failed, without_adapter = self._outbox.take()
         lifecycle, worker = self._node.lifecycle, self._worker
         if lifecycle.state is NodeState.DRAINING and lifecycle.failure is None:
             self._leaving = True  # a node whose workers have stopped also reports a failure
@@ -289,6 +305,7 @@ class PeerSession:
         return Update(
             *(deltas, load, failed, now_s, refusing or "", watermark, self._leaving),
             role=worker.role,
+            without_adapter=without_adapter,
         )
 
     async def _cancel_all(self) -> None:
