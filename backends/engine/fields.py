@@ -5,8 +5,8 @@ An error names the file and the field.
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -100,8 +100,9 @@ class Fields:
     def _number(self, name: str, value: object, above: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, f"must be a number, not {reprlib.repr(value)}")
-        if not (math.isfinite(value) and value > above):
-            raise self.error(name, f"must be a finite number above {above:g}, not {value}")
+        if not above < value <= sys.float_info.max:
+            shown = reprlib.repr(value)
+            raise self.error(name, f"must be a finite number above {above:g}, not {shown}")
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:

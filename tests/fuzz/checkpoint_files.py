@@ -16,16 +16,18 @@ from draftgate.backends.engine.eagle.config import is_head, read_head_config
 from draftgate.backends.engine.encoder.config import is_encoder, read_encoder_config
 from draftgate.backends.engine.encoder.cross_encoder import find_head
 from draftgate.backends.engine.encoder.sentence import read_prompts, read_sentence_modules
+from draftgate.backends.engine.lora.weights import WEIGHTS_FILE, LoraCheckpoint
 from draftgate.backends.engine.quantisation.scheme import quantises
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import Tokenizer
 from tests.fuzz.mutation import JSON, SAFETENSORS, Form
-from tests.fuzz.target import Target
+from tests.fuzz.target import CORPUS, Target
 
 MOST_BYTES = 1 << 20
 """Tensors up to this size are read."""
 
 CONFIG = (SHIPPED_DRAFT / "config.json").read_bytes()
+DRAFT = read_model_config(SHIPPED_DRAFT)
 HEADER = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 SHARD = len(HEADER).to_bytes(8, "little") + HEADER + bytes(4)
 WORDS = {
@@ -41,6 +43,16 @@ WORDS = {
         "use_regex": True,
     },
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]},
+}
+ADAPTED = CORPUS / "adapter_weights" / "rank-1"
+"""The weights of an adapter of rank 1, for a product of the shipped draft model."""
+
+ADAPTER = {
+    "peft_type": "LORA",
+    "r": 1,
+    "lora_alpha": 2,
+    "target_modules": ["o_proj"],
+    "layers_to_transform": [1],
 }
 
 
@@ -106,6 +118,12 @@ def read_modules(directory: Path) -> None:
     read_sentence_modules(directory, 64, torch.device("cpu"))
 
 
+def read_adapter(directory: Path) -> None:
+    """Check an adapter of the shipped draft model, and read it."""
+    for _ in LoraCheckpoint(directory, DRAFT).read(torch.float32):
+        pass
+
+
 FILES: dict[str, tuple[File, Form]] = {
     "safetensors": (File("model.safetensors", read_tensors), SAFETENSORS),
     "safetensors_index": (
@@ -119,6 +137,14 @@ FILES: dict[str, tuple[File, Form]] = {
     ),
     "encoder_config": (File("config.json", read_encoder), JSON),
     "eagle_config": (File("config.json", read_head), JSON),
+    "adapter_config": (
+        File("adapter_config.json", read_adapter, {WEIGHTS_FILE: ADAPTED.read_bytes()}),
+        JSON,
+    ),
+    "adapter_weights": (
+        File(WEIGHTS_FILE, read_adapter, {"adapter_config.json": json.dumps(ADAPTER).encode()}),
+        SAFETENSORS,
+    ),
     "sentence_modules": (File("modules.json", read_modules), JSON),
     "pooling_config": (File("1_Pooling/config.json", read_modules, {"modules.json": b"[]"}), JSON),
     "prompts": (File("config_sentence_transformers.json", read_prompts), JSON),

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from draftgate.backends.engine.fields import Fields
 from draftgate.backends.tokenizer import read_json
@@ -30,14 +30,21 @@ _UNSUPPORTED: Final = (
     "target_parameters",
     "megatron_config",
     "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
 )
 """Fields of other kinds of adapters. Their values must be false, null or empty."""
 
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of the values of `init_lora_weights` that also change the weights of the model."""
 
-Target = str | tuple[str, ...]
+Target = re.Pattern[str] | tuple[str, ...]
 """A regular expression for the full name of a module, or the ends of names."""
+
+Value = TypeVar("Value")
+
+EVERY_MODULE: Final = re.compile(".*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class LoraConfig:
         target: the modules of the adapter.
         excluded: modules of `target` that the adapter leaves out.
         layers: the layers of the adapter, or None for all layers.
-        ranks, alphas: values of some modules, by a pattern for the end of their names.
+        ranks, alphas: values of some modules, by a pattern for their names. The first one counts.
     """
 
     rank: int
@@ -57,30 +64,29 @@ class LoraConfig:
     target: Target
     excluded: Target
     layers: frozenset[int] | None
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
 
     def adapts(self, module: str, layer: int) -> bool:
         """Return whether the adapter changes a module, given its full name and its layer."""
         if self.layers is not None and layer not in self.layers:
             return False
-        targeted = self.target == ALL_LINEAR or _matches(self.target, module)
-        return targeted and not _matches(self.excluded, module)
+        return _matches(self.target, module) and not _matches(self.excluded, module)
 
     def unmatched(self, modules: Iterable[str]) -> list[str]:
         """Return the listed targets that are none of these modules."""
-        if isinstance(self.target, str):
+        if isinstance(self.target, re.Pattern):
             return []
         names = list(modules)
         return [one for one in self.target if not any(_matches((one,), name) for name in names)]
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module."""
-        return self.ranks.get(_pattern_of(self.ranks, module), self.rank)
+        return _value_of(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's low-rank product."""
-        alpha = self.alphas.get(_pattern_of(self.alphas, module), self.alpha)
+        alpha = _value_of(self.alphas, module, self.alpha)
         rank = self.rank_of(module)
         return float(alpha / (rank**0.5 if self.rank_stabilised else rank))
 
@@ -98,7 +104,7 @@ def read_lora_config(directory: Path) -> LoraConfig:
     target = _target(fields, "target_modules")
     if not target:
         raise fields.error("target_modules", "must name at least one module")
-    ranks, alphas = _patterns(fields, "rank_pattern"), _patterns(fields, "alpha_pattern")
+    ranks, alphas = fields.section("rank_pattern"), fields.section("alpha_pattern")
     return LoraConfig(
         rank=fields.count("r"),
         alpha=fields.number("lora_alpha"),
@@ -106,8 +112,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
         target=target,
         excluded=_target(fields, "exclude_modules"),
         layers=_layers(fields),
-        ranks={name: ranks.count(name) for name in ranks.names},
-        alphas={name: alphas.number(name) for name in alphas.names},
+        ranks={_name_pattern(ranks, name): ranks.count(name) for name in ranks.names},
+        alphas={_name_pattern(alphas, name): alphas.number(name) for name in alphas.names},
     )
 
 
@@ -137,9 +143,7 @@ def _target(fields: Fields, name: str) -> Target:
     if value is None:
         return ()
     if isinstance(value, str):
-        if value != ALL_LINEAR:
-            _check_pattern(fields, name, value)
-        return value
+        return EVERY_MODULE if value == ALL_LINEAR else _compiled(fields, name, value)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise fields.error(name, f"must be a text or a list of texts, not {reprlib.repr(value)}")
     return tuple(value)
@@ -156,31 +160,25 @@ def _layers(fields: Fields) -> frozenset[int] | None:
     return frozenset(layers)
 
 
-def _patterns(fields: Fields, name: str) -> Fields:
-    """Return the section of values by pattern, after checking the patterns."""
-    section = fields.section(name)
-    for pattern in section.names:
-        _check_pattern(fields, name, pattern)
-    return section
+def _name_pattern(fields: Fields, key: str) -> re.Pattern[str]:
+    """Return what the name of a module must match, as in PEFT: usually, its end must match."""
+    return _compiled(fields, key, key if key.startswith("^") else rf"(.*\.)?({key})$")
 
 
-def _check_pattern(fields: Fields, name: str, pattern: str) -> None:
+def _compiled(fields: Fields, name: str, pattern: str) -> re.Pattern[str]:
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise fields.error(name, f"has the invalid pattern {pattern!r}: {error}") from error
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        shown = reprlib.repr(pattern)
+        raise fields.error(name, f"has the invalid pattern {shown}: {error}") from error
 
 
 def _matches(target: Target, module: str) -> bool:
-    if isinstance(target, str):
-        return re.fullmatch(target, module) is not None
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(module) is not None
     return any(module == one or module.endswith(f".{one}") for one in target)
 
 
-def _pattern_of(patterns: Iterable[str], module: str) -> str:
-    """Return the first pattern for a module, or an empty string, as PEFT does."""
-    for pattern in patterns:
-        whole = pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$"
-        if re.match(whole, module):
-            return pattern
-    return ""
+def _value_of(values: Mapping[re.Pattern[str], Value], module: str, default: Value) -> Value:
+    """Return the value of the first pattern for a module, or the default, as PEFT does."""
+    return next((value for pattern, value in values.items() if pattern.match(module)), default)
