@@ -191,6 +191,7 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
         head_tokens: tokens in KV memory that the first sequence in its queue needs, or 0 if no
             sequence waits.
         urgent: number of its open sequences with a priority class above the usual one.
+        adapter_waiting: part of `waiting` that waits for LoRA adapters.
     """
 
     running: int
@@ -213,6 +214,7 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     age_s: float | None = None
     head_tokens: int = 0
     urgent: int = 0
+    adapter_waiting: int = 0
 
     @property
     def kv_total_tokens(self) -> int:

@@ -51,6 +51,11 @@ class AdapterSlots:
         """Number of sequences that wait for their adapters."""
         return sum(len(one.request.choices) for one in self._waiting)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter that `admit` returned is neither in memory nor has failed."""
+        return bool(self._loading)
+
     def add(self, request: GenerationRequest, arrived_s: float) -> None:
         """Let a request wait. `admit` returns it when its adapter is in memory."""
         self._waiting.append(_Arrival(request, arrived_s))

@@ -44,10 +44,21 @@ class LoadedEngine:
     adapters: AdapterService | None = None
 
     def load(self) -> WorkerLoad:
-        """Return the load, in which requests that wait for their adapters count as waiting."""
-        load = self.worker.load()
-        waiting = 0 if self.adapters is None else self.adapters.waiting_sequences
-        return structs.replace(load, waiting=load.waiting + waiting) if waiting else load
+        """Return the load, in which requests that wait for their adapters count as waiting.
+
+        While an adapter is loaded, steps are not counted, because a worker without other requests
+        needs none.
+        """
+        load, adapters = self.worker.load(), self.adapters
+        if adapters is None or not (adapters.waiting_sequences or adapters.is_loading):
+            return load
+        waiting = adapters.waiting_sequences
+        return structs.replace(
+            load,
+            waiting=load.waiting + waiting,
+            steps=None if adapters.is_loading else load.steps,
+            adapter_waiting=waiting,
+        )
 
     def close(self) -> None:
         """Close the recording, and load no further adapters."""

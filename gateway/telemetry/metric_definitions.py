@@ -17,6 +17,15 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
+from draftgate.gateway.telemetry.metric_buckets import (
+    DURATION_S,
+    LENGTHS,
+    PHASE_S,
+    SHARES,
+    TENANT_S,
+    TPOT_S,
+    TTFT_S,
+)
 from draftgate.policies.types import WorkerLoad
 
 
@@ -74,7 +83,7 @@ def _define(
     """Define a metric, whose unit is by default the last word of its name."""
     unit = unit or name.rpartition("_")[2]
     if kind is Kind.HISTOGRAM and not buckets:
-        buckets = _PHASE_S if unit == "seconds" else _LENGTHS
+        buckets = PHASE_S if unit == "seconds" else LENGTHS
     labels = ("worker",) if of_worker else labels
     metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker, shared)
     METRICS.append(metric)
@@ -84,36 +93,6 @@ def _define(
 _counter = partial(_define, Kind.COUNTER)
 _gauge = partial(_define, Kind.GAUGE)
 _histogram = partial(_define, Kind.HISTOGRAM)
-
-_TTFT_S: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
-    7.5, 10.0, 20.0, 40.0,
-)  # fmt: skip
-"""The bounds of the GenAI conventions, with additional bounds between and above them."""
-
-_TPOT_S: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15,
-    0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-)  # fmt: skip
-"""The bounds of the GenAI conventions, with finer bounds below 10 ms for usual SLOs."""
-
-_DURATION_S: Final = (
-    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84,
-)  # fmt: skip
-"""The bounds of the GenAI conventions, with one more above them."""
-
-_PHASE_S: Final = (0.001, 0.0025, 0.005, *_DURATION_S)
-
-_TENANT_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
-"""Few bounds, because each tenant has its own buckets."""
-
-_LENGTHS: Final = (
-    1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
-    32768.0, 65536.0, 131072.0,
-)  # fmt: skip
-
-
-_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
 
 
 def _kv_usage(load: WorkerLoad) -> float:
@@ -127,6 +106,11 @@ def _kv_usage(load: WorkerLoad) -> float:
 REQUESTS: Final = _counter(
     "draftgate_requests", "Requests by endpoint and outcome", labels=("endpoint", "outcome")
 )
+ADAPTER_REQUESTS: Final = _counter(
+    "draftgate_adapter_requests",
+    "Requests with a LoRA adapter, by its name and by outcome",
+    labels=("adapter", "outcome"),
+)
 CHOICES: Final = _counter(
     "draftgate_choices",
     "Choices that ended, by finish reason",
@@ -138,7 +122,7 @@ DURATION: Final = _histogram(
     "Time from arrival to the last byte, by error type if the request failed",
     "vllm:e2e_request_latency_seconds",
     "gen_ai_server_request_duration_seconds",
-    buckets=_DURATION_S,
+    buckets=DURATION_S,
     labels=("operation", "error_type"),
 )
 TTFT: Final = _histogram(
@@ -146,7 +130,7 @@ TTFT: Final = _histogram(
     "Time from arrival to the first text",
     "vllm:time_to_first_token_seconds",
     "gen_ai_server_time_to_first_token_seconds",
-    buckets=_TTFT_S,
+    buckets=TTFT_S,
     labels=("operation",),
 )
 TPOT: Final = _histogram(
@@ -154,7 +138,7 @@ TPOT: Final = _histogram(
     "Mean time between the tokens of a request",
     "vllm:request_time_per_output_token_seconds",
     "gen_ai_server_time_per_output_token_seconds",
-    buckets=_TPOT_S,
+    buckets=TPOT_S,
     labels=("operation",),
 )
 GAPS: Final = _histogram(
@@ -162,7 +146,7 @@ GAPS: Final = _histogram(
     "Time between two deliveries of one or more tokens of a choice",
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
-    buckets=_TPOT_S,
+    buckets=TPOT_S,
 )
 WORKER_QUEUE: Final = _histogram(
     "draftgate_worker_queue_seconds",
@@ -227,7 +211,7 @@ FLOW_REQUESTS: Final = _counter(
 FLOW_HOP_SHARE: Final = _histogram(
     "draftgate_flow_hop_deadline_ratio",
     "Time of a request from arrival to end as a share of its flow's deadline, by its number",
-    buckets=_SHARES,
+    buckets=SHARES,
     labels=("hop",),
 )
 QUEUED: Final = _gauge(
@@ -279,13 +263,13 @@ TENANT_TOKENS: Final = _counter(
 TENANT_TTFT: Final = _histogram(
     "draftgate_tenant_time_to_first_token_seconds",
     "Time from arrival to the first text, by tenant",
-    buckets=_TENANT_S,
+    buckets=TENANT_S,
     labels=("tenant",),
 )
 TENANT_DURATION: Final = _histogram(
     "draftgate_tenant_request_duration_seconds",
     "Time from arrival to the last byte of finished requests, by tenant",
-    buckets=_TENANT_S,
+    buckets=TENANT_S,
     labels=("tenant",),
 )
 TENANT_REFUSED: Final = _counter(
@@ -347,6 +331,11 @@ _gauge(
     "draftgate_waiting_sequences",
     "Sequences in the worker's queue",
     of_worker=attrgetter("waiting"),
+)
+_gauge(
+    "draftgate_adapter_waiting_sequences",
+    "Sequences in the worker's queue that wait for their LoRA adapters",
+    of_worker=attrgetter("adapter_waiting"),
 )
 _gauge(
     "draftgate_others_sequences",

@@ -74,6 +74,7 @@ class RequestWatch:
         self.workers: list[str] = []
         self.tenant: str | None = None
         self._service = ANYTIME
+        self._adapter = ""  # the name of its LoRA adapter
         self.use(series)
         self._endpoint = endpoint
         self._operation = operation
@@ -106,6 +107,7 @@ class RequestWatch:
         self.prompt_tokens = sum(map(len, job.prompts))
         self.tenant = job.tenant or None
         self._service = job.service
+        self._adapter = model if job.adapter else ""
         if self.span.recording:
             self.span.set(
                 {
@@ -311,6 +313,8 @@ class RequestWatch:
         if ending is not Ending.CANCELLED and error is not None:
             error_type = type(error).__name__
         metrics.add(metric.REQUESTS, 1, self._endpoint, ending.value)
+        if self._adapter:
+            metrics.add(metric.ADAPTER_REQUESTS, 1, self._adapter, ending.value)
         if isinstance(error, TooMany):
             metrics.add(metric.REFUSED, 1, error.kind)
         tpot_s = self._tpot_s()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 from msgspec import structs
 
 from bench.harness.prompts import held_out_prompts
 from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.engine.lora.weights import LayerPairs, LoraCheckpoint
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
@@ -22,6 +25,7 @@ from draftgate.policies.types import SpeculationMode
 from draftgate.policies.values import replace
 from tests.engine.harness import request
 from tests.engine.random_adapters import write_adapter, write_demo_adapters
+from tests.gateway.harness import PATIENCE_S, until
 
 TOKENS = 24
 MODES = (SpeculationMode.NGRAM, SpeculationMode.SPARSE_SELF, SpeculationMode.DRAFT_MODEL)
@@ -167,6 +171,44 @@ async def test_adapter_that_cannot_be_loaded_ends_only_its_requests(tmp_path: Pa
         assert [len(results[place].tokens) for place in (0, 2)] == [TOKENS, TOKENS]
         assert engine.failure is None
     finally:
+        await engine.stop()
+
+
+async def test_slow_load_delays_only_its_requests(
+    adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an adapter is read, other requests run, and the worker does not seem to hang. A stop
+    does not wait for the load."""
+    go_on, read = threading.Event(), LoraCheckpoint.read
+
+    def held(checkpoint: LoraCheckpoint, dtype: torch.dtype) -> Iterator[LayerPairs]:
+        go_on.wait()
+        return read(checkpoint, dtype)
+
+    monkeypatch.setattr(LoraCheckpoint, "read", held)
+    engine = EngineBackend(config(adapters))
+    await engine.start()
+    try:
+        plain, slow, lost = (
+            generation(engine, str(place), digest, "x = 1\n", "off")
+            for place, digest in enumerate(digests(engine)[:3])
+        )
+        waiting = asyncio.create_task(run(engine, slow))
+        await until(lambda: engine.load().adapter_waiting == 1)
+        assert engine.load().steps is None
+        assert len((await run(engine, plain)).tokens) == TOKENS
+        go_on.set()
+        assert len((await waiting).tokens) == TOKENS
+        await until(lambda: engine.load().steps is not None)
+        go_on.clear()
+        waiting = asyncio.create_task(run(engine, lost))
+        await until(lambda: engine.load().adapter_waiting == 1)
+        async with asyncio.timeout(PATIENCE_S):
+            await engine.stop()
+        with pytest.raises(BackendFailed):
+            await waiting
+    finally:
+        go_on.set()
         await engine.stop()
 
 

@@ -79,6 +79,9 @@ async def test_adapters_are_requested_by_name(adapters: list[Path]) -> None:
             assert reply["choices"] == alone[name]["choices"]
         chat = (await http.post("/v1/chat/completions", json={**CHAT, "model": "a"})).json()
         assert chat["model"] == "a"
+        page = (await http.get("/metrics")).text
+        series = f'adapter="a",model_name="{SHIPPED_MODEL_ID}",outcome="finished"'
+        assert f"draftgate_adapter_requests_total{{{series}}} 5.0" in page
         await until(lambda: is_idle(gateway.node))
 
 

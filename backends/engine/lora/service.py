@@ -92,6 +92,11 @@ class AdapterService:
         """Number of sequences that wait for their adapters."""
         return self._slots.waiting_sequences
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether an adapter is being loaded."""
+        return self._slots.is_loading
+
     def submit(self, request: GenerationRequest, arrived_s: float) -> None:
         """Queue a request with an adapter, for the next call of `admit`."""
         self._slots.add(request, arrived_s)
@@ -137,6 +142,7 @@ class AdapterService:
         if error is None:
             self._memory.install(slot, read.result())
             self._slots.loaded(adapter)
+            logger.info("loaded an adapter: %s", self._checkpoints[adapter].directory)
             return
         # Any other error, such as too little memory, is not a reason to end the engine either.
         named = isinstance(error, CheckpointError)

@@ -68,6 +68,7 @@ class LoraCheckpoint:
     """A checked adapter of a model, whose weights are read when they are needed.
 
     Attributes:
+        directory: its directory.
         digest: 12 hex digits that identify the content of its files.
     """
 
@@ -78,7 +79,7 @@ class LoraCheckpoint:
             CheckpointError: a file is missing or damaged, the adapter does not fit the model, or
                 the engine does not support it.
         """
-        self._directory = directory
+        self.directory = directory
         self._model = model
         self._config = read_lora_config(directory)
         if not (directory / WEIGHTS_FILE).is_file():
@@ -98,7 +99,7 @@ class LoraCheckpoint:
             CheckpointError: the files have changed since they were checked.
         """
         if self._hash() != self.digest:
-            raise CheckpointError(f"{self._directory}: the files have changed since the start")
+            raise CheckpointError(f"{self.directory}: the files have changed since the start")
         with TensorReader(self._checkpoint, torch.float32, lambda _bytes: None) as reader:
             for layer in range(self._model.num_layers):
                 products = adapted_products(self._model, layer)
@@ -106,9 +107,9 @@ class LoraCheckpoint:
 
     def _hash(self) -> str:
         try:
-            return files_hash([self._directory / CONFIG_FILE, self._directory / WEIGHTS_FILE])
+            return files_hash([self.directory / CONFIG_FILE, self.directory / WEIGHTS_FILE])
         except OSError as error:
-            raise CheckpointError(f"{self._directory}: cannot read the adapter: {error}") from error
+            raise CheckpointError(f"{self.directory}: cannot read the adapter: {error}") from error
 
     def _check_targets(self) -> None:
         """Check that the engine can adapt every listed module."""
@@ -117,7 +118,7 @@ class LoraCheckpoint:
         if unmatched := self._config.unmatched(names):
             supported = dict.fromkeys(name.rpartition(".")[2] for name in names)
             raise CheckpointError(
-                f"{self._directory / CONFIG_FILE}: target_modules {unmatched[0]!r} is not "
+                f"{self.directory / CONFIG_FILE}: target_modules {unmatched[0]!r} is not "
                 f"supported; supported for this model: {', '.join(supported)}"
             )
 
@@ -131,7 +132,7 @@ class LoraCheckpoint:
             if self._config.adapts(module.names[0], layer)
             for name, shape in _shapes(module, self._config).items()
         }
-        path = self._directory / WEIGHTS_FILE
+        path = self.directory / WEIGHTS_FILE
         for name, stored in self._checkpoint.tensors.items():
             if name not in expected:
                 raise CheckpointError(
@@ -140,7 +141,7 @@ class LoraCheckpoint:
                 )
         if not expected:
             raise CheckpointError(
-                f"{self._directory / CONFIG_FILE}: target_modules names no module of the model"
+                f"{self.directory / CONFIG_FILE}: target_modules names no module of the model"
             )
         for name, shape in expected.items():
             stored_ = self._checkpoint.tensors.get(name)
