@@ -12,6 +12,8 @@ import pytest
 
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import HASH_BYTES, PendingPrefixes, extend_chain
+from draftgate.policies.values import replace
+from tests.core.fakes import request
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "mooncake"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are missing")
@@ -48,6 +50,19 @@ def test_a_chain_can_be_extended_step_by_step() -> None:
     for length in range(31):
         extend_chain(growing, "t", tokens[:length], 4)
     assert growing == chain(tokens, "t")
+
+
+def test_requests_share_prefixes_only_with_equal_tenant_adapter_and_salt() -> None:
+    """A salt, which clients choose, cannot imitate an adapter."""
+    owners = [
+        ("a", "", ""), ("b", "", ""), ("a", "0f", ""), ("a", "", "0f"), ("a", "0f", "s"),
+        ("a", "1e", ""), ("a", "", "\x000f"), ("a", "", "0f\x00s"), ("a", "0f", "\x00s"),
+    ]  # fmt: skip
+    requests = [
+        replace(request([1]), tenant=tenant, adapter=adapter, cache_salt=salt)
+        for tenant, adapter, salt in owners
+    ]
+    assert len({one.cache_owner for one in requests}) == len(owners)
 
 
 def test_eviction_keeps_the_beginning_of_a_prefix() -> None:
