@@ -81,8 +81,10 @@ def banner(where: Listening) -> str:
 
 def _models(node: Node) -> list[tuple[str, str]]:
     proposers = ", ".join(node.fleet.proposers) or "none"
+    adapters = ", ".join(node.fleet.adapters())
     return [
         *(("model", _described(model, node)) for model in node.models if model.is_known),
+        *([("adapters", adapters)] if adapters else []),
         ("speculation", f"{node.policy.name}; proposers: {proposers}"),
     ]
 

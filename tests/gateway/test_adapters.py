@@ -13,6 +13,7 @@ import pytest
 from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.backends.types import Capabilities, GenerationRequest
+from draftgate.gateway.cli.server import banner
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import (
     ScriptedBackend,
@@ -66,6 +67,7 @@ async def test_adapters_are_requested_by_name(adapters: list[Path]) -> None:
         assert listed["b"]["parent"] == SHIPPED_MODEL_ID
         assert listed["b"]["root"] == str(adapters[1])
         assert (await http.get("/v1/models/c")).json() == listed["c"]
+        assert "adapters     a, b, c" in banner(gateway)
 
         alone = {name: await completed(http, name) for name in listed}
         assert len({one["choices"][0]["text"] for one in alone.values()}) == 4
