@@ -151,8 +151,7 @@ class FleetWorker(SentRequests):
 
     def has_adapter(self, digest: str) -> bool:
         """Return whether the worker has a LoRA adapter, or whether the request needs none."""
-        able = self.backend.card.capabilities
-        return not digest or any(one.digest == digest for one in able.adapters)
+        return not digest or digest in (a.digest for a in self.backend.card.capabilities.adapters)
 
     @property
     def kv_format(self) -> KvFormat | None:
