@@ -78,7 +78,7 @@ class Model:
     config: ModelConfig = field(init=False)
     decoder: Decoder = field(init=False)
     tokenizer: Tokenizer = field(init=False)
-    slots: dict[str, int] = field(init=False)  # slots of the adapters by their digests
+    slots: dict[str, int] = field(init=False, default_factory=dict)  # of adapters, by digest
 
     def __post_init__(self) -> None:
         self.config = read_model_config(self.directory)
@@ -88,7 +88,6 @@ class Model:
         weights = weights if memory is None else memory.weights
         self.decoder = Decoder(self.config, weights, MAX_MODEL_LEN, memory)
         self.tokenizer = Tokenizer(self.directory)
-        self.slots = {}
         for slot, directory in enumerate(self.adapters, 1):
             adapter = LoraCheckpoint(directory, self.config)
             memory.install(slot, memory.prepare(adapter.read(self.dtype)))
