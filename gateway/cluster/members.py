@@ -79,6 +79,14 @@ class _Member:
         busy = self.worker.usage.sequences
         return self.backend.failure is not None and not busy
 
+    def is_replaced_by(self, epoch: str) -> bool:
+        """Return whether the worker has begun another life, which the store lists.
+
+        An earlier epoch may be an old report that a store has restored, or the epoch of a machine
+        whose clock went back. The end of the link shows which.
+        """
+        return epoch > self.worker.epoch or (epoch != self.worker.epoch and self.is_over)
+
 
 class Members:
     """The workers of other nodes that have one model.
@@ -152,7 +160,7 @@ class Members:
             if view is None:
                 gone = member.is_over
             else:
-                gone = view.report.epoch > member.worker.epoch or self._is_to_be_retried(member)
+                gone = member.is_replaced_by(view.report.epoch) or self._is_to_be_retried(member)
             if gone:
                 self._leave(member)
             member.worker.gateways = max(1, snapshot.gateways)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from draftgate.gateway import fleet
 from draftgate.gateway.app import Listening, StartError, build_node, drain, start_workers
 from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Snapshot
+from draftgate.gateway.state.store import Snapshot, new_epoch
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -41,6 +42,10 @@ class HidingStore(MemoryStore):
     """A store that hides its workers from readers while `forgets` is true."""
 
     forgets = False
+
+    def forget(self) -> None:
+        """Delete all data."""
+        self.__init__()
 
     async def snapshot(self) -> Snapshot:
         snapshot = await super().snapshot()
@@ -226,6 +231,25 @@ async def test_a_restarted_worker_replaces_its_earlier_epoch(store: HidingStore)
             assert after.worker_id == before.worker_id == worker_node.node.fleet.own[0].worker_id
             assert after.epoch > before.epoch
             assert (await http.post(PATH, json=BODY)).status_code == 200
+
+
+async def test_a_worker_that_restarts_after_its_clock_went_back_is_used(
+    store: HidingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with an earlier epoch than before its restart joins once the store lists it."""
+    async with member(store, no_worker=True, start=False) as where:
+        starting = asyncio.create_task(start_workers(where.node))
+        async with member(store) as worker_node:
+            await starting
+            (before,) = where.node.fleet.workers
+            port = worker_node.node.port
+        await until(lambda: before.backend.failure is not None)
+        store.forget()  # as it does after a minute without a report
+        monkeypatch.setattr(fleet, "new_epoch", lambda now_s, nonce: new_epoch(1.0, nonce))
+        async with member(store, port=port):
+            await until_linked(where, 1)
+            (after,) = where.node.fleet.workers
+            assert after.epoch < before.epoch
 
 
 async def test_linked_workers_stay_when_the_store_forgets_them(store: HidingStore) -> None:
