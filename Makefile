@@ -29,7 +29,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long coverage fuzz audit check docs wheelhouse format clean
+.PHONY: help setup serve test test-long soak coverage fuzz audit check docs wheelhouse format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ test: $(SETUP) ## run the quick tests
 
 test-long: $(SETUP) ## run every test, including the long ones
 	$(BIN)/python -m pytest --long -n auto --maxprocesses 4 $(parallel) $(ARGS)
+
+soak: $(SETUP) ## run a pool for an hour while its processes, network and Redis fail (ARGS=--help)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 coverage: $(SETUP) ## run the quick tests and report line coverage
 	$(BIN)/coverage run -m pytest $(ARGS)

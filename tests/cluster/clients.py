@@ -118,7 +118,7 @@ class Clients:
             exchange = HttpExchange(client, planned, self.clock, scheduled_s, self._ids)
             await exchange.run()
             record = exchange.record()
-            if not _is_refused(record):
+            if not is_refused(record):
                 break
             self.refusals += 1
         self.records.append(record)
@@ -167,7 +167,8 @@ def _class_of(record: Record) -> object:
     return (record.metrics or {}).get("numerics_class")
 
 
-def _is_refused(record: Record) -> bool:
+def is_refused(record: Record) -> bool:
+    """Return whether a gateway refused because of a stop, or could not be reached."""
     if record.verdict == Verdict.NO_CONNECTION:
         return True
     return record.status == 503 and any(code in record.detail for code in REFUSED)

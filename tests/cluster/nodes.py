@@ -60,12 +60,7 @@ class NodeProcess:
     async def start(self) -> None:
         """Start the process."""
         with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            await self._spawn(log.fileno())
 
     async def until_ready(self) -> None:
         """Wait until the node is ready."""
@@ -124,6 +119,20 @@ class NodeProcess:
         """Kill the process if it was started."""
         if self._process is not None:
             await self.kill()
+
+    async def _spawn(self, output: int, folder: Path | None = None) -> None:
+        """Start the process with this file descriptor as its output.
+
+        Args:
+            folder: the source tree that the process imports, or None for the present one.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdout=output,
+            stderr=output,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     @property
     def _running(self) -> asyncio.subprocess.Process:

@@ -1,7 +1,6 @@
 """Two gateways and three workers under Poisson load, while nodes die, hang and restart.
 
-`make test-long` runs ten minutes with a kill every 30 s. `CLUSTER_S=120` shortens the run.
-`CLUSTER_JSON=FILE` writes the measurements to a file.
+`make soak` runs hours with more nodes, the shipped model and more kinds of faults (`tests/chaos`).
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pytest
+from typing import Any
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.loadgen.types import PlannedRequest
 from tests.cluster.clients import Clients, clients_of, planned_requests
 from tests.cluster.nodes import Cluster, cluster
 from tests.cluster.pool import until_settled
-from tests.cluster.results import latencies, write_results
+from tests.cluster.results import latencies
 from tests.cluster.troubles import NodeFailures
 from tests.cluster.watching import Watch, watching
 from tests.gateway.redis_server import RedisServer
@@ -31,22 +28,11 @@ CLUSTER_S = float(os.environ.get("CLUSTER_S", "600"))
 KILL_EVERY_S = 30.0
 MOST_TOKENS = 192
 
+SIMULATED = ("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB")
+"""Flags of workers with little memory."""
 
-class Load(NamedTuple):
-    """Flags of workers with little memory, and the load of a run.
-
-    Attributes:
-        rate_rps: rate of requests of 24 and 192 tokens.
-    """
-
-    flags: tuple[str, ...]
-    rate_rps: float
-
-
-SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"), 1.0)
-SHIPPED = Load(("--threads", "1", "--kv-bytes", "16MiB"), 0.5)
-"""Streams last for seconds and queues stay short at this rate, with all processes on two shared
-cores (AMD Zen 5, 2026-11-22)."""
+RATE_RPS = 1.0
+"""Rate of requests of 24 and 192 tokens."""
 
 MOST_USAGE = 2.0
 """The largest leased share of a capacity when gateways decide alone because Redis is late
@@ -97,20 +83,6 @@ async def chaos(
     return Outcome(clients, troubles, watch, changed_responses)
 
 
-async def one_round(troubles: NodeFailures) -> None:
-    """Cause a kill, a pause and a restart."""
-    await troubles.round(0)
-
-
-async def minutes(troubles: NodeFailures) -> None:
-    """Cause a round of all three failures every 30 s."""
-    begun_s = troubles.now_s()
-    for number in range(round(CLUSTER_S / KILL_EVERY_S)):
-        await troubles.round(number)
-        next_s = begun_s + (number + 1) * KILL_EVERY_S
-        await asyncio.sleep(max(0.0, next_s - troubles.now_s()))
-
-
 def results_of(outcome: Outcome) -> dict[str, Any]:
     """Return the results of a run by name."""
     clients, watch = outcome.clients, outcome.watch
@@ -128,26 +100,14 @@ def results_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("load", "play"),
-    [(SIMULATED, one_round), pytest.param(SHIPPED, minutes, marks=pytest.mark.long)],
-    ids=["round", "minutes"],
-)
-async def test_no_stream_is_lost_while_nodes_fail(
-    tmp_path: Path,
-    own_redis: RedisServer,
-    load: Load,
-    play: Callable[[NodeFailures], Awaitable[None]],
-) -> None:
+async def test_no_stream_is_lost_while_nodes_fail(tmp_path: Path, own_redis: RedisServer) -> None:
     """Every stream stays intact and unchanged while nodes are killed, paused and restarted.
 
     No lease, block or request remains afterwards.
     """
-    async with cluster(tmp_path, own_redis.url, *load.flags) as nodes:
-        planned = planned_requests(load.rate_rps, SEED, MOST_TOKENS)
-        outcome = await chaos(nodes, own_redis, planned, play)
-    command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'
-    write_results("CLUSTER_JSON", command, results_of(outcome))
+    async with cluster(tmp_path, own_redis.url, *SIMULATED) as nodes:
+        planned = planned_requests(RATE_RPS, SEED, MOST_TOKENS)
+        outcome = await chaos(nodes, own_redis, planned, lambda troubles: troubles.round(0))
     assert outcome.clients.failed == []
     assert outcome.changed_responses == []
     assert outcome.watch.num_reads

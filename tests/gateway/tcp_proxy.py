@@ -27,8 +27,6 @@ class TcpProxy:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._to = str(parts.hostname), int(parts.port or 80)
         self.url = ""
         self.delay_s = 0.0
         self.bytes_s = 0.0
@@ -41,11 +39,18 @@ class TcpProxy:
         self._refuses = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self.forward_to(url)
 
     @property
     def connections(self) -> int:
         """Number of open client connections."""
         return len(self._writers) // 2
+
+    def forward_to(self, url: str) -> None:
+        """Forward new connections to another server, and reset the others."""
+        parts = urlsplit(url)
+        self._to = str(parts.hostname), int(parts.port or 80)
+        self.cut()
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection, as a restarted machine does.
