@@ -74,14 +74,17 @@ class Heartbeat:
 
         Errors are logged.
         """
-        while True:
-            try:
-                await self.beat()
-                await self.write_files()
-                await self._dispatcher.sharing.pause(HEARTBEAT_S)
-            except Exception as error:  # noqa: BLE001 - a stopped heartbeat would look like a dead node
-                log(logging.ERROR, "heartbeat failed", error=error)
-                await asyncio.sleep(HEARTBEAT_S)
+        writing = asyncio.create_task(self._write_files_repeatedly(), name="write files")
+        try:
+            while True:
+                try:
+                    await self.beat()
+                    await self._dispatcher.sharing.pause(HEARTBEAT_S)
+                except Exception as error:  # noqa: BLE001 - a stopped heartbeat would look like a dead node
+                    log(logging.ERROR, "heartbeat failed", error=error)
+                    await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            writing.cancel()
 
     async def beat(self) -> None:
         """Report workers, renew leases and reservations, and dispatch requests that now fit."""
@@ -109,6 +112,15 @@ class Heartbeat:
         """Write the records of decisions and of the audit log, if files are configured."""
         for file in self._files:
             await file.flush()
+
+    async def _write_files_repeatedly(self) -> None:
+        """Write the files beside the heartbeat, which a disk that hangs must not stop."""
+        while self._files:
+            try:
+                await self.write_files()
+            except Exception as error:  # noqa: BLE001 - later records may be written
+                log(logging.ERROR, "cannot write records", error=error)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _report(self, worker: FleetWorker, number: int) -> None:
         worker_id, failure = worker.worker_id, worker.backend.failure

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +14,10 @@ import msgspec
 import pytest
 
 from draftgate.gateway.app import Listening, StartError, build_node
+from draftgate.gateway.cluster import heartbeat
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import WorkerReport
 from draftgate.gateway.telemetry.json_lines import MOST_UNWRITTEN, JsonLinesFile
 from tests.gateway.harness import (
     PATIENCE_S,
@@ -215,3 +220,33 @@ async def send_bytes(gateway: Listening, data: bytes) -> None:
     writer.write(data)
     await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
+
+
+async def test_a_disk_that_hangs_stops_no_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are reported and leases renewed while a write to a file does not return."""
+    reports, hangs, released = Counter[str](), threading.Event(), threading.Event()
+
+    class CountingStore(MemoryStore):
+        async def publish(self, report: WorkerReport) -> bool:
+            reports["all"] += 1
+            return await super().publish(report)
+
+    def hang(_file: JsonLinesFile, _data: bytes) -> None:
+        hangs.set()
+        released.wait(PATIENCE_S)
+
+    monkeypatch.setattr(JsonLinesFile, "_write", hang)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
+    path = str(tmp_path / "decisions")
+    async with (
+        running(store=CountingStore(), decisions_file=path) as gateway,
+        client(gateway) as http,
+        gateway.node.beating(),
+    ):
+        assert (await http.post(PATH, json={"prompt": "x", "max_tokens": 2})).status_code == 200
+        await until(hangs.is_set)
+        before = reports["all"]
+        await until(lambda: reports["all"] > before + 2)
+        released.set()
