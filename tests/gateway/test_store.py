@@ -246,6 +246,23 @@ async def test_reports_of_a_newer_version_are_tolerated(
     assert set(await views(pool)) == {"a"}
 
 
+@pytest.mark.parametrize("key", ["leases", "expiry", "leased", "lease:w"])
+async def test_leases_recover_from_the_eviction_of_a_key(
+    pool: RedisStore, redis_server: RedisServer, key: str
+) -> None:
+    """A server that evicts a key of the leases leaves no lease behind once they have ended."""
+    await pool.publish(report())
+    leases = [await granted(pool, name, 400) for name in ("a", "b")]
+    redis_server.command("DEL", f"draftgate:{{p}}:{key}")
+    await pool.renew(leases, 30.0)
+    assert await leased_tokens(pool) <= 800
+    await pool.release([lease.request_id for lease in leases])
+    assert await leased_tokens(pool) == 0
+    for left in ("leases", "expiry", "leased", "lease:w"):
+        assert not redis_server.command("EXISTS", f"draftgate:{{p}}:{left}")
+    await granted(pool, "c", 1000)
+
+
 async def test_every_failure_is_a_store_error() -> None:
     """A connection failure raises a `StoreError` that does not contain the password."""
     store = RedisStore.at(f"redis://:hush@127.0.0.1:{free_port()}", "p", "g1")

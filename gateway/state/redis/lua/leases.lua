@@ -53,14 +53,28 @@ local function drop(kind, request)
   redis.call('HDEL', kind.held, request)
   redis.call('ZREM', kind.expiry, request)
   redis.call('ZREM', kind.worker .. worker, tokens .. ' ' .. request)
-  if redis.call('HINCRBY', kind.tokens, worker, -tokens) == 0 then
+  if redis.call('HINCRBY', kind.tokens, worker, -tokens) <= 0 then -- below 0 after an eviction
     redis.call('HDEL', kind.tokens, worker)
   end
+end
+
+-- Forget all leases or claims if the server has evicted a key of them, since they could no longer be
+-- ended. Their gateways restore them, as after a flush. O(1), or O(workers) after an eviction
+local function forget_remains(kind)
+  if redis.call('HLEN', kind.held) == redis.call('ZCARD', kind.expiry) then return end
+  for _, worker in ipairs(redis.call('HKEYS', kind.tokens)) do
+    redis.call('DEL', kind.worker .. worker)
+  end
+  for _, worker in ipairs(redis.call('ZRANGE', HEARD, 0, -1)) do
+    redis.call('DEL', kind.worker .. worker)
+  end
+  redis.call('DEL', kind.held, kind.expiry, kind.tokens)
 end
 
 -- End expired leases and claims. O(log leases) for each
 local function prune(now)
   for _, kind in ipairs({ LEASE, CLAIM }) do
+    forget_remains(kind)
     local over = redis.call('ZRANGEBYSCORE', kind.expiry, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
     for _, request in ipairs(over) do drop(kind, request) end
     if kind == CLAIM and #over > 0 then redis.call('INCRBY', EXPIRED_CLAIMS, #over) end
