@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -64,11 +65,14 @@ def allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def open_session(api_key: str = "") -> aiohttp.ClientSession:
+def open_session(api_key: str = "", tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
     """Return a session without limits of its own that reports when requests are sent.
 
     The session opens a connection for each open request. Responses are not compressed, because
     compression delays chunks. `HttpExchange` applies the time limits.
+
+    Args:
+        tls: which certificates to trust, or None to trust those of the system.
     """
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_create_start.append(_call_exchange(HttpExchange.note_connecting))
@@ -76,7 +80,9 @@ def open_session(api_key: str = "") -> aiohttp.ClientSession:
     tracing.on_request_chunk_sent.append(_call_exchange(HttpExchange.note_sending))
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         headers=headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         trace_configs=[tracing],

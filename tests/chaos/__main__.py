@@ -8,6 +8,10 @@ that is repeated with the same folder does only the parts that are missing.
     make soak ARGS='--virtual-hours 168'
 
 runs a simulated pool in virtual time instead.
+
+    make soak ARGS='--upgrade-from --rate 2'
+
+upgrades each node of a pool from 0.1.0 under load, without other faults.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import asyncio
 import json
 import logging
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,9 +28,8 @@ from bench.harness.provenance import provenance
 from tests.chaos.part import Settings, run_part
 from tests.chaos.pool import Size
 from tests.chaos.summary import passed, summary_of
+from tests.chaos.upgrade import FIRST_VERSION, UPGRADED, old_tree, run_upgrade
 from tests.chaos.virtual.week import Week, run_week
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -36,13 +38,16 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.virtual_hours:
         return _run_virtual(options)
+    old = options.upgrade_from or options.old
     settings = Settings(
         options.seed,
         options.part_minutes * 60,
         options.rate,
-        Size(options.gateways, options.engines, options.simulated),
-        _old_tree(options.old, options.out) if options.old else None,
+        UPGRADED if options.upgrade_from else Size(),
+        old_tree(old, options.out) if old else None,
     )
+    if options.upgrade_from:
+        return _run_upgrade(options, settings)
     parts = []
     for number in range(round(options.minutes / options.part_minutes)):
         path = options.out / f"part-{number:03}.json"
@@ -66,6 +71,15 @@ def _run_virtual(options: argparse.Namespace) -> int:
     return int(bool(found["details"] or found["remains"]))
 
 
+def _run_upgrade(options: argparse.Namespace, settings: Settings) -> int:
+    """Upgrade a pool, and return 1 if it has failed."""
+    found = asyncio.run(run_upgrade(settings, options.out))
+    facts = provenance() | {"command": _command(), "old": options.upgrade_from}
+    (options.out / "upgrade.json").write_text(json.dumps(facts | found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(summary_of([found]), indent=1) + "\n")
+    return int(not passed(found))
+
+
 def _report(parts: list[dict], out: Path) -> None:
     """Write the summary of all parts, and print it."""
     last = parts[-1]
@@ -75,20 +89,6 @@ def _report(parts: list[dict], out: Path) -> None:
     (out / "summary.json").write_text(text + "\n")
     sys.stdout.write(f"{text}\n{'' if passed(last) else 'FAILED: ' + str(last['details'])}\n")
     sys.stdout.flush()
-
-
-def _old_tree(ref: str, out: Path) -> Path:
-    """Return a folder with the source tree of a commit."""
-    commit = subprocess.check_output(["git", "rev-parse", "--short", ref], cwd=ROOT, text=True)
-    tree = out / f"tree-{commit.strip()}"
-    if not tree.exists():
-        unpacking = tree.with_suffix(".part")
-        unpacking.mkdir()
-        archive = subprocess.Popen(["git", "archive", ref], cwd=ROOT, stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", str(unpacking)], stdin=archive.stdout, check=True)
-        assert archive.wait() == 0
-        unpacking.rename(tree)
-    return tree.resolve()
 
 
 def _command() -> str:
@@ -104,9 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("build/soak"))
-    parser.add_argument("--gateways", type=int, default=Size.gateways)
-    parser.add_argument("--engines", type=int, default=Size.engines)
-    parser.add_argument("--simulated", type=int, default=Size.simulated)
+    parser.add_argument(
+        "--upgrade-from",
+        nargs="?",
+        const=FIRST_VERSION,
+        metavar="COMMIT",
+        help="upgrade once from this version (without COMMIT: 0.1.0)",
+    )
     parser.add_argument("--virtual-hours", type=float, help="hours of a pool in virtual time")
     parser.add_argument("--old", help="commit of the version before an upgrade")
     return parser

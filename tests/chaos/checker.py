@@ -63,6 +63,19 @@ class Truths:
         assert record.verdict == Verdict.OK, (key, record.detail)
         self._texts[_name(key, record)] = _text(record)
 
+    def merge(self, other: Truths) -> None:
+        """Add the texts of another version of Draftgate.
+
+        Both versions must have the same text for a request in a numerics class, because they may
+        continue each other's streams.
+        """
+        differing = [
+            name
+            for name, text in other._texts.items()
+            if self._texts.setdefault(name, text) != text
+        ]
+        assert not differing, f"the versions have other texts: {differing}"
+
     def write(self) -> None:
         """Write all texts to the file."""
         self._path.write_text(json.dumps(self._texts, indent=0))

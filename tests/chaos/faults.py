@@ -36,6 +36,12 @@ class Kind(StrEnum):
     """The reader of the log hangs, so that writes to stderr block."""
     FULL_DISK = "full_disk"
     """No file may grow (RLIMIT_FSIZE)."""
+    SLOW_DISK = "slow_disk"
+    """Each write to a file takes `SLOW_WRITE_S`."""
+    CLOCK_STEP = "clock_step"
+    """The clock of a node's machine goes forward or back, and stays there."""
+    CERTIFICATE = "certificate"
+    """The certificate of a gateway expires, and is renewed some seconds later."""
     NO_REDIS = "no_redis"
     """All packets between one node and Redis are lost, and its connections stay open."""
     REDIS_PAUSE = "redis_pause"
@@ -46,6 +52,8 @@ class Kind(StrEnum):
     REDIS_FLUSH = "redis_flush"
     REDIS_EVICTION = "redis_eviction"
     """Redis has too little memory, and evicts keys (allkeys-lru)."""
+    REDIS_CLOCK_STEP = "redis_clock_step"
+    """The clocks of both servers go forward or back, and stay there."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,15 @@ LANES = {
     "simulated": Lane(("simulated",), WORKER_KINDS, 10.0),
     "gateway": Lane(
         ("gateway",),
-        {Kind.KILL: 2, Kind.PAUSE: 2, Kind.RESTART: 2, Kind.UPGRADE: 1, Kind.SLOW_LOG: 1},
-        15.0,
+        {
+            Kind.KILL: 2,
+            Kind.PAUSE: 2,
+            Kind.RESTART: 2,
+            Kind.UPGRADE: 1,
+            Kind.SLOW_LOG: 1,
+            Kind.CERTIFICATE: 2,
+        },
+        12.0,
     ),
     "upstream": Lane(("upstream",), {Kind.KILL: 1, Kind.PAUSE: 2, Kind.RESTART: 2}, 30.0),
     "redis": Lane(
@@ -91,16 +106,29 @@ LANES = {
             Kind.REDIS_FAILOVER: 2,
             Kind.REDIS_FLUSH: 1,
             Kind.REDIS_EVICTION: 1,
+            Kind.REDIS_CLOCK_STEP: 1,
         },
         20.0,
     ),
     "surroundings": Lane(
-        ("gateway", "engine", "simulated"), {Kind.FULL_DISK: 1, Kind.NO_REDIS: 2}, 15.0
+        ("gateway", "engine", "simulated"),
+        {Kind.FULL_DISK: 1, Kind.SLOW_DISK: 2, Kind.CLOCK_STEP: 2, Kind.NO_REDIS: 2},
+        10.0,
     ),
 }
 
 HOLD_S = (1.0, 9.0)
 """Shortest and longest duration of a fault. A peer counts as lost after 3 s of silence."""
+
+
+CLOCKS_S = (-3600, -20, 0, 20, 3600)
+"""How far a clock is ahead after a step, in seconds."""
+
+REDIS_STEPS_S = (-20, 20, 3600)
+"""Steps of the clock of Redis, in seconds. Leases of killed gateways stay for the time of a step
+back, so that is short."""
+
+SLOW_WRITE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -112,6 +140,7 @@ class Fault:
         group: name of the group of nodes, or `redis`.
         place: a number from 0 to 1 that selects a node of the group.
         hold_s: duration of the fault.
+        clock_s: time by which a clock is ahead afterwards, or the step of the clock of Redis.
     """
 
     after_s: float
@@ -119,6 +148,7 @@ class Fault:
     group: str
     place: float
     hold_s: float
+    clock_s: int
 
 
 def faults_of(lane_name: str, seed: int, part: int) -> Iterator[Fault]:
@@ -127,4 +157,6 @@ def faults_of(lane_name: str, seed: int, part: int) -> Iterator[Fault]:
     while True:
         (kind,) = rng.choices(list(lane.kinds), list(lane.kinds.values()))
         after_s = rng.uniform(0.5, 1.5) * lane.pause_s
-        yield Fault(after_s, kind, rng.choice(lane.targets), rng.random(), rng.uniform(*HOLD_S))
+        clock_s = rng.choice(REDIS_STEPS_S if lane_name == "redis" else CLOCKS_S)
+        group, place, hold_s = rng.choice(lane.targets), rng.random(), rng.uniform(*HOLD_S)
+        yield Fault(after_s, kind, group, place, hold_s, clock_s)

@@ -13,12 +13,16 @@ import redis
 
 from tests.chaos.node import ChaosNode
 from tests.chaos.pool import ChaosPool
+from tests.chaos.usage import open_files, resident_mb
 from tests.cluster.nodes import START_S
 from tests.cluster.pool import read_pool
 
 SAMPLE_S = 5.0
-SETTLED_S = 60.0
-"""Time after a start in which bounded memory fills."""
+SETTLED_S = 120.0
+"""Time in which a process starts and fills its bounded memory. The start of an engine takes a
+minute on a busy machine."""
+
+LEAST_SAMPLES = 24
 
 GAUGES = ("running_sequences", "waiting_sequences", "kv_cache_usage_ratio")
 
@@ -31,24 +35,18 @@ class Usage:
     pid: int
     samples: list[tuple[float, float, int]] = field(default_factory=list)
 
-    @property
-    def growth_mb_per_minute(self) -> float | None:
-        """The slope of settled memory, or None for a short life."""
-        settled = [(s, mb) for s, mb, _ in self.samples if s > self.samples[0][0] + SETTLED_S]
-        if len(settled) < 12:
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the first and last settled samples, and the slope, or None for a short life."""
+        settled = [one for one in self.samples if one[0] > self.samples[0][0] + SETTLED_S]
+        if len(settled) < LEAST_SAMPLES:
             return None
-        at_s, mb = np.array(settled).T
-        return round(float(np.polyfit(at_s / 60, mb, 1)[0]), 3)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the first and last samples, and the slope."""
-        first, last = self.samples[0], self.samples[-1]
+        at_s, mb, files = np.array(settled).T
         return {
             "node": self.name,
-            "seconds": round(last[0] - first[0]),
-            "rss_mb": [round(first[1], 1), round(last[1], 1)],
-            "open_files": [first[2], last[2]],
-            "growth_mb_per_minute": self.growth_mb_per_minute,
+            "seconds": round(at_s[-1] - at_s[0]),
+            "rss_mb": [round(mb[0], 1), round(mb[-1], 1)],
+            "open_files": [int(files[0]), int(files[-1])],
+            "growth_mb_per_minute": round(float(np.polyfit(at_s / 60, mb, 1)[0]), 3),
         }
 
 
@@ -67,12 +65,15 @@ class Sampler:
             for node in self._pool.all_nodes:
                 with suppress(OSError, AssertionError, IndexError):
                     usage = self._usages.setdefault(node.pid, Usage(node.name, node.pid))
-                    usage.samples.append((now_s(), node.rss_mb, node.open_files))
+                    sample = resident_mb(node.pid), open_files(node.pid)
+                    if node.is_running:
+                        usage.samples.append((now_s(), *sample))
             await asyncio.sleep(SAMPLE_S)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the usage of processes that lived for two samples."""
-        return [one.to_json() for one in self._usages.values() if len(one.samples) > 1]
+        """Return the settled usage of processes with a long life, the longest first."""
+        found = [used for one in self._usages.values() if one.samples and (used := one.to_json())]
+        return sorted(found, key=lambda used: -used["seconds"])
 
 
 async def until_clean(pool: ChaosPool) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from tests.chaos.machine import Machine
 from tests.cluster.nodes import NodeProcess
+from tests.gateway.certificates import Certificate
 from tests.gateway.tcp_proxy import TcpProxy
 
 PIPE_BYTES = 4096
@@ -21,7 +23,9 @@ class ChaosNode(NodeProcess):
 
     Attributes:
         proxy: the proxy through which other nodes reach it, or None.
+        machine: its clock and its disk.
         redis: the proxy through which it reaches Redis, or None.
+        certificate: its certificate for HTTPS, or None.
         trees: the source trees between which an upgrade changes, the present one first.
         logs: whether its log is read. Otherwise its writes to stderr block.
     """
@@ -31,11 +35,20 @@ class ChaosNode(NodeProcess):
         name: str,
         folder: Path,
         *flags: str,
+        machine: Machine,
         redis: TcpProxy | None = None,
+        certificate: Certificate | None = None,
         trees: tuple[Path | None, ...] = (None,),
     ) -> None:
         """Prepare a node with these flags of `serve`."""
         super().__init__(name, folder, *flags)
+        self.machine = machine
+        self._environment |= machine.environment
+        self.certificate = certificate
+        if certificate is not None:
+            files = ("--tls-certfile", str(certificate.cert), "--tls-keyfile", str(certificate.key))
+            self._command = (*self._command, *files)
+            self.url = self.url.replace("http:", "https:")
         self.proxy: TcpProxy | None = None
         self.redis = redis
         self.trees = trees
@@ -98,21 +111,6 @@ class ChaosNode(NodeProcess):
         _, hard = resource.prlimit(self.pid, kind)
         resource.prlimit(self.pid, kind, (hard if most is None else most, hard))
 
-    @property
-    def virtual_bytes(self) -> int:
-        """The size of the address space of the process."""
-        return _statm(self.pid, 0)
-
-    @property
-    def rss_mb(self) -> float:
-        """The resident memory of the process, in MB."""
-        return _statm(self.pid, 1) / 1e6
-
-    @property
-    def open_files(self) -> int:
-        """The number of open files of the process, including sockets."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
-
     async def close(self) -> None:
         """Kill the process if it was started."""
         await super().close()
@@ -138,8 +136,3 @@ class ChaosNode(NodeProcess):
             asyncio.get_running_loop().remove_reader(self._log_pipe)
             os.close(self._log_pipe)
             self._log_pipe = None
-
-
-def _statm(pid: int, field: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[field])
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftgate.loadgen.sending.client import open_session
+from tests.chaos.authority import Authority
 from tests.chaos.checker import Outcome, Truths
 from tests.chaos.clients import ChaosClients
 from tests.chaos.faults import LANES
 from tests.chaos.injection import Injection
 from tests.chaos.leftovers import Sampler, until_clean
 from tests.chaos.pool import Size, chaos_pool
-from tests.chaos.requests import distinct_requests
+from tests.chaos.requests import DistinctRequest, distinct_requests
 from tests.cluster.results import latencies
 
 
@@ -49,37 +51,63 @@ class Settings:
 
 
 async def run_part(settings: Settings, number: int, folder: Path) -> dict[str, Any]:
-    """Run a part and return its results.
+    """Run a part with random faults, and return its results.
 
     Args:
         number: number of the part, which selects other times and faults.
         folder: the folder of the expected texts.
     """
-    requests, over = distinct_requests(settings.seed), asyncio.Event()
-    logs = (folder / f"logs-{number:03}").resolve()
-    logs.mkdir(parents=True, exist_ok=True)
+    requests, logs = distinct_requests(settings.seed), log_folder(folder, number)
+    authority, pool_seed = Authority(logs / "authority"), settings.seed + number
     async with (
-        chaos_pool(logs, settings.size, settings.seed + number, settings.trees) as pool,
-        open_session() as session,
+        chaos_pool(logs, settings.size, pool_seed, settings.trees, authority=authority) as pool,
+        open_session(tls=authority.client_context) as session,
     ):
         clients = ChaosClients(session, pool, Truths(folder / "truths.json"))
         await clients.learn(requests)
-        injection = Injection(pool, clients.clock, clients.deaths)
-        sampler, begun_s = Sampler(pool), clients.clock()
-        sampling = asyncio.create_task(sampler.run())
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(
-                    clients.send(requests, settings.rate_rps, f"{settings.seed}/{number}", over)
-                )
+
+        async def disturb(injection: Injection, over: asyncio.Event) -> None:
+            async with asyncio.TaskGroup() as lanes:
                 for lane in LANES:
-                    tasks.create_task(injection.run_lane(lane, settings.seed, number, over))
+                    lanes.create_task(injection.run_lane(lane, settings.seed, number, over))
                 await asyncio.sleep(settings.part_s)
                 over.set()
-            remains = await until_clean(pool)
-        finally:
-            sampling.cancel()
-        return results_of(settings, number, clients, injection, sampler, remains, begun_s)
+
+        return await run_load(settings, number, clients, requests, disturb)
+
+
+def log_folder(folder: Path, number: int) -> Path:
+    """Return a new folder for the logs of a part."""
+    logs = (folder / f"logs-{number:03}").resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
+
+
+async def run_load(
+    settings: Settings,
+    number: int,
+    clients: ChaosClients,
+    requests: Sequence[DistinctRequest],
+    disturb: Callable[[Injection, asyncio.Event], Awaitable[None]],
+) -> dict[str, Any]:
+    """Send requests while a pool is disturbed, wait until nothing remains, and return the results.
+
+    Args:
+        disturb: causes faults, and sets the event when no more requests shall be sent.
+    """
+    injection, over = Injection(clients.pool, clients.clock, clients.deaths), asyncio.Event()
+    sampler, begun_s = Sampler(clients.pool), clients.clock()
+    sampling = asyncio.create_task(sampler.run())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                clients.send(requests, settings.rate_rps, f"{settings.seed}/{number}", over)
+            )
+            await disturb(injection, over)
+        remains = await until_clean(clients.pool)
+    finally:
+        sampling.cancel()
+    return results_of(settings, number, clients, injection, sampler, remains, begun_s)
 
 
 def results_of(

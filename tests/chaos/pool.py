@@ -10,9 +10,12 @@ from pathlib import Path
 from random import Random
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
+from tests.chaos.authority import Authority
+from tests.chaos.machine import Machine, build_library
 from tests.chaos.node import ChaosNode
-from tests.chaos.requests import SIMULATED, UPSTREAM
+from tests.chaos.requests import DEMO, SIMULATED, UPSTREAM
 from tests.cluster.nodes import PATIENT, Cluster, eventually
+from tests.gateway.certificates import Certificate
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.tcp_proxy import TcpProxy, proxied
 from tests.peer.harness import SLOW
@@ -27,23 +30,37 @@ UPSTREAMS = 2
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers of nodes of each kind. One more node forwards to the upstreams."""
+    """The numbers of nodes of each kind. Edges forward to the upstreams."""
 
     gateways: int = 4
     engines: int = 2
     simulated: int = 3
+    edges: int = 1
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names of the models that these nodes serve."""
+        engines = {DEMO} if self.engines else set()
+        return frozenset(engines | {UPSTREAM} | ({SIMULATED} if self.simulated else set()))
 
 
 class RedisPair:
     """A Redis server and its replica.
 
     Attributes:
+        machine: the clock of both.
         proxies: the proxies of the nodes, all of which forward to the primary.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, machine: Machine) -> None:
         """Start both servers."""
-        self._servers = [RedisServer(folder, "--repl-diskless-sync-delay", "0") for _ in range(2)]
+        self.machine = machine
+        self._servers = [
+            RedisServer(
+                *(folder, "--repl-diskless-sync-delay", "0"), environment=machine.environment
+            )
+            for _ in range(2)
+        ]
         self.proxies: list[TcpProxy] = []
         for server in self._servers:
             server.start()
@@ -86,14 +103,21 @@ class ChaosPool(Cluster):
     Attributes:
         groups: the nodes by the name of their group.
         redis: the servers of the state.
+        authority: what signs the certificates of the gateways, or None if they serve HTTP.
     """
 
-    def __init__(self, groups: dict[str, list[ChaosNode]], redis: RedisPair) -> None:
+    def __init__(
+        self,
+        groups: dict[str, list[ChaosNode]],
+        redis: RedisPair,
+        authority: Authority | None,
+    ) -> None:
         """Combine nodes that have not been started."""
         workers = [*groups["engine"], *groups["simulated"], *groups["edge"]]
         super().__init__([*groups["gateway"]], [*workers])
         self.groups = groups
         self.redis = redis
+        self.authority = authority
 
     @property
     def all_nodes(self) -> list[ChaosNode]:
@@ -119,7 +143,13 @@ class ChaosPool(Cluster):
 
 @asynccontextmanager
 async def chaos_pool(
-    folder: Path, size: Size, seed: int, trees: tuple[Path | None, ...]
+    folder: Path,
+    size: Size,
+    seed: int,
+    trees: tuple[Path | None, ...],
+    *,
+    oldest: bool = False,
+    authority: Authority | None = None,
 ) -> AsyncIterator[ChaosPool]:
     """Start all nodes, and yield when all are ready.
 
@@ -127,20 +157,31 @@ async def chaos_pool(
         folder: the folder of the logs.
         seed: seed of the versions with which nodes start.
         trees: the source trees of the versions, the present one first.
+        oldest: whether all nodes start with the last version, instead of random ones.
+        authority: what signs the certificates of the gateways, or None if they serve HTTP.
     """
     async with AsyncExitStack() as stack:
-        redis = RedisPair(folder)
+        library = build_library(folder)
+
+        def machine(name: str) -> Machine:
+            return Machine(library, folder / f"{name}.machine")
+
+        redis = RedisPair(folder, machine("redis"))
         stack.callback(redis.close)
         rng = Random(f"versions/{seed}")
 
-        async def node(name: str, *flags: str, upgrades: bool = True) -> ChaosNode:
+        async def node(name: str, *flags: str, certificate: Certificate | None = None) -> ChaosNode:
             proxy = await stack.enter_async_context(proxied(redis.primary.url))
             redis.proxies.append(proxy)
             joined = ("--join", f"redis://{proxy.url.partition('://')[2]}/0")
             made = ChaosNode(
-                *(name, folder, *joined, *flags), redis=proxy, trees=trees if upgrades else (None,)
+                *(name, folder, *joined, *flags),
+                machine=machine(name),
+                redis=proxy,
+                certificate=certificate,
+                trees=trees,
             )
-            made.version = rng.randrange(len(made.trees))
+            made.version = len(made.trees) - 1 if oldest else rng.randrange(len(made.trees))
             stack.push_async_callback(made.close)
             return made
 
@@ -149,8 +190,16 @@ async def chaos_pool(
             made.advertise(await stack.enter_async_context(proxied(made.url)))
             return made
 
+        async def gateway(name: str) -> ChaosNode:
+            files = None if authority is None else authority.sign(folder / name)
+            records = ("--decisions-file", str(folder / f"{name}.jsonl"))
+            return await node(name, "--no-worker", *PATIENT, *records, certificate=files)
+
         outside = [
-            ChaosNode(f"upstream{n}", folder, *SIM, "--served-model-name", UPSTREAM, *DRAIN)
+            ChaosNode(
+                *(f"upstream{n}", folder, *SIM, "--served-model-name", UPSTREAM, *DRAIN),
+                machine=machine(f"upstream{n}"),
+            )
             for n in range(UPSTREAMS)
         ]
         for one in outside:
@@ -163,13 +212,14 @@ async def chaos_pool(
                 await worker(f"simulated{n}", str(named), *SIM, "--kv-bytes", "1GiB")
                 for n in range(size.simulated)
             ],
-            "gateway": [
-                await node(f"gateway{n}", "--no-worker", *PATIENT) for n in range(size.gateways)
+            "gateway": [await gateway(f"gateway{n}") for n in range(size.gateways)],
+            "edge": [
+                await node(f"edge{n}", "--backend", "openai", *to_upstreams, *PATIENT)
+                for n in range(size.edges)
             ],
-            "edge": [await node("edge", "--backend", "openai", *to_upstreams, *PATIENT)],
             "upstream": outside,
         }
-        pool = ChaosPool(groups, redis)
+        pool = ChaosPool(groups, redis, authority)
         await _start(pool)
         yield pool
 
@@ -192,7 +242,7 @@ async def _start(pool: ChaosPool) -> None:
     for gateway in pool.groups["gateway"]:
 
         async def knows_all(gateway: ChaosNode = gateway) -> bool:
-            workers = (await gateway.json("/workers"))["workers"]
-            return pool.linked_ids == {one["worker_id"] for one in workers if one["status"] == "ok"}
+            workers = (await gateway.json("/health"))["workers"]
+            return pool.linked_ids == {one["id"] for one in workers if one["status"] == "ok"}
 
         await eventually(knows_all)

@@ -10,6 +10,9 @@ from itertools import islice, product
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, RequestSpec
 
+DEMO = "draftgate-demo"
+"""The shipped model."""
+
 SIMULATED = "simulated"
 UPSTREAM = "upstream"
 
@@ -34,7 +37,7 @@ class ModelLoad:
 
 
 LOADS = {
-    "draftgate-demo": ModelLoad(0.4, ("off", "auto", "ngram", "draft_model"), (12, 48, 160), 48),
+    DEMO: ModelLoad(0.4, ("off", "auto", "ngram", "draft_model"), (12, 48, 160), 48),
     SIMULATED: ModelLoad(0.45, ("off", "auto", "ngram"), (16, 120, 600), 54),
     UPSTREAM: ModelLoad(0.15, ("off", "auto"), (16, 120), 16),
 }

@@ -8,17 +8,17 @@ from typing import Any
 
 from tests.chaos.checker import Outcome
 
+GROUPS = ("gateway", "edge", "engine", "simulated", "upstream")
+
 BAD = (Outcome.ALTERED, Outcome.CUT, Outcome.FAILED)
 
 
 def summary_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sums over parts, and the largest growth of memory."""
-    growths = [
-        (process["growth_mb_per_minute"], process["seconds"], process["node"])
-        for part in parts
-        for process in part["processes"]
-        if process["growth_mb_per_minute"] is not None
-    ]
+    """Return the sums over parts, and the usage of the longest-lived process of each group."""
+    processes = sorted(
+        (process for part in parts for process in part["processes"]),
+        key=lambda process: -process["seconds"],
+    )
     return {
         "parts": len(parts),
         "minutes": round(sum(part["seconds"] for part in parts) / 60, 1),
@@ -30,7 +30,10 @@ def summary_of(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "faults": dict(Counter(kind for part in parts for _, kind, _ in part["faults"])),
         "failures": [failure for part in parts for failure in part["failures"]],
         "remains": [part["remains"] for part in parts if part["remains"]],
-        "largest_growths_mb_per_minute": sorted(growths, reverse=True)[:5],
+        "longest_lives": {
+            group: next((one for one in processes if one["node"].startswith(group)), None)
+            for group in GROUPS
+        },
     }
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+import subprocess
+import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -9,12 +14,15 @@ import pytest
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import Record
+from tests.chaos.authority import Authority
 from tests.chaos.checker import Death, Outcome, Truths
 from tests.chaos.faults import LANES, faults_of
+from tests.chaos.machine import Machine, build_library
 from tests.chaos.part import Settings, run_part
 from tests.chaos.pool import Size
 from tests.chaos.requests import UPSTREAM, distinct_requests, schedule
 from tests.chaos.summary import passed, summary_of
+from tests.chaos.upgrade import FIRST_VERSION, ROOT, UPGRADED, old_tree, run_upgrade
 
 URL = "http://gateway"
 REQUEST = distinct_requests(1)[0]
@@ -78,13 +86,87 @@ def test_a_summary_adds_the_parts() -> None:
         "faults": [[1.0, "kill", "a"], [2.0, "kill", "b"]],
         "failures": [],
         "remains": {},
-        "processes": [{"node": "a", "seconds": 60, "growth_mb_per_minute": 0.5}],
+        "processes": [{"node": "edge0", "seconds": 60}, {"node": "edge0", "seconds": 90}],
     }
     assert passed(part)
     assert not passed(part | {"outcomes": none | {"cut": 1}})
     assert not passed(part | {"remains": {"a": {"in_flight": 1}}})
     found = summary_of([part, part])
     assert (found["minutes"], found["requests"], found["faults"]) == (2.0, 10, {"kill": 4})
+    assert found["longest_lives"]["edge"]["seconds"] == 90
+
+
+def test_a_process_has_the_clock_and_the_disk_of_its_machine(tmp_path: Path) -> None:
+    """A running process sees steps of its clock at once, and its writes to files take longer.
+    Monotonic time and pipes stay as they are."""
+    machine = Machine(build_library(tmp_path), tmp_path / "state")
+    code = f"""if True:
+        import time
+        while input():
+            begun_s = time.monotonic()
+            with open({str(tmp_path / "file")!r}, "w") as file:
+                file.write("x")
+            print(time.time(), time.monotonic() - begun_s, flush=True)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=machine.environment,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        for ahead_s, write_s in ((0, 0.0), (-3600, 0.3), (20, 0.0)):
+            machine.set_clock(ahead_s)
+            machine.slow_writes(write_s)
+            process.stdin.write("next\n")
+            process.stdin.flush()
+            now_s, wrote_s = map(float, process.stdout.readline().split())
+            assert abs(now_s - time.time() - ahead_s) < 15.0
+            assert wrote_s >= write_s
+        process.stdin.write("\n")
+
+
+def test_an_authority_signs_valid_and_expired_certificates(tmp_path: Path) -> None:
+    """A client of the authority refuses a server with an expired certificate only."""
+    authority = Authority(tmp_path)
+    for expired in (False, True, False):
+        certificate = authority.sign(tmp_path / "gateway", expired=expired)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate.cert, certificate.key)
+        refusal = _handshake_error(context, authority.client_context)
+        assert ("certificate has expired" in str(refusal)) == expired, refusal
+
+
+def _handshake_error(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLError | None:
+    """Return why a client at 127.0.0.1 refuses a server, or None."""
+    inward, outward = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(inward, outward, server_hostname="127.0.0.1"),
+        server.wrap_bio(outward, inward, server_side=True),
+    )
+    for _ in range(3):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                return error
+    return None
+
+
+@pytest.mark.long
+def test_an_upgrade_from_the_first_version_fails_no_request(tmp_path: Path) -> None:
+    """All nodes of a pool change from 0.1.0 to this version, one after another, under load."""
+    if subprocess.run(["git", "cat-file", "-e", FIRST_VERSION], cwd=ROOT, check=False).returncode:
+        pytest.skip("the repository has no commit of 0.1.0")
+    tree = old_tree(FIRST_VERSION, tmp_path)
+    settings = Settings(rate_rps=1.0, size=UPGRADED, old=tree)
+    found = asyncio.run(run_upgrade(settings, tmp_path))
+    assert passed(found), found["details"]
+    assert found["kinds"]
 
 
 @pytest.mark.long

@@ -36,6 +36,7 @@ class NodeProcess:
         self._command = (*COMMAND, "--port", str(self.port), *flags)
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     @property
     def worker_id(self) -> str:
@@ -131,7 +132,7 @@ class NodeProcess:
             stdout=output,
             stderr=output,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=self._environment,
         )
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,17 @@ def free_port() -> int:
 class RedisServer:
     """A Redis server process. `start` after `kill` uses the same port with an empty memory."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Prepare a server without starting the process.
 
         Args:
             folder: the working directory of the server.
             arguments: command-line arguments that follow the program's name.
+            environment: additional variables.
         """
+        self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
         self._command = [
             find_redis_server(), *arguments,
@@ -69,7 +74,9 @@ class RedisServer:
 
     def start(self) -> None:
         """Start the server and wait until it replies to PING."""
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, env=self._environment
+        )
         end_s = time.monotonic() + START_S
         while not self._replies():
             if self._process.poll() is not None:

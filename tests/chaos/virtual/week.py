@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.store import FORGET_S
+from tests.chaos.usage import open_files, resident_mb
 from tests.chaos.virtual.nodes import (
     GatewayNode,
     SharedMemory,
@@ -57,6 +59,7 @@ class Outcomes:
         faults, resumes: numbers by kind and by cause.
         details: descriptions of altered and failed requests.
         remains: what remained at the end of an hour.
+        usage: memory in MB and open files of the process that simulates all nodes, after each hour.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -64,6 +67,7 @@ class Outcomes:
     resumes: Counter[str] = field(default_factory=Counter)
     details: list[str] = field(default_factory=list)
     remains: list[str] = field(default_factory=list)
+    usage: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def run_week(week: Week) -> dict[str, Any]:
         **{name: dict(getattr(outcomes, name)) for name in ("requests", "faults", "resumes")},
         "details": outcomes.details,
         "remains": outcomes.remains,
+        "usage_after_each_12_hours": [*outcomes.usage[:1], *outcomes.usage[11::12]],
     }
 
 
@@ -184,6 +189,8 @@ class _Run:
             tasks.create_task(self._disturb(end_s))
         await asyncio.sleep(SETTLE_S)
         await self._check()
+        pid = os.getpid()
+        self.outcomes.usage.append((round(resident_mb(pid), 1), open_files(pid)))
 
     async def _send(self, end_s: float) -> None:
         async with asyncio.TaskGroup() as tasks:
