@@ -14,7 +14,7 @@ address, the model and the context length for discovery.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -77,7 +77,14 @@ class SetRole(WorkerMessage, frozen=True):
 
 
 class Alive(WorkerMessage, frozen=True):
-    """Message to a peer that this node still runs. The first message to a peer."""
+    """Message to a peer that this node still runs. The first message to a peer.
+
+    Attributes:
+        delta_fields: number of fields of a `Delta` that this node can read. A delta is an array, in
+            which an unknown field is an error. Nodes that do not state the number read 12 fields.
+    """
+
+    delta_fields: int = 12
 
 
 class FetchTokenizer(WorkerMessage, frozen=True):
@@ -187,6 +194,17 @@ class KvReply(WorkerMessage, frozen=True):
 
 Command = Start | Submit | Cancel | SetPace | SetRole | Alive | FetchTokenizer | KvCall
 Report = Loading | Ready | Update | Failed | TokenizerFiles | KvReply
+
+
+ALIVE: Final = Alive(len(Delta._fields))
+"""The `Alive` of this version."""
+
+
+def readable_deltas(deltas: list[tuple[str, Delta]], num_fields: int) -> list[tuple[str, Delta]]:
+    """Return deltas for a node that can read this number of their fields."""
+    if num_fields >= len(Delta._fields):
+        return deltas
+    return [(link_id, cast(Delta, delta[:num_fields])) for link_id, delta in deltas]
 
 
 class Codec(Generic[Received]):

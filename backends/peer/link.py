@@ -15,7 +15,7 @@ from draftgate.backends.peer.channel import ALIVE_S, MOST_REPORT_BYTES, PeerChan
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import CONNECT_S, PeerRefused, upgraded
 from draftgate.backends.remote_worker import (
-    Alive,
+    ALIVE,
     Command,
     FetchTokenizer,
     Ready,
@@ -134,7 +134,7 @@ class Link:
     async def _stay_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_S)
-            self.channel.send(Alive())
+            self.channel.send(ALIVE)
 
     def _send_commands(self) -> None:
         commands, self._commands = self._commands, []
@@ -167,7 +167,7 @@ async def linked(
         async with _time_limit(CONNECT_S, "it did not respond in time"):
             response, transport = await upgraded(http, URL(url), secret)
             link.channel.take_over(transport)
-            link.channel.send(Alive())
+            link.channel.send(ALIVE)
             link.ready = await _ready(link)
         yield link
     finally:

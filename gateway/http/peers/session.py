@@ -42,6 +42,7 @@ from draftgate.backends.remote_worker import (
     Submit,
     TokenizerFiles,
     Update,
+    readable_deltas,
 )
 from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
@@ -154,6 +155,7 @@ class PeerSession:
         self._outbox = DeltaOutbox(self._report_soon)
         self._name = secrets.token_hex(4)
         self._greeted = asyncio.Event()
+        self._delta_fields = 0  # until the first `Alive`
         self._reporting = False
         self._leaving = False
         self._load_s = -math.inf
@@ -202,6 +204,7 @@ class PeerSession:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Alive):
+            self._delta_fields = command.delta_fields
             self._greeted.set()
         elif isinstance(command, FetchTokenizer):
             self._sending_files = asyncio.create_task(self._send_files())
@@ -303,7 +306,8 @@ class PeerSession:
             self._load_s, self._loads_due = now_s, max(0, self._loads_due - 1)
             load, watermark = worker.backend.load(), worker.watermark
         return Update(
-            *(deltas, load, failed, now_s, refusing or "", watermark, self._leaving),
+            readable_deltas(deltas, self._delta_fields),
+            *(load, failed, now_s, refusing or "", watermark, self._leaving),
             role=worker.role,
             without_adapter=without_adapter,
         )

@@ -26,7 +26,7 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.backends.peer.upgrade import CONNECT_S
-from draftgate.backends.remote_worker import Alive
+from draftgate.backends.remote_worker import ALIVE
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
@@ -327,7 +327,7 @@ async def _linked(
             node = _node_at(nodes, url)
             await node.reachable.wait()
             link.channel.take_over(node.connect().ends[0])
-            link.channel.send(Alive())
+            link.channel.send(ALIVE)
             link.ready = await peer_link._ready(link)
         yield link
     finally:
