@@ -55,11 +55,11 @@ class RedisPair:
     def __init__(self, folder: Path, machine: Machine) -> None:
         """Start both servers."""
         self.machine = machine
+        flags = ("--repl-diskless-sync-delay", "0")
+        # This thread of Redis waits for a time of the real clock, so that it would never sleep.
+        flags += ("--jemalloc-bg-thread", "no")
         self._servers = [
-            RedisServer(
-                *(folder, "--repl-diskless-sync-delay", "0"), environment=machine.environment
-            )
-            for _ in range(2)
+            RedisServer(folder, *flags, environment=machine.environment) for _ in range(2)
         ]
         self.proxies: list[TcpProxy] = []
         for server in self._servers:
