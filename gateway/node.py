@@ -61,6 +61,13 @@ The store is read once a second. A model that takes longer is available later. (
 tuned.)"""
 
 
+SETTLE_S: Final = 5.0
+"""Seconds after its start for which a node of a pool may miss models of other nodes.
+
+After an outage of the store, workers report again within this time: they notice the end of the
+outage within a second, and report once a second. (`make soak`, seed 1, 2026-11-27.)"""
+
+
 class Node:
     """The components of a node.
 
@@ -127,6 +134,7 @@ class Node:
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes
+        self._settled_s = 0.0  # on the clock of the event loop
         self.live = Live(
             lambda: [load for model in self.models for load in model.loads()],
             lambda: [model.meter for model in self.models],
@@ -190,6 +198,11 @@ class Node:
             if name in {model.name, model.model_id}:
                 return model
         return next((model for model in self.models if name in model.fleet.adapters()), None)
+
+    @property
+    def may_miss_models(self) -> bool:
+        """Whether the pool may have models that this node has not found since its start."""
+        return loop_time_s() < self._settled_s
 
     def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
         """Yield all workers with their models."""
@@ -321,6 +334,7 @@ class Node:
         await members.refresh()
         if self._starting:
             await asyncio.wait(self._starting, timeout=FIND_S)
+        self._settled_s = loop_time_s() + SETTLE_S
 
     async def _advertise(self, join: str) -> str:
         """Determine this node's URL for other nodes, and return the prefix of its workers' ids.

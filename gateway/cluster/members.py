@@ -187,12 +187,12 @@ class Members:
     def _may_join(self, view: WorkerView) -> bool:
         """Return whether a new worker may join, and log the reason once if not."""
         report = view.report
-        if view.age_s > STALE_S:
-            return False
         expected = self._expected_model()
         if expected is not None and report.model_id != expected:
             if self._own_model() is not None:
                 self.on_other_model(report.model_id)
+            return False
+        if view.age_s > STALE_S:
             return False
         why = self._mismatch(report)
         if why is None:

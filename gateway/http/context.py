@@ -18,9 +18,11 @@ from draftgate.gateway.errors import (
     InvalidRequest,
     ModelNotFound,
     RequestTimeout,
+    Starting,
     invalid,
 )
 from draftgate.gateway.http.readers import Readers
+from draftgate.gateway.lifecycle import RETRY_STARTING_S
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 
@@ -115,10 +117,12 @@ async def requested_model(
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
+        Starting: no worker of this model has been found yet, or the node has just started and may
+            not know all models.
         BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
     """
     first, *further = node.models
-    if not further:
+    if not further and not node.may_miss_models:
         return first  # the usual case
     try:
         name = _naming.decode(await read_body(request)).model
@@ -128,6 +132,9 @@ async def requested_model(
         offering = (model for model in node.models if task in model.tasks)
         return min(offering, key=lambda model: model.tasks.index(task), default=first)
     model = node.model_named(name)
+    if node.may_miss_models if model is None else not model.is_known:
+        why = f"this node has no worker of the model {name!r} yet"
+        raise Starting(why, retry_after_s=RETRY_STARTING_S)
     if model is None:
         raise ModelNotFound(name, *(model.name for model in node.models if model.is_known))
     return model

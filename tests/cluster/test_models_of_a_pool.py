@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening, drain_and_close
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import STALE_S
 from tests.gateway.harness import PATIENCE_S, client, running, until
 
 JOIN = "redis://127.0.0.1:6379"
@@ -96,6 +98,7 @@ async def test_a_model_without_workers_is_forgotten(
 ) -> None:
     """After the last worker has left, requests wait for another one. Later the name is unknown."""
     monkeypatch.setattr("draftgate.gateway.node.FORGET_S", 0.2)
+    monkeypatch.setattr("draftgate.gateway.node.SETTLE_S", 0.0)
     async with (
         member(store) as one,
         member(store, no_worker=True) as gateway,
@@ -109,6 +112,49 @@ async def test_a_model_without_workers_is_forgotten(
         reply = await http.post(PATH, json={**BODY, "model": SHIPPED_MODEL.name})
         assert reply.status_code == 404
         assert await placed(http, SHIPPED_MODEL_ID) == worker_ids(one)[SHIPPED_MODEL_ID]
+
+
+async def test_a_node_that_has_just_started_may_miss_models(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may report only after a gateway has started, as after an outage of Redis. Requests
+    for its model first get status 503, with which clients try again, and later 404."""
+    body = {**BODY, "model": SHIPPED_MODEL.name}
+    async with (
+        member(store),
+        member(store, no_worker=True) as gateway,
+        client(gateway) as http,
+    ):
+        reply = await http.post(PATH, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
+        assert (await http.post(PATH, json=BODY)).status_code == 200
+        monkeypatch.setattr(gateway.node, "_settled_s", 0.0)
+        assert (await http.post(PATH, json=body)).status_code == 404
+        async with member(store, model=str(SHIPPED_MODEL)):
+            await until_served(gateway.node, SHIPPED_MODEL_ID, SHIPPED_MODEL.name)
+            await placed(http, SHIPPED_MODEL.name)
+
+
+async def test_a_model_is_known_while_its_worker_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that starts while the only worker of a model does not reach Redis knows the model,
+    and its requests get status 503."""
+    monkeypatch.setattr("draftgate.gateway.node.FIND_S", 0.01)
+    monkeypatch.setattr("draftgate.gateway.node.SETTLE_S", 0.0)
+    ahead_s = [0.0]
+    store = MemoryStore(lambda: time.monotonic() + ahead_s[0])
+    async with running(store=store, join=JOIN, model=str(SHIPPED_MODEL)) as late:
+        await late.node.heartbeat.beat()
+        ahead_s[0] = 2 * STALE_S
+        async with (
+            member(store),
+            member(store, no_worker=True) as gateway,
+            client(gateway) as http,
+        ):
+            reply = await http.post(PATH, json={**BODY, "model": SHIPPED_MODEL.name})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
+            await late.node.heartbeat.beat()
+            await until_served(gateway.node, SHIPPED_MODEL_ID, SHIPPED_MODEL.name)
+            await placed(http, SHIPPED_MODEL.name)
 
 
 async def test_a_model_is_replaced_without_a_failed_request(store: MemoryStore) -> None:
