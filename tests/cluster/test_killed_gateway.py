@@ -79,7 +79,7 @@ async def test_killing_a_gateway_breaks_only_its_own_connections(
         async def only_its_leases_remain() -> bool:
             pool = await asyncio.to_thread(read_pool, own_redis)
             num_nodes = len(nodes.workers) + 1  # The killed gateway no longer counts.
-            return len(pool.leases) <= STREAMS and len(pool.gateways) == num_nodes
+            return len(pool.leases) <= STREAMS and len(pool.nodes) == num_nodes
 
         await eventually(only_its_leases_remain)
         first = read_pool(own_redis).left_s
