@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part-minutes", type=float, default=10.0)
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("build/soak"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/soak"), help="folder of the results of one version"
+    )
     parser.add_argument(
         "--upgrade-from",
         nargs="?",
