@@ -44,6 +44,7 @@ def main() -> int:
         options.part_minutes * 60,
         options.rate,
         UPGRADED if options.upgrade_from else Size(),
+        options.faults,
         old_tree(old, options.out) if old else None,
     )
     if options.upgrade_from:
@@ -105,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--out", type=Path, default=Path("build/soak"), help="folder of the results of one version"
+    )
+    parser.add_argument(
+        "--no-faults", dest="faults", action="store_false", help="only load, to measure memory"
     )
     parser.add_argument(
         "--upgrade-from",

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import redis
+from numpy.typing import NDArray
 
 from tests.chaos.node import ChaosNode
 from tests.chaos.pool import ChaosPool
@@ -36,7 +37,8 @@ class Usage:
     samples: list[tuple[float, float, int]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the first and last settled samples, and the slope, or None for a short life."""
+        """Return the first and last settled samples, and the slopes of the memory in all of them
+        and in the later half, or None for a short life."""
         settled = [one for one in self.samples if one[0] > self.samples[0][0] + SETTLED_S]
         if len(settled) < LEAST_SAMPLES:
             return None
@@ -46,8 +48,13 @@ class Usage:
             "seconds": round(at_s[-1] - at_s[0]),
             "rss_mb": [round(mb[0], 1), round(mb[-1], 1)],
             "open_files": [int(files[0]), int(files[-1])],
-            "growth_mb_per_minute": round(float(np.polyfit(at_s / 60, mb, 1)[0]), 3),
+            "growth_mb_per_minute": _slope(at_s / 60, mb),
+            "late_growth_mb_per_minute": _slope(at_s[len(mb) // 2 :] / 60, mb[len(mb) // 2 :]),
         }
+
+
+def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    return round(float(np.polyfit(x, y, 1)[0]), 3)
 
 
 class Sampler:

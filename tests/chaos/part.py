@@ -29,6 +29,8 @@ class Settings:
         part_s: duration of the load of a part, in seconds.
         rate_rps: mean rate of requests.
         size: the numbers of nodes.
+        faults: whether anything fails. Without faults, processes live long enough to show whether
+            their memory grows.
         old: the source tree of another version, or None to upgrade to the same version.
     """
 
@@ -36,6 +38,7 @@ class Settings:
     part_s: float = 600.0
     rate_rps: float = 3.0
     size: Size = field(default_factory=Size)
+    faults: bool = True
     old: Path | None = None
 
     @property
@@ -45,9 +48,8 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return what determines the run."""
-        return {"seed": self.seed, "part_s": self.part_s, "rate_rps": self.rate_rps} | asdict(
-            self.size
-        )
+        names = ("seed", "part_s", "rate_rps", "faults")
+        return {name: getattr(self, name) for name in names} | asdict(self.size)
 
 
 async def run_part(settings: Settings, number: int, folder: Path) -> dict[str, Any]:
@@ -68,7 +70,7 @@ async def run_part(settings: Settings, number: int, folder: Path) -> dict[str, A
 
         async def disturb(injection: Injection, over: asyncio.Event) -> None:
             async with asyncio.TaskGroup() as lanes:
-                for lane in LANES:
+                for lane in LANES if settings.faults else ():
                     lanes.create_task(injection.run_lane(lane, settings.seed, number, over))
                 await asyncio.sleep(settings.part_s)
                 over.set()
