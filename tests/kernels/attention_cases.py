@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
+from draftgate.backends.engine.kernels.attention_work import plan_work
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from draftgate.backends.engine.quantisation.fp8_kv import as_cells
+
+WORK: dict[str, dict[str, int]] = {"whole": {"slots": 0}, "cut": {"programs": 60}, "default": {}}
+"""Arguments of `plan_work` with which no pair is cut, most pairs are cut, and pairs are cut as
+usual."""
 
 SLACK = 256
 """Slots after the blocks, as many as in the engine's pool."""
@@ -85,6 +91,22 @@ class AttentionCase:
         scale = float(self.query.shape[2]) ** -0.5
         return {"block_size": self.block_size, "scale": scale, "trees": trees}
 
+    def attend(
+        self,
+        work: str = "default",
+        *,
+        device: str = "cpu",
+        window: int | None = None,
+        softcap: float | None = None,
+        split_size: int = 512,
+    ) -> torch.Tensor:
+        """Return the output of the kernel with a work list of a kind of `WORK`."""
+        keywords = {**self.keywords(device), "window": window, "split_size": split_size}
+        scale = keywords.pop("scale")
+        arguments = self.arguments(device)
+        listed = plan_work(*arguments, **keywords, **WORK[work])
+        return paged_attention(*arguments, **keywords, scale=scale, softcap=softcap, work=listed)
+
     def rows(self) -> list[tuple[int, int]]:
         """Return (sequence, index of the query token) of each row."""
         lens = self.cu_query_lens.diff().tolist()
@@ -143,6 +165,7 @@ def attention_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     drafts: Sequence[Parents] | None = None,
+    padding: int = 0,
     seed: int = 0,
 ) -> AttentionCase:
     """Return a ragged batch whose sequences have shuffled blocks.
@@ -151,6 +174,7 @@ def attention_case(
       query_lens: query tokens of each sequence, including drafts.
       context_lens: tokens of each sequence in the cache, including drafts.
       drafts: the tree of each sequence, or None for a case without trees.
+      padding: tokens that belong to no sequence.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-context // block_size) for context in context_lens]
@@ -166,7 +190,9 @@ def attention_case(
         slots = slots_of(tables[sequence], torch.arange(context), block_size)
         data = torch.randn((2 * kv_heads, context, head_dim), generator=generator)
         layer_kv[:, slots] = data.to(dtype)
-    query = torch.randn((sum(query_lens), query_heads, head_dim), generator=generator).to(dtype)
+    query = torch.randn((sum(query_lens) + padding, query_heads, head_dim), generator=generator).to(
+        dtype
+    )
     return AttentionCase(
         query,
         layer_kv,
@@ -174,12 +200,15 @@ def attention_case(
         torch.tensor(context_lens, dtype=torch.int32),
         tables,
         block_size,
-        None if drafts is None else _trees(query_lens, context_lens, drafts),
+        None if drafts is None else _trees(query_lens, context_lens, drafts, padding),
     )
 
 
 def _trees(
-    query_lens: Sequence[int], context_lens: Sequence[int], drafts: Sequence[Parents]
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    drafts: Sequence[Parents],
+    padding: int,
 ) -> DraftTrees:
     """Return the draft tokens that each row attends to, for drafts at the ends of the sequences."""
     ancestors: list[int] = []
@@ -192,6 +221,8 @@ def _trees(
         ancestors.extend([0] * (query_len - len(masks)) + masks)
         positions.extend(range(context - query_len, start))
         positions.extend(start + (mask % (1 << 64)).bit_count() - 1 for mask in masks)
+    ancestors.extend([0] * padding)
+    positions.extend([0] * padding)
     return DraftTrees(
         torch.tensor(ancestors, dtype=torch.int64),
         torch.tensor(starts, dtype=torch.int32),

@@ -10,9 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftgate.backends.engine.kernels import merge_splits, merge_splits_ref, paged_attention_ref
+from draftgate.backends.engine.kernels import (
+    attention_work_ref,
+    merge_splits,
+    merge_splits_ref,
+    paged_attention_ref,
+)
+from draftgate.backends.engine.kernels.attention_work import plan_work
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from tests.kernels.attention_cases import (
+    WORK,
     AttentionCase,
     attention_case,
     bushy,
@@ -48,7 +55,7 @@ def _trees(dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int
     )
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("query_heads", "kv_heads", "head_dim", "dtype", "tolerance"),
@@ -68,25 +75,20 @@ def test_attention_equals_the_reference(
     dtype: torch.dtype,
     tolerance: float,
     window: int | None,
-    parallel: bool,
+    work: str,
 ) -> None:
     """Attention of mixed batches equals the reference with and without trees."""
     shape = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     plain = attention_case(_QUERY_LENS, _CONTEXT_LENS, dtype=dtype, **shape)
     for case in (plain, _trees(dtype, **shape)):
-        out = paged_attention(
-            *case.arguments("cuda"),
-            **case.keywords("cuda"),
-            window=window,
-            parallel_splits=parallel,
-        )
+        out = case.attend(work, device="cuda", window=window)
         expected = paged_attention_ref.paged_attention(
             *case.arguments(), **case.keywords(), window=window
         )
         torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
@@ -97,20 +99,18 @@ def test_attention_equals_the_reference(
     ],
 )
 def test_fp8_caches_have_the_results_of_the_same_numbers(
-    head_dim: int, dtype: torch.dtype, parallel: bool
+    head_dim: int, dtype: torch.dtype, work: str
 ) -> None:
     """Attention to FP8 equals its reference, and a row of any branch has the bits of its decode."""
     case = _trees(dtype, query_heads=8, kv_heads=2, head_dim=head_dim)
     case = replace(case, layer_kv=case.layer_kv.to(torch.float8_e4m3fn))
-    keywords = {**case.keywords("cuda"), "parallel_splits": parallel}
-    out = paged_attention(*case.arguments("cuda"), **keywords)
+    out = case.attend(work, device="cuda")
     expected = paged_attention_ref.paged_attention(*case.arguments(), **case.keywords())
     tolerance = 2e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
     for token, (sequence, index) in enumerate(case.rows()):
-        alone = case.decode_of(sequence, index)
-        row = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"))
-        assert torch.equal(row[0], out[token]), (sequence, index)
+        alone = case.decode_of(sequence, index).attend(device="cuda")
+        assert torch.equal(alone[0], out[token]), (sequence, index)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -121,25 +121,35 @@ def test_verified_rows_have_the_bits_of_decodes(dtype: torch.dtype, window: int 
         [6, 5, 9], [1030, 21, 2050], query_heads=8, kv_heads=2, head_dim=64, dtype=dtype
     )
     for case in (plain, _trees(dtype, query_heads=8, kv_heads=2, head_dim=64)):
-        loops, parallel = (
-            paged_attention(
-                *case.arguments("cuda"),
-                **case.keywords("cuda"),
-                window=window,
-                parallel_splits=mode,
-            )
-            for mode in (False, True)
-        )
-        assert torch.equal(loops, parallel)
+        whole, cut, default = (case.attend(work, device="cuda", window=window) for work in WORK)
+        assert torch.equal(whole, cut)
+        assert torch.equal(whole, default)
         for token, (sequence, index) in enumerate(case.rows()):
-            alone = case.decode_of(sequence, index)
-            row = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"), window=window)
-            assert torch.equal(row[0], loops[token]), (sequence, index)
+            alone = case.decode_of(sequence, index).attend(device="cuda", window=window)
+            assert torch.equal(alone[0], whole[token]), (sequence, index)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
-    """A graph captured for a batch of trees attends to another batch of the same shapes."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_long_context_among_short_ones_has_the_bits_of_its_own_step(dtype: torch.dtype) -> None:
+    """Programs share a context of 32k tokens among short ones, and no row changes a bit."""
+    case = attention_case(
+        [1] * 64,
+        [1024] * 63 + [32768],
+        query_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype=dtype,
+        padding=5,
+    )
+    together = case.attend(device="cuda")
+    assert torch.equal(together[:64], case.attend("whole", device="cuda")[:64])
+    for sequence in (0, 31, 63):
+        alone = case.decode_of(sequence, 0).attend(device="cuda")
+        assert torch.equal(alone[0], together[sequence])
+
+
+def test_captured_graph_attends_to_new_inputs() -> None:
+    """A graph captured for a batch of trees lists and attends another batch of the same shapes."""
     first = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     second = attention_case(
         [13, 9, 66, 1, 0, 40, 5],
@@ -156,10 +166,10 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
     layer_kv = torch.zeros((4, slots, 64), dtype=torch.bfloat16, device="cuda")
     inputs = (inputs[0], layer_kv, *inputs[2:])
     # The first call compiles the kernel.
-    paged_attention(*inputs, **keywords, parallel_splits=parallel)
+    paged_attention(*inputs, **keywords)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(*inputs, **keywords, parallel_splits=parallel)
+        out = paged_attention(*inputs, **keywords)
     for case in (first, second):
         layer_kv[:, : case.layer_kv.shape[1]].copy_(case.layer_kv)
         query, _, *lens, tables = case.arguments()
@@ -169,38 +179,54 @@ def test_captured_graph_attends_to_new_inputs(parallel: bool) -> None:
         for buffer, tensor in zip(keywords["trees"], case.keywords()["trees"], strict=True):
             buffer.copy_(tensor)
         graph.replay()
-        direct = paged_attention(
-            *case.arguments("cuda"), **case.keywords("cuda"), parallel_splits=parallel
-        )
-        assert torch.equal(out, direct)
+        assert torch.equal(out, case.attend(device="cuda"))
 
 
 def test_attention_does_not_synchronise() -> None:
-    """The host does not wait for the GPU in either mode of the loop over splits."""
+    """The host does not wait for the GPU."""
     case = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
     inputs, keywords = case.arguments("cuda"), case.keywords("cuda")
-    for parallel in (False, True):
-        # The first call compiles the kernel.
-        paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
-        with forbid_synchronisation():
-            paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
+    # The first call compiles the kernel.
+    paged_attention(*inputs, **keywords, window=100)
+    with forbid_synchronisation():
+        paged_attention(*inputs, **keywords, window=100)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_work_list_equals_the_reference(window: int | None) -> None:
+    """The list of a skewed step equals the reference, with all programs of the GPU."""
+    case = attention_case(
+        [1, 5] * 31 + [0, 1], [1030] * 63 + [32768], query_heads=32, kv_heads=8, head_dim=16
+    )
+    keywords = case.keywords("cuda")
+    del keywords["scale"]
+    work = plan_work(*case.arguments("cuda"), **keywords, window=window)
+    expected = attention_work_ref.plan_work(
+        case.cu_query_lens,
+        case.context_lens,
+        None,
+        tokens=len(case.query),
+        block_tokens=4,
+        kv_heads=8,
+        window=window,
+        split_size=512,
+        key_tile=64,
+        programs=len(work.starts),
+        slots=work.slots,
+    )
+    for found, wanted in zip(work[:3], expected[:3], strict=True):
+        assert torch.equal(found.cpu(), wanted)
 
 
 def test_merge_equals_the_reference() -> None:
     """The merge of splits equals the reference."""
     generator = torch.Generator().manual_seed(1)
-    weighted = torch.randn((8, 4, 6, 128), generator=generator)
-    stats = torch.randn((8, 4, 6, 2), generator=generator).abs() + 1
-    cu_query_lens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    context_lens = torch.tensor([66, 9, 304], dtype=torch.int32)
-    tensors = (weighted, stats, cu_query_lens, context_lens)
-    expected = merge_splits_ref.merge_splits(
-        torch.zeros((8, 4, 128)), *tensors, window=100, split_size=64
-    )
+    weighted = torch.randn((40, 4, 128), generator=generator)
+    stats = torch.randn((40, 4, 2), generator=generator).abs() + 1
+    partials = torch.tensor([[0, 1], [1, 9], [0, 0], [10, 30]], dtype=torch.int32)
+    tensors = (weighted, stats, partials)
+    expected = merge_splits_ref.merge_splits(torch.zeros((4, 4, 128)), *tensors)
     out = merge_splits.merge_splits(
-        torch.zeros((8, 4, 128), device="cuda"),
-        *(tensor.cuda() for tensor in tensors),
-        window=100,
-        split_size=64,
+        torch.zeros((4, 4, 128), device="cuda"), *(tensor.cuda() for tensor in tensors)
     )
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-6)

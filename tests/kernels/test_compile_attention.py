@@ -1,4 +1,4 @@
-"""Attention, compiled for a Hopper GPU without a GPU: no spills and equal rounding."""
+"""Attention, compiled for Hopper and Blackwell without a GPU: spills and equal rounding."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from tests.kernels.compiling import (
     meta_tensor,
 )
 
-_HALVES = (torch.bfloat16, torch.float16)
+_TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
 
 
 def _launches(
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     *,
-    trees: bool,
-    parallel: bool,
+    trees: bool = True,
     window: int | None = None,
     softcap: float | None = None,
     slots: int = 1 << 20,
     kv_dtype: torch.dtype | None = None,
     target: GPUTarget = HOPPER,
 ) -> list[Launch]:
-    """Return the kernels for 64 sequences of 5 tokens, with heads as (query, kv, dimensions)."""
+    """Return the kernels for 64 sequences of 5 tokens, with heads as (query, kv, dimensions).
+
+    The kernels are those of the work list, of attention and of the merge.
+    """
     query_heads, kv_heads, head_dim = heads
     tokens, index = 320, torch.int32
     drafts = DraftTrees(
@@ -61,7 +63,6 @@ def _launches(
             window=window,
             softcap=softcap,
             trees=drafts if trees else None,
-            parallel_splits=parallel,
         ),
         target,
     )
@@ -77,30 +78,25 @@ _MODELS: list[_Model] = [
 ]
 
 
-def _is_quick(model: _Model, parallel: bool, trees: bool, window: int | None) -> bool:
-    """Select the engine's variants of the first model, and one variant of a model in float16."""
-    another = parallel and window is None and model[0] == torch.float16
-    return trees and (model == _MODELS[0] or another)
+def _is_quick(model: _Model, window: int | None) -> bool:
+    """Select the variants of the first model, and one variant of a model in float16."""
+    another = window is None and model[0] == torch.float16
+    return model == _MODELS[0] or another
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "trees", "window"),
-    grid(_MODELS, (False, True), (False, True), (None, 4096), quick=_is_quick),
-)
+@_TARGETS
+@pytest.mark.parametrize(("model", "window"), grid(_MODELS, (None, 4096), quick=_is_quick))
 def test_attention_in_16_bits_leaves_space_for_two_programs(
-    model: _Model, parallel: bool, trees: bool, window: int | None
+    model: _Model, window: int | None, target: GPUTarget
 ) -> None:
     """No 16-bit kernel spills, and a multiprocessor runs two programs, so loads overlap
-    products."""
-    dtype, heads = model
-    launches = _launches(dtype, heads, trees=trees, parallel=parallel, window=window)
+    products. The engine always compiles the kernel with trees."""
+    launches = _launches(*model, window=window, target=target)
     assert_lean(launches, programs=2)
-    assert len(launches) == 1 + parallel
+    names = [launch.name for launch in launches]
+    assert names == ["_work_kernel", "_attention_kernel", "_merge_kernel"]
 
 
-# The engine always compiles the kernel with trees.
-@pytest.mark.parametrize("trees", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("parallel", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"),
     [
@@ -110,30 +106,31 @@ def test_attention_in_16_bits_leaves_space_for_two_programs(
         (torch.float32, 128),
     ],
 )
-def test_small_heads_and_float32_do_not_spill(
-    dtype: torch.dtype, head_dim: int, parallel: bool, trees: bool
-) -> None:
+def test_small_heads_and_float32_do_not_spill(dtype: torch.dtype, head_dim: int) -> None:
     """Kernels with small heads, and float32 kernels with their own tiles, do not spill
     registers."""
-    assert_lean(_launches(dtype, (8, 2, head_dim), trees=trees, parallel=parallel))
+    assert_lean(_launches(dtype, (8, 2, head_dim)))
 
 
-@pytest.mark.parametrize(
-    ("trees", "parallel"),
-    [
-        pytest.param(False, False, marks=pytest.mark.long),
-        pytest.param(False, True, marks=pytest.mark.long),
-        (True, True),
-    ],
-)
-def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
-    """Kernels with heads of 256 do not spill registers, except for trees in a loop over splits (see
-    `tiles`)."""
-    assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
+@_TARGETS
+@pytest.mark.parametrize("window", [None, 4096])
+def test_large_heads_hardly_spill(window: int | None, target: GPUTarget) -> None:
+    """Kernels with heads of 256 spill at most 12 registers (see `tiles`)."""
+    _, attention, _ = _launches(torch.bfloat16, (8, 2, 256), window=window, target=target)
+    assert attention.usage.stack_bytes <= 48
 
 
-@pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
-@pytest.mark.parametrize("parallel", [False, True])
+@_TARGETS
+@pytest.mark.parametrize(("head_dim", "stack_bytes"), [(128, 0), (256, 32)])
+def test_bounded_scores_hardly_spill(head_dim: int, stack_bytes: int, target: GPUTarget) -> None:
+    """Kernels with a bound on the scores spill at most eight registers, with heads of 256."""
+    _, attention, _ = _launches(
+        torch.bfloat16, (16, 8, head_dim), window=4096, softcap=50.0, target=target
+    )
+    assert attention.usage.stack_bytes <= stack_bytes
+
+
+@_TARGETS
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "programs"),
     [
@@ -144,43 +141,29 @@ def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
     ],
 )
 def test_fp8_caches_hardly_spill(
-    dtype: torch.dtype, head_dim: int, programs: int, parallel: bool, target: GPUTarget
+    dtype: torch.dtype, head_dim: int, programs: int, target: GPUTarget
 ) -> None:
     """Kernels that read FP8 convert it in hardware, two programs with heads up to 128 share a
-    multiprocessor, and at most eight registers spill (see `tiles`)."""
-    (launch, *_) = _launches(
-        dtype, (32, 8, head_dim), trees=True, parallel=parallel, kv_dtype=FP8, target=target
-    )
-    assert "e4m3x2" in launch.ptx
-    assert launch.programs() >= programs
-    spilled = {(HOPPER, 128, False): 16, (BLACKWELL, 256, True): 32}
-    assert launch.usage.stack_bytes <= spilled.get((target, head_dim, parallel), 0)
+    multiprocessor, and only heads of 80 spill on sm_100: at most 12 registers."""
+    _, attention, _ = _launches(dtype, (32, 8, head_dim), kv_dtype=FP8, target=target)
+    assert "e4m3x2" in attention.ptx
+    assert attention.programs() >= programs
+    spills = target == BLACKWELL and head_dim == 80
+    assert attention.usage.stack_bytes <= (48 if spills else 0)
 
 
 def test_merge_loads_several_splits_at_once() -> None:
-    """The merge has the three loads of eight splits in its loop, and does not spill."""
-    _, merge = _launches(torch.bfloat16, (32, 8, 128), trees=True, parallel=True)
+    """The merge has the three loads of eight splits in its loop."""
+    _, _, merge = _launches(torch.bfloat16, (32, 8, 128))
     assert merge.ptx.count("ld.global") >= 3 * 8
-    assert_lean([merge], programs=32)
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_bounded_scores_hardly_spill(head_dim: int, parallel: bool) -> None:
-    """Kernels with a bound on the scores spill at most two registers: with heads of 256 in a loop
-    over splits."""
-    (launch, *_) = _launches(
-        torch.bfloat16, (16, 8, head_dim), trees=True, parallel=parallel, window=4096, softcap=50.0
-    )
-    assert launch.usage.stack_bytes <= (8 if head_dim == 256 and not parallel else 0)
 
 
 def test_offsets_beyond_32_bits_are_computed_in_64() -> None:
     """A kernel computes an offset beyond 32 bits in 64 bits without spilling."""
-    wide = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 27)
-    narrow = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 20)
-    assert_lean(wide)
-    assert wide[0].ptx.count("mul.wide") != narrow[0].ptx.count("mul.wide")
+    _, wide, _ = _launches(torch.bfloat16, (4, 2, 32), trees=True, slots=1 << 27)
+    _, narrow, _ = _launches(torch.bfloat16, (4, 2, 32), trees=True, slots=1 << 20)
+    assert_lean([wide])
+    assert wide.ptx.count("mul.wide") != narrow.ptx.count("mul.wide")
 
 
 def _float_operations(launch: Launch) -> Counter[str]:
@@ -191,45 +174,35 @@ def _float_operations(launch: Launch) -> Counter[str]:
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_all_variants_have_the_same_float_operations(window: int | None) -> None:
-    """Rows have the same arithmetic with and without trees, windows and parallel splits.
+    """Rows have the same arithmetic with and without trees and windows, whole and cut.
 
-    A verified row of a tree would otherwise differ from its decode. The plain kernel with parallel
-    splits has one loop over tiles. Trees have this loop twice, and loops over splits add the merge.
-    A product that is fused in only one variant would change these sums.
+    A verified row of a tree would otherwise differ from its decode. The plain kernel has one loop
+    over tiles, and trees have this loop twice. The remaining operations add a split to the sums of
+    a whole pair, as the merge of a cut pair does. A product that is fused in only one variant would
+    change these sums.
     """
-    plain, tiles, trees, loops, merged = (
-        _float_operations(
-            _launches(torch.bfloat16, (32, 8, 128), trees=tree, parallel=parallel, window=width)[0]
-        )
-        for width, tree, parallel in (
-            (None, False, True),
-            (window, False, True),
-            (window, True, True),
-            (window, True, False),
-            (None, False, False),
-        )
-    )
-    merge = merged - plain
-    assert any(name.startswith("wgmma") for name in plain)
-    assert tiles == plain
-    assert trees == plain + plain
-    assert loops == trees + merge
+    heads = (torch.bfloat16, (32, 8, 128))
+    _, plain, merge = _launches(*heads, trees=False)
+    _, windowed, _ = _launches(*heads, trees=False, window=window)
+    _, trees, _ = _launches(*heads, window=window)
+    assert _float_operations(windowed) == _float_operations(plain)
+    tiles = _float_operations(trees) - _float_operations(plain)
+    assert any(name.startswith("wgmma") for name in tiles)
+    assert tiles <= _float_operations(plain)
+    assert (_float_operations(plain) - tiles).keys() == _float_operations(merge).keys()
 
 
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("dtype", [*_HALVES, torch.float32])
-def test_merge_does_not_spill(dtype: torch.dtype, positions: bool) -> None:
-    """A multiprocessor runs its maximum of 32 programs of the merge."""
-    rows, index = (64, 32), torch.int32
+@_TARGETS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merge_does_not_spill(dtype: torch.dtype, target: GPUTarget) -> None:
+    """A multiprocessor runs 25 programs of the merge, 32 on sm_90."""
     launches = launches_of(
         lambda: merge_splits(
-            meta_tensor(*rows, 80, dtype=dtype),
-            meta_tensor(*rows, 16, 80),
-            meta_tensor(*rows, 16, 2),
-            meta_tensor(65, dtype=index),
-            meta_tensor(64, dtype=index),
-            meta_tensor(64, dtype=torch.int64) if positions else None,
-            window=4096 if positions else None,
-        )
+            meta_tensor(64, 32, 128, dtype=dtype),
+            meta_tensor(1024, 32, 128),
+            meta_tensor(1024, 32, 2),
+            meta_tensor(64, 2, dtype=torch.int32),
+        ),
+        target,
     )
-    assert_lean(launches, programs=32)
+    assert_lean(launches, programs=32 if target == HOPPER else 25)

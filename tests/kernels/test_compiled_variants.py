@@ -33,20 +33,19 @@ def _attend(sequences: int, pages: int) -> None:
             meta_tensor(sequences, dtype=index),
             meta_tensor(tokens, dtype=index),
         ),
-        parallel_splits=True,
     )
 
 
 def test_attention_has_one_variant_for_any_number_of_sequences() -> None:
-    """Neither attention nor the merge depends on the number of sequences."""
+    """Neither the work list nor attention nor the merge depends on the number of sequences."""
     variants = variants_of(lambda size: _attend(size, 512), _SIZES)
-    assert variants == {"_attention_kernel": 1, "_merge_kernel": 1}
+    assert variants == {"_work_kernel": 1, "_attention_kernel": 1, "_merge_kernel": 1}
 
 
 def test_attention_has_one_variant_for_any_length_of_contexts() -> None:
-    """Neither attention nor the merge depends on the pages of the longest context."""
+    """Neither the work list nor attention nor the merge depends on the longest context."""
     variants = variants_of(lambda size: _attend(8, 32 * size + size % 3), _SIZES)
-    assert variants == {"_attention_kernel": 1, "_merge_kernel": 1}
+    assert variants == {"_work_kernel": 1, "_attention_kernel": 1, "_merge_kernel": 1}
 
 
 def test_moves_have_one_variant_for_any_length_of_drafts() -> None:

@@ -1,12 +1,13 @@
 """Merge of the softmaxes of key splits in Triton. ``merge_splits_ref`` is the definition.
 
-Attention that loops over its splits also uses ``merge`` and ``normalise``, so both ways give the
-same bits. Both add splits in order, from the first split that the row sees, so the bits do not
-depend on the other splits.
+``add_split`` merges the splits of a pair that one program attends, and ``merge_splits`` those of
+several programs. Both use ``merge`` and ``normalise`` and add splits in order, so both give the
+same bits. A split of which a row sees no key changes no bit of its sums.
 
-A row (token x query head) reads 4 * (head_dim + 2) bytes per visible split, and writes head_dim *
-element size bytes. For 32 heads of 128 and 8 splits, a token reads 133 kB. Attention has just
-written these bytes, so most of them are in the second-level cache.
+A row (token x query head) reads 4 * (head_dim + 2) bytes per split of its block, and writes
+head_dim * element size bytes. For 32 heads of 128 and 8 splits, a token reads 133 kB. Attention has
+just written these bytes, so most of them are in the second-level cache. The program of a row
+without partial results reads its number of splits and returns.
 
 Source: T. Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
@@ -23,44 +24,6 @@ from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 
 _UNROLLED: Final = tl.constexpr(8)
 """Splits whose loads are in flight together. At 32k tokens, a row has 64 splits."""
-
-
-@triton.jit
-def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
-    """Return the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
-
-    With BLOCK_Q = 0, the target is a query token, and the function compares it with ``cu[s]``.
-    """
-    low = num_sequences * 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        begin = tl.load(cu_ptr + middle)
-        if BLOCK_Q > 0:
-            begin = begin // BLOCK_Q + middle
-        low = tl.where(begin <= target, middle, low)
-        high = tl.where(begin <= target, high, middle)
-    return low
-
-
-@triton.jit
-def block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
-    """Return the sequence's first token, its number of tokens, and the program's first token.
-
-    Blocks after the last block of a sequence begin beyond its tokens.
-    """
-    # The load is volatile to load the values again in each call. Both the start and the end of the
-    # kernel need the values, which would hold registers in between.
-    begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
-    query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
-    first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
-    return begin, query_len, first_query
-
-
-@triton.jit
-def first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the start of the tile that holds the first key visible from a position."""
-    return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
 
 
 @triton.jit
@@ -103,42 +66,83 @@ def store_rows(ptr, rows, values, stored, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.c
     tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_splits"])
+@triton.jit
+def add_split(
+    out_ptr,
+    out_row,
+    stored,
+    scratch_ptr,
+    stats_ptr,
+    rows,
+    first_row,
+    is_first,
+    is_last,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add a split to the sums of rows, and write rows ``out_row`` of the output after the last one.
+
+    The split is in rows ``first_row .. first_row + ROWS - 1`` of the scratch, and the sums are in
+    the ROWS rows after them. ``rows`` are the numbers 0 .. ROWS - 1.
+    """
+    COLUMNS: tl.constexpr = min(HEAD_PAD, 64)
+    added = stored & (is_first == 0)
+    scratch_ptr += first_row * HEAD_DIM
+    stats_ptr += (first_row + rows) * 2
+    # Threads load what other threads of the program have stored.
+    tl.debug_barrier()
+    largest = tl.load(stats_ptr, mask=stored, other=float("-inf"))
+    total = tl.load(stats_ptr + 1, mask=stored, other=0.0)
+    sum_largest = tl.load(stats_ptr + 2 * ROWS, mask=added, other=float("-inf"))
+    sum_total = tl.load(stats_ptr + 2 * ROWS + 1, mask=added, other=0.0)
+    tl.debug_barrier()
+    # All columns of the sums and of the split do not fit into the registers.
+    for first in tl.range(0, HEAD_PAD, COLUMNS, disable_licm=True):
+        dims = first + tl.arange(0, COLUMNS)
+        inside = (dims < HEAD_DIM)[None, :]
+        cells = scratch_ptr + (rows[:, None] * HEAD_DIM + dims[None, :])
+        sum_cells = cells + ROWS * HEAD_DIM
+        sums = tl.load(sum_cells, mask=added[:, None] & inside, other=0.0)
+        weighted = tl.load(cells, mask=stored[:, None] & inside, other=0.0)
+        new_largest, new_total, merged = merge(
+            sum_largest, sum_total, sums, largest, total, weighted
+        )
+        if is_last:
+            result_ptr = out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(result_ptr, normalise(merged, new_total), mask=stored[:, None] & inside)
+        else:
+            tl.store(sum_cells, merged, mask=stored[:, None] & inside)
+            if first == 0:
+                tl.store(stats_ptr + 2 * ROWS, new_largest, mask=stored)
+                tl.store(stats_ptr + 2 * ROWS + 1, new_total, mask=stored)
+    # The next split replaces this one.
+    tl.debug_barrier()
+
+
+@triton.jit
 def _merge_kernel(
     out_ptr,
     weighted_ptr,
     stats_ptr,
-    cu_query_lens_ptr,
-    context_lens_ptr,
-    positions_ptr,
-    num_sequences,
-    num_splits,
+    partials_ptr,
     num_query_heads,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TREES: tl.constexpr,
 ):
-    """Merge the splits that the row sees, in order. The grid is (tokens, query heads)."""
+    """Merge the splits of a row in order, if it has any. The grid is (tokens, query heads)."""
     token = tl.program_id(0)
-    sequence = find_sequence(cu_query_lens_ptr, token, num_sequences, 0)
-    end = tl.load(cu_query_lens_ptr + sequence + 1)
-    if token >= end:
+    splits = tl.load(partials_ptr + token * 2 + 1)
+    if splits == 0:
         return
-    position = tl.load(context_lens_ptr + sequence) - end + token
-    if TREES:
-        position = tl.load(positions_ptr + token).to(tl.int32)
-    first_split = 0
-    if WINDOW > 0:
-        first_split = tl.maximum(position - WINDOW + 1, 0) // SPLIT
+    first_slot = tl.load(partials_ptr + token * 2)
+    head = tl.program_id(1)
     dims = tl.arange(0, HEAD_PAD)
-    row = token.to(tl.int64) * num_query_heads + tl.program_id(1)
     mask = (dims < HEAD_DIM)[None, :]
     sum_largest, sum_total, sum_weighted = no_keys(1, HEAD_PAD)
     # The sums form one chain, but the loads of several splits need not wait for it.
-    for split in tl.range(first_split, position // SPLIT + 1, loop_unroll_factor=_UNROLLED):
-        slot = row * num_splits + split + tl.arange(0, 1)
+    for split in tl.range(0, splits, loop_unroll_factor=_UNROLLED):
+        slot = (first_slot + split).to(tl.int64) * num_query_heads + head + tl.arange(0, 1)
         largest = tl.load(stats_ptr + slot * 2)
         total = tl.load(stats_ptr + slot * 2 + 1)
         values = weighted_ptr + slot[:, None] * HEAD_DIM + dims[None, :]
@@ -146,41 +150,26 @@ def _merge_kernel(
         sum_largest, sum_total, sum_weighted = merge(
             sum_largest, sum_total, sum_weighted, largest, total, weighted
         )
-    rows = row + tl.arange(0, 1)
+    rows = token.to(tl.int64) * num_query_heads + head + tl.arange(0, 1)
     result = normalise(sum_weighted, sum_total)
     store_rows(out_ptr, rows, result, rows >= 0, HEAD_DIM, HEAD_PAD)
 
 
-def merge_splits(
-    out: Tensor,
-    weighted: Tensor,
-    stats: Tensor,
-    cu_query_lens: Tensor,
-    context_lens: Tensor,
-    positions: Tensor | None = None,
-    *,
-    window: int | None = None,
-    split_size: int = sizes.SPLIT_SIZE,
-) -> Tensor:
+def merge_splits(out: Tensor, weighted: Tensor, stats: Tensor, partials: Tensor) -> Tensor:
     """Merge as ``merge_splits_ref.merge_splits`` does, without a device synchronisation.
 
     Args:
       out: ``[tokens, query_heads, head_dim]``, contiguous.
-      weighted: float32 ``[tokens, query_heads, num_splits, head_dim]``, contiguous.
-      stats: float32 ``[tokens, query_heads, num_splits, 2]``, contiguous.
-      cu_query_lens: int32 ``[sequences + 1]``.
-      context_lens: int32 ``[sequences]``.
-      positions: int32 or int64 ``[tokens]``, or None if the rows of a sequence are consecutive.
-      window: positions that a row sees, or None for all.
-      split_size: keys per split.
+      weighted: float32 ``[slots, query_heads, head_dim]``, contiguous.
+      stats: float32 ``[slots, query_heads, 2]``, contiguous.
+      partials: int32 ``[tokens, 2]``, contiguous, the first slot of a token and its splits.
 
     Returns:
       ``out``.
     """
-    tokens, query_heads, num_splits, head_dim = weighted.shape
+    tokens, query_heads, head_dim = out.shape
     _merge_kernel[(tokens, query_heads)](
-        out, weighted, stats, cu_query_lens, context_lens, positions, context_lens.shape[0],
-        num_splits, query_heads, HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim),
-        SPLIT=split_size, WINDOW=window or 0, TREES=positions is not None, num_warps=1,
+        out, weighted, stats, partials, query_heads,
+        HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), num_warps=1,
     )  # fmt: skip
     return out

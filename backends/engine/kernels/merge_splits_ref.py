@@ -5,8 +5,8 @@ m_s). Its weighted values are a_s = sum_j 2^(x_j - m_s) * value[j]. With m = max
 
     out = sum_s 2^(m_s - m) * a_s / sum_s 2^(m_s - m) * l_s,
 
-s = max(0, p - window + 1) // split_size .. p // split_size for a row at position p. The merge does
-not read other splits.
+over the splits of its token, which are in consecutive slots. A split without visible keys has m_s =
+-inf and zeros.
 """
 
 from __future__ import annotations
@@ -15,42 +15,24 @@ import torch
 from torch import Tensor
 
 
-def merge_splits(
-    out: Tensor,
-    weighted: Tensor,
-    stats: Tensor,
-    cu_query_lens: Tensor,
-    context_lens: Tensor,
-    positions: Tensor | None = None,
-    *,
-    window: int | None = None,
-    split_size: int,
-) -> Tensor:
-    """Merge the splits of every row that belongs to a sequence.
+def merge_splits(out: Tensor, weighted: Tensor, stats: Tensor, partials: Tensor) -> Tensor:
+    """Merge the splits of every row that has any.
 
     Args:
       out: ``[tokens, query_heads, head_dim]``. The function does not write other rows.
-      weighted: float32 ``[tokens, query_heads, num_splits, head_dim]``, a_s.
-      stats: float32 ``[tokens, query_heads, num_splits, 2]``, (m_s, l_s).
-      cu_query_lens: int32 ``[sequences + 1]``.
-      context_lens: int32 ``[sequences]``, tokens in the cache including this step's.
-      positions: int32 or int64 ``[tokens]``, or None if rows are consecutive up to the context's
-        end.
-      window: positions that a row sees, including its own, or None for all.
-      split_size: keys per split.
+      weighted: float32 ``[slots, query_heads, head_dim]``, a_s.
+      stats: float32 ``[slots, query_heads, 2]``, (m_s, l_s).
+      partials: int32 ``[tokens, 2]``, the first slot of each token and its number of splits, as in
+        ``attention_work_ref.AttentionWork``.
 
     Returns:
       ``out``.
     """
-    bounds = cu_query_lens.tolist()
-    for sequence, context in enumerate(context_lens.tolist()):
-        end = bounds[sequence + 1]
-        for token in range(bounds[sequence], end):
-            position = context - end + token if positions is None else int(positions[token])
-            oldest = 0 if window is None else max(0, position - window + 1)
-            seen = slice(oldest // split_size, position // split_size + 1)
-            largest, total = stats[token, :, seen].unbind(-1)
-            factor = torch.exp2(largest - largest.amax(1, keepdim=True))
-            merged = (weighted[token, :, seen] * factor[..., None]).sum(1)
-            out[token] = (merged / (total * factor).sum(1)[:, None]).to(out.dtype)
+    for token, (first, splits) in enumerate(partials.tolist()):
+        if splits:
+            slots = slice(first, first + splits)
+            largest, total = stats[slots].unbind(-1)
+            factor = torch.exp2(largest - largest.amax(0))
+            merged = (weighted[slots] * factor[..., None]).sum(0)
+            out[token] = (merged / (total * factor).sum(0)[:, None]).to(out.dtype)
     return out

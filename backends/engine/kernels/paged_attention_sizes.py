@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -17,8 +18,11 @@ SPLIT_SIZE: Final = 512
 KEY_TILE: Final = 64
 """Keys per product, a part of the numerics class."""
 
-# Two waves of programs on a GPU of 132 multiprocessors. More programs need no parallel splits.
-_ENOUGH_PROGRAMS: Final = 264
+# The slots of 31 rows of 32 heads of 128 with contexts of 131,072 tokens. Not timed on a GPU yet.
+_SCRATCH_BYTES: Final = 128 << 20
+
+# Of Triton's interpreter, which runs one program after the other.
+_INTERPRETED_PROGRAMS: Final = 8
 
 
 def padded_head(head_dim: int) -> int:
@@ -35,6 +39,7 @@ class Tiles(NamedTuple):
       num_stages: stages of the pipeline of key tiles. The block table takes one stage. Half of the
         other stages is the number of prefetched tiles. 5 stages prefetch 2 tiles, in three buffers
         of 32 KiB (16 bits, heads of 128).
+      programs: programs that share a multiprocessor. They divide the work of a step.
       max_registers: maximum registers of a thread. The default of ptxas would spill registers to
         fit another program on a multiprocessor.
     """
@@ -42,23 +47,22 @@ class Tiles(NamedTuple):
     query_rows: int
     num_warps: int
     num_stages: int
+    programs: int
     max_registers: int | None = None
 
 
 def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
     """Return tile sizes that compile for sm_90 without spilling a register.
 
-    The sizes follow the reports of ptxas (Triton 3.6 and 3.7, 2026-11-21), and are not timed on a
-    GPU yet. In 16 bits, two programs share a multiprocessor with heads up to 128. One program
-    computes while the other waits. In float32, products have no tensor cores, and their operands
-    take many registers. Heads beyond 128 (Gemma) with trees, looping over splits, spill 56 bytes
-    per thread in float32, and 8 bytes in 16 bits with a bound on the scores.
+    The sizes follow the reports of ptxas (Triton 3.7, 2026-11-27), and are not timed on a GPU yet.
+    In 16 bits, two programs share a multiprocessor with heads up to 128. One program computes while
+    the other waits. In float32, products have no tensor cores, and their operands take many
+    registers. With trees, heads beyond 128 (Gemma) spill up to 32 bytes per thread on sm_90 and 48
+    bytes on sm_100, and heads of 128 in float32 spill 8 bytes on sm_100.
 
-    Keys and values in FP8 are converted in registers. With trees, looping over splits, heads of 128
-    in 16 bits then spill 16 bytes on sm_90. Eight warps would spill nothing, but leave no second
-    program on a multiprocessor. Heads of 256 would spill up to 240 bytes with 64 rows. With 32,
-    only parallel splits on sm_100 spill, 32 bytes. Heads of 128 in float32 spill up to 290 bytes
-    with any number of stages (Triton 3.7, 2026-11-27).
+    Keys and values in FP8 are converted in registers. Heads of 80 in float16 then spill 48 bytes on
+    sm_100, and heads of 128 in 16 bits up to 16 bytes, or 48 bytes with a bound on the scores.
+    Heads of 256 spill nothing with 32 rows. Heads of 128 in float32 spill up to 224 bytes.
 
     Args:
       dtype: dtype of the query.
@@ -67,12 +71,12 @@ def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) 
       group: query heads per key-value head.
     """
     if dtype == torch.float32:
-        chosen = Tiles(query_rows=16, num_warps=8, num_stages=3, max_registers=255)
+        chosen = Tiles(query_rows=16, num_warps=8, num_stages=3, programs=1, max_registers=255)
     elif padded_head(head_dim) <= 128:
-        chosen = Tiles(query_rows=64, num_warps=4, num_stages=5)
+        chosen = Tiles(query_rows=64, num_warps=4, num_stages=5, programs=2)
     else:
         rows, stages = (32, 2) if kv_dtype is FP8 else (64, 3)
-        chosen = Tiles(query_rows=rows, num_warps=8, num_stages=stages)
+        chosen = Tiles(query_rows=rows, num_warps=8, num_stages=stages, programs=1)
     return chosen._replace(query_rows=max(chosen.query_rows, _power_of_2(group)))
 
 
@@ -81,9 +85,30 @@ def is_wide(layer_kv: Tensor) -> bool:
     return layer_kv.shape[1] * layer_kv.stride(1) >= 1 << 31
 
 
-def runs_parallel(num_splits: int, programs: int) -> bool:
-    """Return whether splits get programs of their own, given the number of programs without."""
-    return num_splits > 1 and programs < _ENOUGH_PROGRAMS
+def resident_programs(device: torch.device, tiles: Tiles) -> int:
+    """Return the number of programs that a device runs at once."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return tiles.programs * _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def scratch_slots(tokens: int, num_splits: int, query_heads: int, head_dim: int) -> int:
+    """Return the slots of partial results, each with the rows of a token and of a split.
+
+    Args:
+      tokens: query tokens of a step.
+      num_splits: splits of the longest context. A single split has no partial results.
+      query_heads: rows of a token.
+      head_dim: dimensions of a head.
+    """
+    if num_splits == 1:
+        return 0
+    return min(tokens * num_splits, _SCRATCH_BYTES // (query_heads * (head_dim + 2) * 4))
 
 
 def check_arguments(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import RaggedSpans, StepInputs
+from draftgate.backends.engine.kernels.attention_work import plan_work
+from draftgate.backends.engine.kernels.attention_work_ref import AttentionWork
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -29,11 +31,12 @@ _GATES: Final = {"silu": swiglu, "gelu": geglu}
 
 
 class TritonStep(NamedTuple):
-    """The positions and slots of a step's rows, and its attention spans."""
+    """The positions and slots of a step's rows, its attention spans, and work lists by window."""
 
     positions: Tensor
     slots: Tensor
     ragged: RaggedSpans
+    work: dict[int | None, AttentionWork]
 
 
 class TritonOperators:
@@ -55,7 +58,7 @@ class TritonOperators:
         if ragged is None:
             rows = len(inputs.positions)
             ragged = ragged_spans(inputs.spans, inputs.positions.device, rows)
-        return TritonStep(inputs.positions, inputs.slots, ragged)
+        return TritonStep(inputs.positions, inputs.slots, ragged, {})
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` in place, and return the RMS norm of the sum."""
@@ -91,20 +94,30 @@ class TritonOperators:
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim].
 
         Rows that do not attend are undefined. The kernel always supports trees, because a captured
-        step may later have a tree.
+        step may later have a tree. All layers with the same window share a work list.
         """
         ragged = step.ragged
+        trees = DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions)
+        lengths = (ragged.query_starts, ragged.context_lens, ragged.tables)
+        if window not in step.work:
+            step.work[window] = plan_work(
+                queries,
+                layer_kv,
+                *lengths,
+                block_size=ragged.page_tokens,
+                window=window,
+                trees=trees,
+            )
         attended = paged_attention(
             queries,
             layer_kv,
-            ragged.query_starts,
-            ragged.context_lens,
-            ragged.tables,
+            *lengths,
             block_size=ragged.page_tokens,
             scale=1.0,  # because `rope_kv` scales the queries
             window=window,
             softcap=self._config.attention_softcap,
-            trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
+            trees=trees,
+            work=step.work[window],
         )
         return attended.view(len(queries), -1)
 

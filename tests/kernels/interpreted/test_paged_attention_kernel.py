@@ -11,10 +11,11 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kernels import paged_attention_ref
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
+from draftgate.backends.engine.kernels.attention_work import plan_work
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kv_pool import KvPool
 from tests.examples import grid
-from tests.kernels.attention_cases import AttentionCase, attention_case
+from tests.kernels.attention_cases import WORK, AttentionCase, attention_case, comb
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -28,17 +29,15 @@ _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
 def _equals_the_reference(
     case: AttentionCase, window: int | None, softcap: float | None = None
 ) -> None:
-    """Check that both modes equal the reference and have the same bits."""
-    keywords = {**case.keywords(), "window": window, "softcap": softcap}
-    loops, parallel = (
-        paged_attention(*case.arguments(), **keywords, split_size=64, parallel_splits=mode)
-        for mode in (False, True)
-    )
-    expected = paged_attention_ref.paged_attention(*case.arguments(), **keywords)
+    """Check that whole and cut pairs equal the reference and have the same bits."""
+    bounds = {"window": window, "softcap": softcap}
+    whole, cut, default = (case.attend(work, **bounds, split_size=64) for work in WORK)
+    expected = paged_attention_ref.paged_attention(*case.arguments(), **case.keywords(), **bounds)
     # A bounded score has the rounding error of a number of the size of the bound.
     tolerance = 2e-6 if softcap is None else 2e-5
-    torch.testing.assert_close(loops, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(loops, parallel)
+    torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(whole, cut)
+    assert torch.equal(whole, default)
 
 
 @pytest.mark.parametrize(
@@ -78,52 +77,78 @@ def test_bounded_scores_equal_the_reference(softcap: float) -> None:
     _equals_the_reference(replace(case, query=case.query * 5), 50, softcap)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_tiles_outside_every_window_are_not_read(parallel: bool) -> None:
+@pytest.mark.parametrize("work", ["whole", "cut"])
+def test_tiles_outside_every_window_are_not_read(work: str) -> None:
     """The kernel does not read blocks outside every window, which contain NaN."""
     case = attention_case([2, 1], [290, 200], query_heads=4, kv_heads=2, head_dim=16, seed=4)
     window = 60
-    kept = paged_attention(
-        *case.arguments(), **case.keywords(), window=window, split_size=128,
-        parallel_splits=parallel,
-    )  # fmt: skip
+    kept = case.attend(work, window=window, split_size=128)
     layer_kv = case.layer_kv.clone()
     for table, oldest in zip(case.block_tables, (290 - 2 - window + 1, 200 - window), strict=True):
         for block in table[: oldest // 64 * 4].tolist():
             layer_kv[:, block * 16 : block * 16 + 16] = torch.nan
     overwritten = replace(case, layer_kv=layer_kv)
-    after = paged_attention(
-        *overwritten.arguments(), **overwritten.keywords(), window=window, split_size=128,
-        parallel_splits=parallel,
-    )  # fmt: skip
-    assert torch.equal(after, kept)
+    assert torch.equal(overwritten.attend(work, window=window, split_size=128), kept)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 2.0)])
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("work", ["whole", "cut"])
 def test_verified_rows_have_the_bits_of_decodes(
-    parallel: bool, window: int | None, softcap: float | None
+    work: str, window: int | None, softcap: float | None
 ) -> None:
     """Each row of a chunk or verify step has the same bits as a separate decode of its token."""
     case = attention_case([4, 2, 3], [66, 18, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     bounds = {"window": window, "softcap": softcap, "split_size": 64}
-    together = paged_attention(
-        *case.arguments(), **case.keywords(), **bounds, parallel_splits=parallel
-    )
+    together = case.attend(work, **bounds)
     for token, (sequence, index) in enumerate(case.rows()):
-        alone = case.decode_of(sequence, index)
-        one = paged_attention(*alone.arguments(), **alone.keywords(), **bounds)
-        assert torch.equal(one[0], together[token]), (sequence, index)
+        alone = case.decode_of(sequence, index).attend(**bounds)
+        assert torch.equal(alone[0], together[token]), (sequence, index)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
+_SKEWED = ([1] * 9, [20, 70, 33, 1500, 64, 65, 1, 40, 128])
+_EQUAL = ([1] * 6, [150] * 6)
+_DRAFTS = ([5] * 7, [20, 70, 33, 900, 64, 65, 6])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("lens", "trees"),
+    [(_SKEWED, False), (_EQUAL, False), (([1], [1500]), False), (_DRAFTS, True)],
+    ids=["skewed", "equal", "single", "trees"],
+)
+def test_row_has_the_same_bits_alone_and_among_other_contexts(
+    lens: tuple[list[int], list[int]], trees: bool, window: int | None
+) -> None:
+    """The other contexts of a step decide where a context is cut, and change no bit."""
+    drafts = [comb(4) for _ in lens[0]] if trees else None
+    case = attention_case(
+        *lens, query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, padding=3, seed=6
+    )
+    together = case.attend(window=window, split_size=64)
+    tokens = sum(lens[0])
+    expected = paged_attention_ref.paged_attention(
+        *case.arguments(), **case.keywords(), window=window
+    )
+    torch.testing.assert_close(together[:tokens], expected[:tokens], rtol=2e-6, atol=2e-6)
+    for token, (sequence, index) in enumerate(case.rows()):
+        alone = case.decode_of(sequence, index).attend(window=window, split_size=64)
+        assert torch.equal(alone[0], together[token]), (sequence, index)
+
+
+def test_long_context_among_short_ones_is_cut() -> None:
+    """The default list of a skewed step cuts the long context alone."""
+    case = attention_case(*_SKEWED, query_heads=4, kv_heads=2, head_dim=16)
+    work = plan_work(*case.arguments(), block_size=case.block_size, split_size=64)
+    assert work.partials[:, 1].tolist() == [0, 0, 0, 24, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("work", ["whole", "cut"])
+def test_tiles_of_16_bits_equal_the_reference(work: str) -> None:
     """The 16-bit tiles, which are four times as large as float32 tiles, equal the reference."""
     case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, dtype=torch.bfloat16
     )
-    keywords = {**case.keywords(), "split_size": 64, "parallel_splits": parallel}
-    out = paged_attention(*case.arguments(), **keywords)
+    out = case.attend(work, split_size=64)
     expected = paged_attention_ref.paged_attention(*case.arguments(), **case.keywords())
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
@@ -155,9 +180,7 @@ def test_wider_block_tables_change_no_bit() -> None:
     """The width of the block tables does not change the result."""
     case = attention_case([1, 2], [40, 70], query_heads=4, kv_heads=4, head_dim=16)
     wide = replace(case, block_tables=torch.nn.functional.pad(case.block_tables, (0, 20), value=-1))
-    keywords = {**case.keywords(), "split_size": 64, "parallel_splits": True}
-    narrow = paged_attention(*case.arguments(), **keywords)
-    assert torch.equal(paged_attention(*wide.arguments(), **keywords), narrow)
+    assert torch.equal(wide.attend(split_size=64), case.attend(split_size=64))
 
 
 def test_layers_of_the_pool_are_read_in_place() -> None:

@@ -41,30 +41,22 @@ def _mixed() -> AttentionCase:
     )
 
 
-def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -> torch.Tensor:
-    return paged_attention(
-        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
-    )
-
-
 @pytest.mark.parametrize("window", grid((None, 2, 30), quick={30}.__contains__))
 def test_trees_equal_the_reference(window: int | None) -> None:
-    """Attention to combs, stars, chains and bushes equals the reference in both modes."""
+    """Attention to combs, stars, chains and bushes equals the reference, whole and cut."""
     case = _mixed()
     expected = paged_attention_ref.paged_attention(
         *case.arguments(), **case.keywords(), window=window
     )
-    loops, parallel = (_attend(case, parallel=mode, window=window) for mode in (False, True))
-    torch.testing.assert_close(loops, expected, rtol=2e-6, atol=2e-6)
-    assert torch.equal(loops, parallel)
+    whole, cut = (case.attend(work, window=window, split_size=64) for work in ("whole", "cut"))
+    torch.testing.assert_close(whole, expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(whole, cut)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_row_of_a_branch_has_the_bits_of_its_path(
-    parallel: bool, window: int | None, fp8: bool
-) -> None:
+@pytest.mark.parametrize("work", ["whole", "cut"])
+def test_row_of_a_branch_has_the_bits_of_its_path(work: str, window: int | None, fp8: bool) -> None:
     """A row of any branch has the same bits as a decode of its token after its ancestors."""
     case = attention_case(
         [6, 3, 9],
@@ -77,9 +69,9 @@ def test_row_of_a_branch_has_the_bits_of_its_path(
     )
     if fp8:
         case = replace(case, layer_kv=case.layer_kv.to(torch.float8_e4m3fn))
-    together = _attend(case, parallel=parallel, window=window)
+    together = case.attend(work, window=window, split_size=64)
     for token, (sequence, index) in enumerate(case.rows()):
-        alone = _attend(case.decode_of(sequence, index), parallel=parallel, window=window)
+        alone = case.decode_of(sequence, index).attend(work, window=window, split_size=64)
         assert torch.equal(alone[0], together[token]), (sequence, index)
 
 
@@ -90,21 +82,21 @@ def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
     case = attention_case(
         [64, 65], [80, 90], query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, seed=3
     )
-    together = _attend(case, parallel=False)
+    together = case.attend("whole", split_size=64)
     for sequence, index in ((0, 63), (1, 64), (1, 33), (1, 32)):
         token = int(case.cu_query_lens[sequence]) + index
-        alone = _attend(case.decode_of(sequence, index), parallel=False)
+        alone = case.decode_of(sequence, index).attend("whole", split_size=64)
         assert torch.equal(alone[0], together[token]), (sequence, index)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_chain_has_the_same_bits_with_and_without_masks(parallel: bool) -> None:
+@pytest.mark.parametrize("work", ["whole", "cut"])
+def test_chain_has_the_same_bits_with_and_without_masks(work: str) -> None:
     """The trees of other sequences do not change a sequence without branches."""
     lens, contexts = [6, 20, 1, 5], [67, 70, 128, 5]
     drafts = [chain(5), [], [], chain(5)]
     sizes = {"query_heads": 2, "kv_heads": 1, "head_dim": 16, "seed": 4}
-    plain = _attend(attention_case(lens, contexts, **sizes), parallel=parallel)
-    masked = _attend(attention_case(lens, contexts, **sizes, drafts=drafts), parallel=parallel)
+    plain = attention_case(lens, contexts, **sizes).attend(work, split_size=64)
+    masked = attention_case(lens, contexts, **sizes, drafts=drafts).attend(work, split_size=64)
     assert torch.equal(plain, masked)
 
 
