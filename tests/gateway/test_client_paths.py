@@ -43,7 +43,9 @@ from tests.gateway.harness import (
 )
 from tests.gateway.tcp_proxy import TcpProxy, proxied
 
-TOKENS = 500
+TOKENS = 1500
+"""Most of them follow the first checks of a client, in which a busy machine sends many chunks."""
+
 BODY = {"prompt": "def f(", "max_tokens": TOKENS, "ignore_eos": True, "seed": 7, "stream": True}
 SLOW_BYTES_S = 6000
 """A quarter of what the simulator generates as chunks of one token, in bytes per second."""
@@ -177,16 +179,13 @@ async def test_stalled_path_pauses_the_request_and_resumes(whole_text: str) -> N
     after the path has recovered."""
     path = PathConditions(delay_s=0.02)
     async with emulated(path) as (gateway, connect):
-        body = {**BODY, "max_tokens": 3 * TOKENS}
-        reading = asyncio.create_task(read(await connect(), body))
+        reading = asyncio.create_task(read(await connect(), BODY))
         await until(lambda: path.packets > 20)
         path.passes, stalled_s = False, time.monotonic()
         await until(lambda: load_of(gateway.node).paused == 1)
         assert time.monotonic() - stalled_s < PAUSED_S / 2
         path.passes = True
-        stream = await reading
-    assert stream.text.startswith(whole_text)
-    assert len(stream.text) > 2.5 * len(whole_text)
+        assert (await reading).text == whole_text
 
 
 async def test_long_path_coalesces_a_few_tokens_at_full_pace(whole_text: str) -> None:
@@ -226,7 +225,7 @@ async def test_encrypted_path_has_the_same_figures(whole_text: str, tmp_path: Pa
 
 async def test_relay_that_stops_pauses_the_request(whole_text: str) -> None:
     """A relay that stops reading pauses the request, which runs again when the relay does."""
-    body = {**BODY, "max_tokens": 3 * TOKENS, "logprobs": 5}  # more bytes than the buffers hold
+    body = {**BODY, "logprobs": 5}  # more bytes than the buffers hold
     async with running(speculation="off") as gateway, proxied(gateway.url) as relay:
         relay.bytes_s = 1e6
         reading = asyncio.create_task(read(await connected(_port(relay)), body))
@@ -234,9 +233,7 @@ async def test_relay_that_stops_pauses_the_request(whole_text: str) -> None:
         relay.freeze()
         await until(lambda: load_of(gateway.node).paused == 1)
         relay.thaw()
-        stream = await reading
-    assert stream.text.startswith(whole_text)
-    assert len(stream.text) > 2.5 * len(whole_text)
+        assert (await reading).text == whole_text
 
 
 async def test_proxy_hides_the_path(whole_text: str) -> None:
