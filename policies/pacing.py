@@ -1,6 +1,6 @@
 """Back-pressure: the pace of a request and of its chunks, by the path to its client.
 
-The backlog of unread output is measured in seconds, as the time that the client would take:
+The backlog is the unread output in seconds, the time in which the client would take it:
 
     drain = (unread bytes + waiting tokens x bytes per token) / bytes that it takes per second
 
@@ -8,19 +8,20 @@ So fast clients on long connections may have much output in flight, and slow cli
 request slows down only if its backlog is large and its client takes less than the worker generates.
 Memory has a separate bound.
 
-With the figures of the TCP connection, a backlog counts beyond the round trip that output takes. So
-a path that falls behind becomes known in a few round trips. Without them (behind a proxy, or on
-other systems than Linux) the thresholds are larger.
+With TCP statistics, the round trip that any output takes does not count as backlog. So a path that
+falls behind becomes known in a few round trips. Without TCP statistics (behind a proxy, or on other
+systems than Linux), the thresholds are larger.
 
-A slow path is given what it carries. Tokens are first coalesced, because most bytes of a chunk with
-one token are its frame. A path of r bytes per second, with a frame of f bytes every h seconds and
-t bytes of text per token, carries
+On a slow path, tokens are first coalesced, because most bytes of a chunk with one token are its
+frame. A path of r bytes per second, with a frame of f bytes every h seconds and t bytes of text per
+token, carries
 
     tokens per second = max((r - f / h) / t, r / (f + t))
 
 If that is less than the worker generates, the request decodes at this rate, and leaves its draft
-slots and the time of the steps to others. The rate is divided by clamp(backlog / target, 1/2, 2).
-So a small backlog stays, which keeps the path busy and its rate measurable.
+slots and the time of the steps to others. The rate is divided by clamp(backlog / target, 1/2, 2),
+where the target is half the backlog of a slow path. So a small backlog stays, which keeps the path
+busy and its rate measurable.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from typing import Final
 from draftgate.policies.types import Pace
 
 UNTOUCHED_BYTES: Final = 16 * 1024
-"""Backlog in bytes that is always allowed without figures of TCP. A hundred chunks of 160 bytes are
+"""Backlog in bytes that is always allowed without TCP statistics. A hundred chunks of 160 bytes are
 less than the initial send buffer of a Linux socket (tcp_wmem: 16 KB)."""
 
 UNTOUCHED_TCP_BYTES: Final = 2 * 1024
-"""Backlog in bytes that is always allowed with figures of TCP: about ten chunks, as many as the
+"""Backlog in bytes that is always allowed with TCP statistics: about ten chunks, as many as the
 initial window of a connection has packets (RFC 6928)."""
 
 SPARING_S: Final = 2.0
@@ -45,7 +46,7 @@ SPARING_S: Final = 2.0
 network with a retransmission take less. (Chosen, not tuned.)"""
 
 SPARING_TCP_S: Final = 0.5
-"""The same with figures of TCP, in addition to a round trip. Retransmissions of a healthy path
+"""The same with TCP statistics, in addition to a round trip. Retransmissions of a healthy path
 usually take less. (Chosen, not tuned, 2026-11-27.)"""
 
 PAUSED_S: Final = 8.0
@@ -55,7 +56,7 @@ would only fill memory. (Chosen, not tuned.)"""
 STALLED_TCP_S: Final = 1.0
 STALLED_TCP_RTTS: Final = 4.0
 """Time without progress, in seconds and in addition in round trips, from which a request is paused
-if the figures of TCP are known. It is longer than the first two timeouts of a lost packet, which
+with TCP statistics. It is longer than the first two timeouts of a lost packet, which
 are at least 0.2 s and 0.4 s. (Chosen by that reasoning, not tuned, 2026-11-27.)"""
 
 PAUSED_BYTES: Final = 256 * 1024
@@ -111,11 +112,11 @@ class PathState(StrEnum):
     SLOW = "slow"
     """The path carries less than the worker generates."""
     STALLED = "stalled"
-    """Nothing passes at present."""
+    """Nothing has passed for a while."""
     HIDDEN = "hidden"
-    """A proxy is between, and only the path to the proxy is visible."""
+    """The request came through a proxy, and only the path to the proxy is visible."""
     UNKNOWN = "unknown"
-    """The system has no figures of TCP for the connection."""
+    """The system has no TCP statistics for the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,8 @@ class ReaderView:
         interval_s: seconds since the last check.
         full_tps: tokens per second that the worker would generate at full pace, or 0 if unknown.
         stated_tps: tokens per second that the client says it can take, or None.
-        hidden: whether a proxy is between.
-        rtt_s: shortest round trip of the connection, or None without figures of TCP.
+        hidden: whether the request came through a proxy.
+        rtt_s: shortest round trip of the connection, or None without TCP statistics.
         busy_share: share of the interval in which data was under way.
         sndbuf_share: share of it in which the send buffer of this node was the limit.
         rwnd_share: share of it in which the receive window of the client was the limit.

@@ -318,7 +318,7 @@ def _obstacle(request: GenerationRequest) -> str:
     if request.sampling.prompt_logprobs is not None:
         return "a request computed a cached prompt again, for its log probabilities"
     if request.adapter:
-        return "a request used a LoRA adapter, which delays requests and has blocks of its own"
+        return "a request used a LoRA adapter, and a recording does not contain adapters"
     if request.grammar is not None:
         return "a request had a grammar, whose forced tokens replace drafts"
     if request.sampling.stop:

@@ -27,7 +27,7 @@ class CheckedAdapters:
 
     Attributes:
         cards: the adapters by name, in order.
-        checkpoints: by digest.
+        checkpoints: the adapters by digest.
         most: maximum number of adapters in memory.
     """
 

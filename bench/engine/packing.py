@@ -4,8 +4,8 @@
 
 The steps decode, or verify 4 drafts, for sequences with contexts of 1,024 tokens, top-p and a
 temperature. Each step packs its rows, page tables, sampling parameters and drafts into main memory
-(`backends/engine/gpu/packing.py`). Each result is the lowest decile of
-the CPU time of 200 steps of the same sequences, which other programs hardly change.
+(`backends/engine/gpu/packing.py`). Each result is the lowest decile of the CPU time of 200 steps of
+the same sequences, because other programs hardly change it.
 """
 
 from __future__ import annotations

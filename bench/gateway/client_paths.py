@@ -2,10 +2,10 @@
 
     draftgate bench client-paths --before DIR --json OUT
 
-Some clients are on paths with a long round trip that carry a quarter of what the worker generates
-for one client in chunks of one token. The paths are emulated in network namespaces, with the
-kernel's TCP on both sides. All other clients are beside the server. Clients send requests in closed
-loops. Each round measures these arms in shuffled order:
+Some clients are on slow paths: the round trip is long, and the path carries a quarter of what the
+worker generates for one client in chunks of one token. The paths are emulated in network
+namespaces, with the kernel's TCP on both sides. All other clients are on the server's machine.
+Clients send requests in closed loops. Each round measures these arms in shuffled order:
 
 * `healthy`: no path is slow;
 * `slow`: the paths are slow;
@@ -14,7 +14,7 @@ loops. Each round measures these arms in shuffled order:
 
 The simulated device takes longer for each sequence of a step. Chunks contain a token's text
 (`text`), so that larger chunks help, or also log probabilities (`logprobs`), so that they do not.
-The commands of this benchmark need the rights of an administrator.
+The benchmark needs root privileges.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Study:
         return {"path_bytes_s": self.path_bytes_s, "healthy": row}
 
     async def measure(self, arm: str) -> dict[str, Any]:
-        """Return the figures of an arm."""
+        """Return the results of an arm."""
         server = self.servers[-1 if arm == "before" else 0]
         rate = self.path_bytes_s if arm in {"slow", "before"} else FULL_BYTES_S
         paths = list(self.network.paths.values())
@@ -221,7 +221,7 @@ class Study:
         return {"arm": arm, "slow": slow, **_others(clients.readings[self.args.slow :], window)}
 
     def _slow(self, readings: Sequence[Reading], window: tuple[float, float]) -> dict[str, Any]:
-        """Return the figures of clients on slow paths."""
+        """Return the results of clients on slow paths."""
         parts = [part for one in readings for part in one.within(*window)]
         chunks, size = sum(map(len, parts)), sum(size for part in parts for _, size in part)
         gaps_s = [b[0] - a[0] for part in parts for a, b in pairwise(part)]
@@ -234,7 +234,7 @@ class Study:
 
 
 def _others(readings: Sequence[Reading], window: tuple[float, float]) -> dict[str, Any]:
-    """Return the figures of the other clients, each of whose chunks is a token."""
+    """Return the results of the other clients, each of whose chunks is a token."""
     parts = [part for one in readings for part in one.within(*window) if len(part) > 1]
     gaps_s = [b[0] - a[0] for part in parts for a, b in pairwise(part)]
     tpots_s = [(part[-1][0] - part[0][0]) / (len(part) - 1) for part in parts if len(part) > 20]
@@ -294,7 +294,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def _completed(row: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the figures of an arm with those per token of slow clients, and of all clients."""
+    """Return the results of an arm with those per token of slow clients, and of all clients."""
     slow = row["slow"]
     tokens = slow["tokens_s"] * seconds
     return row | {

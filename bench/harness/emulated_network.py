@@ -2,8 +2,8 @@
 
 Server and clients are in network namespaces of their own. The packets between them pass through two
 TUN devices and this process, which delays them. So the kernel's TCP on both sides sees real round
-trips, acknowledgements and losses. This needs Linux and the rights of an administrator, and leaves
-nothing behind.
+trips, acknowledgements and losses. This needs Linux and root privileges. The namespaces and devices
+are removed at the end.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _check_names(names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(
-            f"two models or adapters have the name {twice[0]!r}: give one of them with NAME=DIR"
+            f"two models or adapters have the name {twice[0]!r}: rename one with NAME=CHECKPOINT"
         )
 
 

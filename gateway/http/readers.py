@@ -1,4 +1,4 @@
-"""Clients of streams: how fast each takes its output, and the pace that follows.
+"""Clients of streams: how fast each one takes its output, and the pace of its sequences.
 
 Unread output waits in the send queue of the socket, in the buffer of the connection, and as tokens
 in the backend's stream. The backend merges its waiting tokens into one delta. The queue and the
@@ -53,11 +53,11 @@ CHECKS_AT_ONCE: Final = 100
 has unread output (one core, AMD EPYC, uvloop, 2026-11-27)."""
 
 LEAST_CHANGE: Final = 0.1
-"""Relative change of the time between tokens for which the worker gets a message."""
+"""Relative change of the time between tokens from which the worker gets a message."""
 
 PROXY_HEADERS: Final = ("Forwarded", "Via", "X-Forwarded-For")
-"""Headers of a request that came through a proxy. A client that sends them itself loses only the
-figures of its path."""
+"""Headers of a request that came through a proxy. If a client sends them itself, the gateway only
+ignores the statistics of its path."""
 
 
 class Readers:
@@ -129,7 +129,7 @@ class _Sample(NamedTuple):
         unsent_bytes: bytes that it has not taken.
         made_bytes: bytes of all generated tokens.
         tokens, writes: tokens and chunks that were sent.
-        tcp: figures of TCP, or None if they are unknown.
+        tcp: TCP statistics, or None if they are unknown.
     """
 
     at_s: float
@@ -241,14 +241,14 @@ class Reader:
         return 0 if self.run is None else self.run.unread_tokens
 
     def _tcp_info(self) -> TcpInfo | None:
-        """Return the figures of the path, or None if they are unknown or those of a proxy."""
+        """Return the statistics of the path, or None if unknown or behind a proxy."""
         if self.hidden or self._transport is None:
             return None
         connection = self._transport.get_extra_info("socket")
         return None if connection is None else tcp_info(connection)
 
     def _sample(self, now_s: float, unsent_bytes: int, waiting: int) -> _Sample:
-        """Return the totals of the stream, in bytes of the encryption if there is one."""
+        """Return the totals of the stream, in encrypted bytes if it has TLS."""
         tcp, tokens = self._tcp_info(), self.sent_tokens()
         taken_bytes = self.written_bytes - unsent_bytes if tcp is None else tcp.acked_bytes
         made_bytes = taken_bytes + unsent_bytes + waiting * self._sizes[0]
@@ -279,7 +279,7 @@ class Reader:
     def _with_tcp(
         self, view: ReaderView, before: TcpInfo | None, now: TcpInfo | None
     ) -> ReaderView:
-        """Add the worker's speed, the headers and the figures of TCP to a view."""
+        """Add the worker's speed, the stated rate and the TCP statistics to a view."""
         full_tps = 0.0 if self.run is None else self.run.full_tps
         # The rate of the client must not delay its first token.
         stated_tps = self.stated_tps if self.sent_tokens() else None
@@ -297,7 +297,7 @@ class Reader:
         )
 
     def _apply(self, view: ReaderView) -> None:
-        """Choose the pacing for a view, and follow it."""
+        """Choose the pacing for a view, and apply it."""
         before, chosen = self.pacing, next_pacing(view, self.pacing)
         drift = abs(chosen.tpot_s - before.tpot_s)
         changed = chosen.pace is not before.pace or drift > LEAST_CHANGE * before.tpot_s

@@ -1,8 +1,8 @@
-"""The figures of a TCP connection in Linux (`TCP_INFO`).
+"""Statistics of a TCP connection on Linux (`TCP_INFO`).
 
-Encrypted connections have the same figures, in bytes of the encryption. The rate of a path is that
-of its acknowledged bytes. The delivery rate of TCP is no use here, because Linux computes it from
-packets of the full size, and those of a stream are small.
+For encrypted connections, bytes are those after encryption. The rate of a path is that of its
+acknowledged bytes. TCP's delivery rate is not used, because Linux computes it as if packets had the
+full size, and those of a stream are small.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _UNKNOWN_RTT: Final = 0xFFFF_FFFF
 
 
 class TcpInfo(NamedTuple):
-    """The figures of a connection since its beginning. Times are in seconds.
+    """Statistics of a connection since its beginning. Times are in seconds.
 
     Attributes:
         retransmits: number of retransmitted segments.
         acked_bytes: bytes that the client has acknowledged.
-        min_rtt_s: shortest round trip of the last minutes, or the usual one before it is known.
+        min_rtt_s: shortest round trip of the last minutes, or the smoothed one before it is known.
         busy_s: time with unacknowledged data.
         rwnd_s, sndbuf_s: parts of this time in which the client's receive window and this node's
             send buffer were the limit.
@@ -40,10 +40,10 @@ class TcpInfo(NamedTuple):
 
 
 def tcp_info(connection: Any) -> TcpInfo | None:
-    """Return the figures of a connection, or None if the system has none.
+    """Return the statistics of a connection, or None if the system has none.
 
     Args:
-        connection: a socket, or what the transport of an event loop calls its socket.
+        connection: a socket, or the `socket` of an event loop's transport.
     """
     if sys.platform != "linux" or connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return None

@@ -1,8 +1,8 @@
 """Deployments, which are numbers of machines by type and role, and the search for the best one.
 
 The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above.
-Short simulations of all deployments at common rates for the weight (`eliminate`) leave those that
-may be the best, which longer simulations then measure. A deployment is not measured if its bound is
+Short simulations of all deployments at equal rates per weight (`eliminate`) leave those that may be
+the best, which longer simulations then measure. A deployment is not measured if its bound is
 below the lower end of another interval.
 """
 
@@ -271,12 +271,12 @@ Test = Callable[[Sequence[tuple[Candidate, float]]], Iterable[Outcome]]
 
 
 def eliminate(candidates: Sequence[Candidate], test: Test) -> list[Measured]:
-    """Return the range of each candidate's rate, after tests at common rates for the weight.
+    """Return the range of each candidate's rate, after tests at equal rates per weight.
 
     The first tests are at half of the highest bound. While no candidate serves its rate, the next
     tests are at half of the rate. Otherwise they are between the highest rate that one serves and
-    the highest upper end. A candidate that fails where another one serves is not tested again. The
-    upper end of candidates is 0 if all of them fail at the lowest rate.
+    the highest upper end. If one candidate serves a rate, those that fail at it are not tested
+    again. If all candidates fail at the lowest rate, their upper end is 0.
     """
     ranges = [Measured(one, None, 0.0, one.bound_rps) for one in candidates]
     value = 0.5 * max((one.most_value for one in ranges), default=0.0)

@@ -211,7 +211,7 @@ async def test_relay_with_a_low_rate_is_a_slow_path(whole_text: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-async def test_encrypted_path_has_the_same_figures(whole_text: str, tmp_path: Path) -> None:
+async def test_encrypted_path_has_the_same_statistics(whole_text: str, tmp_path: Path) -> None:
     """A slow path with TLS is judged by the bytes of the encryption."""
     own = make_certificate(tmp_path, "own")
     files = {"tls_certfile": str(own.cert), "tls_keyfile": str(own.key)}
@@ -283,8 +283,8 @@ async def test_invalid_rate_is_rejected(rate: str) -> None:
             assert response.json()["error"]["param"] == "x-client-rate-tps"
 
 
-def test_figures_of_tcp_count_acknowledged_bytes() -> None:
-    """The figures of a TCP connection follow its traffic, and a Unix socket has none."""
+def test_tcp_statistics_count_acknowledged_bytes() -> None:
+    """The statistics of a TCP connection follow its traffic, and a Unix socket has none."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
@@ -299,7 +299,7 @@ def test_figures_of_tcp_count_acknowledged_bytes() -> None:
     one.close()
     other.close()
     if before is None or after is None:
-        pytest.skip("the system has no figures of TCP")
+        pytest.skip("the system has no TCP statistics")
     assert after.acked_bytes - before.acked_bytes == 1000
     assert 0.0 < after.min_rtt_s < 1.0
 

@@ -182,7 +182,7 @@ def test_request_recovers_with_its_path(rtt_s, token_bytes) -> None:
 
 @given(st.floats(0.001, 0.4))
 def test_stalled_path_pauses_soon(rtt_s) -> None:
-    """A request whose path stops is paused within seconds, earlier than without figures of TCP, and
+    """A request whose path stops is paused within seconds, earlier than without TCP statistics, and
     runs again when the path does."""
     path = EmulatedPath(1e6, rtt_s)
     stream = EmulatedStream(path, 50.0)

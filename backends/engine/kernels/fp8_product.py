@@ -47,7 +47,7 @@ _LEAST_DEPTH: Final = 32
 """Inputs of a matrix instruction in FP8."""
 
 _ROUNDED: Final = 1024
-"""Numbers of a program of ``fp8_rows`` at least."""
+"""Minimum number of values that a program of ``fp8_rows`` rounds."""
 
 _MAX: Final = tl.constexpr(E4M3_MAX)
 _SMALLEST: Final = tl.constexpr(SMALLEST)

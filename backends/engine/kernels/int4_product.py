@@ -167,7 +167,7 @@ def int4_product(
     if groups != triton.cdiv(inputs, group):
         raise ValueError(f"{inputs} inputs do not have {groups} groups of {group}")
     if inputs % WORD.value or group % WORD.value:
-        raise ValueError(f"{inputs} inputs in groups of {group} do not fill words of 8")
+        raise ValueError(f"{inputs} inputs in groups of {group} do not fill words of 8 weights")
     if not all(t.is_contiguous() for t in (x, packed, scales, zeros)):
         raise ValueError("the product with 4 bits needs contiguous tensors")
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)

@@ -172,7 +172,7 @@ class CpuAdapters:
             exact: whether the bits of a row must not depend on the number of rows.
 
         Raises:
-            CheckpointError: they do on this machine, although `exact` is set.
+            CheckpointError: `exact` is set, but the bits depend on it on this machine.
         """
         return tuple(
             tuple(None if pair is None else self._prepared(pair, exact=exact) for pair in layer)
@@ -192,9 +192,9 @@ class CpuAdapters:
         if product.shape not in self._tested:
             if not multiplies_exactly(product, self._dtype) and exact:
                 raise CheckpointError(
-                    f"the adapter has products of {product.shape} inputs, rank and outputs whose "
-                    "bits depend on the rest of a step on this machine, so texts would too; use "
-                    "another --dtype, or an adapter of another rank"
+                    "on this machine, the bits of the adapter's products with (inputs, rank, "
+                    f"outputs) = {product.shape} depend on the rest of a step, so texts would "
+                    "depend on the batch; use another --dtype, or an adapter of another rank"
                 )
             self._tested.add(product.shape)
         return product

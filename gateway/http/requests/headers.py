@@ -26,7 +26,7 @@ LONGEST_FLOW_S: Final = 86_400.0
 """The longest deadline of a flow, which bounds the time for which the store keeps a flow."""
 
 CLIENT_RATE_HEADER: Final = "x-client-rate-tps"
-"""Tokens per second that the client can take. A proxy hides the path to its clients, but may know
+"""Tokens per second that the client can take. A proxy that hides the paths to its clients may add
 it."""
 
 RETRIES_HEADER: Final = "x-stainless-retry-count"
@@ -77,7 +77,8 @@ def client_rate_tps(headers: Mapping[str, str]) -> float | None:
         return None
     rate_tps = _number(text)
     if not 0.0 < rate_tps < math.inf:
-        raise invalid(CLIENT_RATE_HEADER, f"must be a positive number of tokens, not {text!r}")
+        expected = "must be a positive number of tokens per second"
+        raise invalid(CLIENT_RATE_HEADER, f"{expected}, not {text!r}")
     return rate_tps
 
 
