@@ -1,4 +1,4 @@
-"""Measure decode steps and prompts with LoRA adapters on a CPU, and without.
+"""Measure decode steps and prompts with and without LoRA adapters on a CPU.
 
     draftgate bench adapters --json OUT
 

@@ -31,10 +31,10 @@ async def completed(http: httpx.AsyncClient, model: str, **fields: Any) -> dict[
 
 
 async def test_requests_run_on_workers_that_have_their_adapter(tmp_path: Path) -> None:
-    """Two nodes have an adapter each, under names of their own, and one name with different
-    contents. A gateway without a worker lists all of them. Requests never take blocks of KV that
-    another adapter computed, although all of them have one prompt. After the node of an adapter
-    has left, its name is unknown."""
+    """Each of two nodes has an adapter that only it has, and both give one name to different
+    contents. A gateway without a worker lists all names. Requests never take KV blocks of another
+    adapter, although all of them have the same prompt. After the node of an adapter has left, the
+    name of the adapter is unknown."""
     store = MemoryStore()
     first, second, third = demo_adapters(tmp_path)
     async with (

@@ -79,7 +79,7 @@ def test_least_recently_requested_idle_adapter_is_evicted() -> None:
 
 
 def test_request_that_needs_a_slot_is_not_passed_forever() -> None:
-    """While all slots have open requests, later requests for their adapters wait behind it."""
+    """While all slots have open requests, later requests for their adapters wait after it."""
     worker = Worker(1)
     worker.add("a", "code")
     worker.admit()

@@ -30,7 +30,7 @@ def test_workflow_satisfies_the_schema(path: Path) -> None:
 
 
 def test_a_release_records_the_digest_of_every_image() -> None:
-    """The script lists every image of others that the deployment files name."""
+    """The script lists every third-party image that the deployment files name."""
     named = {
         service["image"] for service in read(environ={"PEER_SECRET": "x"})["services"].values()
     }
@@ -48,7 +48,7 @@ def test_a_release_records_the_digest_of_every_image() -> None:
 
 
 def test_nothing_is_released_with_known_vulnerabilities() -> None:
-    """The wheel and the images are built after the audit only."""
+    """The wheel and the images are built only after the audit."""
     release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
     for name in ("wheel", "image"):
         needs = release["jobs"][name]["needs"]

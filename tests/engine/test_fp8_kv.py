@@ -169,8 +169,8 @@ def tapped(fp8: Model) -> Iterator[Model]:
 
 
 def test_trees_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
-    """Trees of n-gram and of an EAGLE-3 head, whose own cache is in FP8, leave the text of
-    `off`."""
+    """Trees of n-gram drafts and of an EAGLE-3 head, whose cache is also in FP8, leave the text
+    of `off`."""
     head = load_head(write_head(tmp_path, repeating), tapped)
     modes = (
         SpeculationMode.EAGLE,

@@ -182,7 +182,7 @@ def test_only_the_engine_has_adapters() -> None:
 @needs_engine
 async def test_missing_adapter_is_an_error_of_its_requests(tmp_path: Path) -> None:
     """While the files of an adapter are missing, each of its requests gets an error that names it,
-    and other requests run. The worker is not to blame, so equal requests are not kept off it."""
+    and other requests run. The worker is not to blame, so equal requests may still use it."""
     first, *_ = demo_adapters(tmp_path)
     weights, away = first / "adapter_model.safetensors", tmp_path / "away"
     async with running(loras=(f"a={first}",), **ENGINE) as gateway, client(gateway) as http:
