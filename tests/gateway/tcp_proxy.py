@@ -110,7 +110,11 @@ class TcpProxy:
         if self.bytes_s:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BYTES)
         connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, self._to)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, self._to)
+        except BaseException:
+            connection.close()
+            raise
         limit = SMALL_BYTES if self.bytes_s else BLOCK_BYTES
         return await asyncio.open_connection(sock=connection, limit=limit)
 
