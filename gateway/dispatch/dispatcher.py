@@ -145,6 +145,7 @@ class RunningJob:
     async def __aenter__(self) -> Run:
         job, prompt = self._job, self._failover.deltas
         with self._span.child("admit") as admit:
+            await self._failover.until_served()
             requests = await self._placer.size(job)
             if job.flow is None:
                 hop = None

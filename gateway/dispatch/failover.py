@@ -101,6 +101,14 @@ class Failover:
         self._most_resumes = most_resumes
         self._suspects = Suspects(parts.queue.now_s)
 
+    async def until_served(self) -> None:
+        """Wait while a pool has no worker, but only as long as a prompt that has lost its worker.
+
+        Other gateways have the same workers, so clients would not get a response there either.
+        """
+        if self._fleet.discovers and not self._fleet.serving:
+            await self._wait_for(lambda: bool(self._fleet.serving))
+
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of a prompt until all of its choices have ended.
 
@@ -213,7 +221,8 @@ class Failover:
             QueueTimeout, BackendFailed: no worker had capacity in time, or no worker is left. A
                 prompt that has lost a worker always ends with `BackendFailed`.
         """
-        # A new request that finds no worker fails at once. Any other request waits for a worker.
+        # A new request that still finds no worker (`until_served`) fails at once. Any other request
+        # waits for a worker.
         adapter = request.adapter
         waits = lost is not None or bool(self._fleet.serving_with(adapter))
         if waiting.since_s is None:

@@ -300,8 +300,8 @@ def test_a_resume_without_capacity_ends_with_the_loss() -> None:
     run_scenario(scenario())
 
 
-def test_waiting_requests_survive_a_short_loss_of_all_workers() -> None:
-    """Requests in the queue wait until a lost worker returns. A new request fails at once."""
+def test_requests_survive_a_short_loss_of_all_workers_of_a_pool() -> None:
+    """Requests in the queue and new requests wait until a lost worker returns."""
 
     async def scenario() -> None:
         worker = ScriptedBackend()
@@ -313,13 +313,30 @@ def test_waiting_requests_survive_a_short_loss_of_all_workers() -> None:
             await asyncio.sleep(1.0)
             worker.crash("gone")
             await asyncio.sleep(RECOVERY_S / 2)
-            with pytest.raises(BackendFailed, match="gone"):
-                await run_job(dispatched.dispatcher, job("c"))
+            new = asyncio.create_task(run_job(dispatched.dispatcher, job("c")))
+            await asyncio.sleep(1.0)
             worker.failure = None
-            for _ in range(2):
+            for _ in range(3):
                 worker.emit(await worker.submitted.get(), "done", last=True)
-            assert texts(await running) == texts(await waiting) == ["done"]
+            assert texts(await running) == texts(await waiting) == texts(await new) == ["done"]
             assert await dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
+@pytest.mark.parametrize(("is_pool", "wait_s"), [(True, RECOVERY_S), (False, 0.0)])
+def test_a_new_request_without_a_worker_fails(is_pool: bool, wait_s: float) -> None:
+    """In a pool, the request waits `RECOVERY_S` for a worker. Otherwise it fails at once, so that the
+    client can try another gateway."""
+
+    async def scenario() -> None:
+        worker = ScriptedBackend()
+        async with serving(worker) as dispatched:
+            dispatched.fleet.discovers = is_pool
+            worker.crash("gone")
+            with pytest.raises(BackendFailed, match=r"^gone$"):
+                await run_job(dispatched.dispatcher, job("a"))
+            assert asyncio.get_running_loop().time() == pytest.approx(wait_s)
 
     run_scenario(scenario())
 
