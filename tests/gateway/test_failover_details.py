@@ -326,8 +326,8 @@ def test_requests_survive_a_short_loss_of_all_workers_of_a_pool() -> None:
 
 @pytest.mark.parametrize(("is_pool", "wait_s"), [(True, RECOVERY_S), (False, 0.0)])
 def test_a_new_request_without_a_worker_fails(is_pool: bool, wait_s: float) -> None:
-    """In a pool, the request waits `RECOVERY_S` for a worker. Otherwise it fails at once, so that the
-    client can try another gateway."""
+    """In a pool, the request waits `RECOVERY_S` for a worker. Otherwise it fails at once, so that
+    the client can try another gateway."""
 
     async def scenario() -> None:
         worker = ScriptedBackend()
