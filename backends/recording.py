@@ -172,11 +172,15 @@ class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
         return Guess(evidence, agreement, proposed, len(path), tree, path)
 
     def check(self) -> None:
-        """Check the trees.
+        """Check the drafts.
 
         Raises:
-            ValueError: a shape is invalid, or a position names no shape of its draft's length.
+            ValueError: a draft has more right tokens than tokens, a shape is invalid, or a position
+                names no shape of its draft's length.
         """
+        for proposed, agreed in set(zip(self.proposed, self.agreed, strict=True)):
+            if LENGTHS[agreed] > LENGTHS[proposed]:
+                raise ValueError("a position has more right tokens than its draft")
         for tree in self.trees:
             tree.check()
         for position, number in enumerate(self.tree):
@@ -184,8 +188,6 @@ class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
             known = 0 <= number <= len(self.trees)
             if not known or (number and len(self.trees[number - 1].parents) != length):
                 raise ValueError(f"position {position} has no tree {number} of {length} tokens")
-            if LENGTHS[self.agreed[position]] > length:
-                raise ValueError(f"position {position} has more right tokens than its draft")
 
 
 class Text(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -220,7 +222,7 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
 
         Raises:
             ValueError: there are none, they differ in length, a length is not one of `DIGITS`, or a
-                tree is damaged (`Columns.check`).
+                draft is damaged (`Columns.check`).
         """
         columns = self.drafts.values()
         lengths = {len(c) for one in columns for c in (one.evidence, one.proposed, one.agreed)}

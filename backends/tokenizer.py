@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel, WordPiece
 
 from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from draftgate.backends.errors import CheckpointError
@@ -70,6 +71,7 @@ class Tokenizer:
         # Files of embedding models truncate and pad, but a text that is too long is an error here.
         self._fast.no_truncation()
         self._fast.no_padding()
+        _check_unknown_token(self._fast, path)
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         self._bound = token_bound(self._fast, self.vocabulary)
@@ -267,7 +269,25 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
         role: token.get("content") if isinstance(token, dict) else token
         for role, token in named.items()
     }
-    return {role: content for role, content in contents.items() if isinstance(content, str)}
+    texts = {role: content for role, content in contents.items() if isinstance(content, str)}
+    try:
+        "".join(texts.values()).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{directory}: a special token is not a text: {error}") from error
+    return texts
+
+
+def _check_unknown_token(tokenizer: FastTokenizer, path: Path) -> None:
+    """Check that a vocabulary of words has the token of unknown words.
+
+    Raises:
+        CheckpointError: it lacks the token, so that some texts cannot be encoded.
+    """
+    model = tokenizer.model
+    if not isinstance(model, WordPiece | WordLevel):
+        return
+    if model.unk_token not in tokenizer.get_vocab(with_added_tokens=False):
+        raise CheckpointError(f"damaged tokenizer {path}: no token {model.unk_token!r}")
 
 
 def _is_local(decoder: Mapping[str, Any]) -> bool:

@@ -156,7 +156,7 @@ def _read(path: Path) -> Profile:
         return _profile(path.stem, read)
     except OSError as error:
         raise ValueError(f"cannot read profile {path}: {error.strerror}") from error
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise ValueError(f"damaged profile {path}: {error}") from error
 
 
