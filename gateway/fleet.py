@@ -290,14 +290,15 @@ class Fleet:
         """
         return self.open_among(self.workers)
 
-    def open_among(self, workers: Sequence[FleetWorker]) -> list[FleetWorker]:
-        """Return those of some workers that accept requests now."""
+    def open_among(self, workers: Sequence[FleetWorker], adapter: str = "") -> list[FleetWorker]:
+        """Return those of some workers that accept requests now, also with a LoRA adapter."""
         return [
             worker
             for worker in workers
             if worker.backend.failure is None
             and not (worker.hung or worker.drained)
             and (not worker.forwards or worker.upstream.pause is None)
+            and (not adapter or worker.has_adapter(adapter))
         ]
 
     @property

@@ -9,8 +9,8 @@ request slows down only if its backlog is large and its client takes less than t
 Memory has a separate bound.
 
 With TCP statistics, the round trip that any output takes does not count as backlog. So a path that
-falls behind becomes known in a few round trips. Without TCP statistics (behind a proxy, or on other
-systems than Linux), the thresholds are larger.
+falls behind becomes known in a few round trips. Without TCP statistics (behind a proxy, or on
+systems other than Linux), the thresholds are larger.
 
 On a slow path, tokens are first coalesced, because most bytes of a chunk with one token are its
 frame. A path of r bytes per second, with a frame of f bytes every h seconds and t bytes of text per

@@ -121,8 +121,7 @@ class Claims:
     ) -> None:
         """Claim a worker, and move the claim if the worker leaves, until cancelled."""
         while True:
-            adapter = claimant.need.adapter
-            able = [worker for worker in self._fleet.open if worker.has_adapter(adapter)]
+            able = self._fleet.open_among(self._fleet.workers, claimant.need.adapter)
             workers = preferred(able, claimant.avoid)
             missing = partial(_missing_tokens, claimant.need)
             offers = [

@@ -208,8 +208,8 @@ class CentralQueue:
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
         taken = worker.worker_id in self.claims.taken(request_id)
-        taken = taken or not worker.has_adapter(need.adapter)
-        if taken or not self._fleet.open_among([worker]) or not has_capacity(worker.usage, need):
+        is_open = bool(self._fleet.open_among([worker], need.adapter))
+        if taken or not is_open or not has_capacity(worker.usage, need):
             return None
         worker.reserve(request_id, need)
         return Routed(worker)
@@ -322,8 +322,7 @@ class CentralQueue:
                 view, found.usable, found.compared, rivals=rivals, has_blocks=has_blocks
             )
         free = {worker for worker, _ in found.usable}
-        adapter = waiting.need.adapter
-        open_ = [one for one in self._fleet.open_among(found.compared) if one.has_adapter(adapter)]
+        open_ = self._fleet.open_among(found.compared, waiting.need.adapter)
         full = [one for one in open_ if one not in free and one.worker_id not in waiting.avoid]
         return self.router.choose_phases(view, found.usable, full, found.compared, rivals=rivals)
 

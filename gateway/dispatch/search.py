@@ -81,7 +81,7 @@ class WorkerSearch:
 
     def has_room(self, need: CapacityNeed, taken: AbstractSet[str]) -> bool:
         """Return whether an open worker has capacity that no request has claimed."""
-        able = [one for one in self._fleet.open if one.has_adapter(need.adapter)]
+        able = self._fleet.open_among(self._fleet.workers, need.adapter)
         return any(self._with_capacity([one], need, taken)[0] for one in able)
 
     def find(self, wanted: Wanted) -> Found | None:
@@ -121,10 +121,10 @@ class WorkerSearch:
     ) -> tuple[list[tuple[FleetWorker, WorkerUsage]], float]:
         """Search some workers, without those that the request avoids if another one is able."""
         adapter = wanted.need.adapter
-        able = [one for one in self._fleet.open_among(workers) if one.has_adapter(adapter)]
+        able = self._fleet.open_among(workers, adapter)
         others = [worker for worker in able if worker.worker_id not in wanted.avoid]
         if len(others) < len(able) and not others:
-            of_fleet = (one for one in self._fleet.open if one.has_adapter(adapter))
+            of_fleet = self._fleet.open_among(self._fleet.workers, adapter)
             avoids_all = all(one.worker_id in wanted.avoid for one in of_fleet)
             others = able if avoids_all else []
         return self._with_capacity(others, wanted.need, wanted.taken)

@@ -241,7 +241,7 @@ class Reader:
         return 0 if self.run is None else self.run.unread_tokens
 
     def _tcp_info(self) -> TcpInfo | None:
-        """Return the statistics of the path, or None if unknown or behind a proxy."""
+        """Return the TCP statistics, or None if the path is hidden or the system has none."""
         if self.hidden or self._transport is None:
             return None
         connection = self._transport.get_extra_info("socket")

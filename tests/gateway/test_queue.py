@@ -59,7 +59,7 @@ class Fleet(SimpleNamespace):
     def serving(self) -> list[FleetWorker]:
         return [worker for worker in self.workers if worker.backend.failure is None]
 
-    def open_among(self, workers: list[FleetWorker]) -> list[FleetWorker]:
+    def open_among(self, workers: list[FleetWorker], adapter: str = "") -> list[FleetWorker]:
         return [worker for worker in workers if worker.backend.failure is None]
 
     @property

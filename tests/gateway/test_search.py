@@ -31,9 +31,9 @@ class CountedFleet(Fleet):
 
     compared = 0
 
-    def open_among(self, workers: list[FleetWorker]) -> list[FleetWorker]:
+    def open_among(self, workers: list[FleetWorker], adapter: str = "") -> list[FleetWorker]:
         self.compared += len(workers)
-        return super().open_among(workers)
+        return super().open_among(workers, adapter)
 
 
 class Pool:
