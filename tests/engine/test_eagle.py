@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from draftgate.backends.engine.eagle.head import NO_LOGIT, EagleHead
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.types import ResumedChoice
-from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
@@ -34,7 +32,13 @@ from tests.engine.eagle_engine import (
     reference,
 )
 from tests.engine.eagle_heads import repeating, write_head
-from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
+from tests.engine.harness import Engine, Model, Setup, request, run
+from tests.engine.mixed_batches import (
+    HEAD_MODES,
+    check_lossless,
+    mixed_requests,
+    policy_named,
+)
 
 TAPS = (2, 3, 3)
 """The layers that EAGLE-3 taps of the six of the shipped model."""
@@ -216,10 +220,6 @@ def both(engine: Engine) -> dict[str, Proposer]:
     return {"ngram": NgramProposer(), "eagle": eagle_proposer(engine)}
 
 
-def policy_named(name: str) -> SpeculationPolicy:
-    return RandomSlots(random.Random(5)) if name == "random" else speculation_policy(name)
-
-
 BATCHINGS: dict[str, dict[str, int]] = {
     "fixed:3": {"max_num_seqs": 8, "max_step_tokens": 37},
     "random": {"max_num_seqs": 8, "max_step_tokens": 48, "num_blocks": 42},
@@ -228,50 +228,16 @@ BATCHINGS: dict[str, dict[str, int]] = {
 """Policies with chunked prompts and, in small pools, preemptions."""
 
 
-def mixed_requests(model: Model, policy: Any, mode: SpeculationMode | None = None) -> list[Any]:
-    """Return requests of which some share a prefix and some have no drafts."""
-    prompts = held_out_prompts(model.tokenizer, 4, least=60, most=120)
-    shared = [(*prompts[0], *prompt[:20]) for prompt in prompts]
-    modes = (
-        SpeculationMode.EAGLE,
-        SpeculationMode.NGRAM,
-        SpeculationMode.EAGLE,
-        SpeculationMode.OFF,
-    )
-    return [
-        request(
-            str(index),
-            prompt,
-            policy,
-            mode=modes[index % 4] if mode is None else mode,
-            temperature=(0.0, 0.9)[index // 2 % 2],
-            seed=index,
-            max_tokens=40,
-        )
-        for index, prompt in enumerate([*prompts, *shared])
-    ]
-
-
 def test_drafts_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
     """Greedy and sampled texts equal those of `off` in mixed batches with chunked prompts, shared
     prefixes, trees of n-gram and preemptions."""
     head = load_head(write_head(tmp_path, repeating), tapped)
-    expected = run(tapped, mixed_requests(tapped, Off()), Setup(max_num_seqs=1)).tokens
-    accepted = rejected = preemptions = cached = 0
-    for name, batching in BATCHINGS.items():
-        policy = policy_named(name)
-        engine = TappedEngine(tapped, Setup(policy, both, **batching), head)
-        outcome = engine.run(mixed_requests(tapped, policy))
-        assert outcome.tokens == expected, name
-        assert outcome.leaked_blocks == 0
-        accepted += outcome.accepted
-        rejected += outcome.rejected
-        preemptions += outcome.preemptions
-        cached += outcome.cached_tokens
-    assert accepted > 50
-    assert rejected > 50
-    assert preemptions > 0
-    assert cached > 0
+    check_lossless(
+        tapped,
+        HEAD_MODES,
+        [(policy_named(name), batching) for name, batching in BATCHINGS.items()],
+        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
+    )
 
 
 def test_features_of_all_computed_tokens_equal_a_new_computation(
@@ -288,7 +254,7 @@ def test_features_of_all_computed_tokens_equal_a_new_computation(
 
     policy = policy_named("random")
     engine = TappedEngine(tapped, Setup(policy, proposers, **BATCHINGS["random"]), head)
-    outcome = engine.run(mixed_requests(tapped, policy))
+    outcome = engine.run(mixed_requests(tapped, policy, HEAD_MODES))
     assert outcome.preemptions > 0
     assert outcome.cached_tokens > 0
     assert checkers[0].checked > 1000

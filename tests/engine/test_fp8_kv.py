@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from draftgate.backends.kv_transfer.format import refusal
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation.baselines import Off
-from draftgate.policies.types import SpeculationMode
 from tests.engine.eagle_engine import TappedEngine, load_head
 from tests.engine.eagle_heads import repeating, write_head
-from tests.engine.harness import MAX_MODEL_LEN, Engine, Model, RandomSlots, Setup, request, run
-from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one
+from tests.engine.harness import MAX_MODEL_LEN, Engine, Model, Setup
+from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless, policy_named
+from tests.engine.shipped_proposers import MODES, every_proposer_and_a_hostile_one
 from tests.engine.step_logits import blocks_of, logits_in_steps
 from tests.engine.test_eagle import both
 
@@ -99,65 +97,21 @@ BATCHINGS = (
 )
 
 
-def mixed_requests(
-    model: Model, policy: SpeculationPolicy, modes: tuple[SpeculationMode, ...]
-) -> list[Any]:
-    """Return greedy and sampled requests, of which some share a prefix."""
-    prompts = held_out_prompts(model.tokenizer, 6, least=60, most=120)
-    shared = [(*prompts[0], *prompt[:20]) for prompt in prompts]
-    return [
-        request(
-            str(index),
-            prompt,
-            policy,
-            mode=modes[index % len(modes)],
-            temperature=(0.0, 0.9)[index // 2 % 2],
-            seed=index,
-            max_tokens=40,
-        )
-        for index, prompt in enumerate([*prompts, *shared])
-    ]
-
-
-def check_lossless(model: Model, modes: tuple[SpeculationMode, ...], make: Any) -> None:
-    """Compare batches of all modes with each request alone and without drafts.
-
-    Args:
-        make: returns a worker for a policy and a batching.
-    """
-    alone = mixed_requests(model, Off(), modes)
-    expected = run(model, alone, Setup(max_num_seqs=1)).tokens
-    accepted = rejected = preemptions = cached = 0
-    for batching in BATCHINGS:
-        policy = RandomSlots(random.Random(5))
-        outcome = make(policy, batching).run(mixed_requests(model, policy, modes))
-        assert outcome.tokens == expected
-        assert outcome.leaked_blocks == 0
-        accepted += outcome.accepted
-        rejected += outcome.rejected
-        preemptions += outcome.preemptions
-        cached += outcome.cached_tokens
-    assert accepted > 50
-    assert rejected > 50
-    assert preemptions > 0
-    assert cached > 0
+def batches() -> list[tuple[SpeculationPolicy, Batching]]:
+    return [(policy_named("random"), batching) for batching in BATCHINGS]
 
 
 def test_drafts_of_all_proposers_do_not_change_a_token(fp8: Model) -> None:
     """Drafts of the draft model, of sparse self-speculation and of random trees leave the text of
     `off`, with chunked prompts, cache hits and preemptions."""
-    modes = (
-        SpeculationMode.NGRAM,
-        SpeculationMode.DRAFT_MODEL,
-        SpeculationMode.SPARSE_SELF,
-        SpeculationMode.OFF,
-    )
     check_lossless(
         fp8,
-        modes,
+        MODES,
+        batches(),
         lambda policy, batching: Engine(
             fp8, Setup(policy, every_proposer_and_a_hostile_one, **batching)
         ),
+        num_prompts=6,
     )
 
 
@@ -172,16 +126,12 @@ def test_trees_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) ->
     """Trees of n-gram drafts and of an EAGLE-3 head, whose cache is also in FP8, leave the text
     of `off`."""
     head = load_head(write_head(tmp_path, repeating), tapped)
-    modes = (
-        SpeculationMode.EAGLE,
-        SpeculationMode.NGRAM,
-        SpeculationMode.EAGLE,
-        SpeculationMode.OFF,
-    )
     check_lossless(
         tapped,
-        modes,
+        HEAD_MODES,
+        batches(),
         lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
+        num_prompts=6,
     )
 
 

@@ -16,11 +16,11 @@ from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import (
     Model,
     Outcome,
-    RandomSlots,
     Setup,
     request,
     run,
 )
+from tests.engine.mixed_batches import policy_named
 from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mode_of
 
 PROMPTS = 200
@@ -54,10 +54,6 @@ PROPOSERS = {
     "fixed:5": SpeculationMode.DRAFT_MODEL,
     "fixed:7": SpeculationMode.NGRAM,
 }
-
-
-def policy_named(name: str) -> SpeculationPolicy:
-    return RandomSlots(random.Random(5)) if name == "random" else speculation_policy(name)
 
 
 def requests(
