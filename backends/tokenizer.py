@@ -66,7 +66,9 @@ class Tokenizer:
             raise CheckpointError(f"no tokenizer: {path} does not exist")
         try:
             self._fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, or panics
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         # Files of embedding models truncate and pad, but a text that is too long is an error here.
         self._fast.no_truncation()
