@@ -223,6 +223,20 @@ async def client(gateway: Listening) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
+@asynccontextmanager
+async def open_stream(
+    http: httpx.AsyncClient,
+    path: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str] | None = None,
+) -> AsyncIterator[httpx.Response]:
+    """Open a stream, read its first line, and keep the stream open for the block."""
+    async with http.stream("POST", path, json=body, headers=headers) as response:
+        lines = response.aiter_lines()  # httpx closes the stream when nothing refers to this
+        await anext(lines)
+        yield response
+
+
 async def accepted_request(
     backend: ScriptedBackend, response: asyncio.Task[httpx.Response]
 ) -> GenerationRequest:

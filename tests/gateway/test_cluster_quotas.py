@@ -14,7 +14,7 @@ from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from tests.gateway.harness import PATIENCE_S, client, eventually, running
+from tests.gateway.harness import PATIENCE_S, client, eventually, open_stream, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import CLOCK, POOL, TimedRedis
 
@@ -102,9 +102,8 @@ async def test_a_disconnected_client_returns_its_tokens(
     async with member(redis_server, "g1", keys) as gateway, client(gateway) as http:
         body = {**BODY, "max_tokens": 400, "stream": True}
         for _ in range(3):
-            async with http.stream("POST", "/v1/completions", json=body, headers=KEY) as response:
+            async with open_stream(http, "/v1/completions", body, KEY) as response:
                 assert response.status_code == 200
-                await anext(response.aiter_lines())
 
         async def settled() -> bool:
             return (await timed.store.quotas.totals(ACCOUNT)).open == 0

@@ -32,7 +32,7 @@ from draftgate.policies.kv_transfer import (
     MEASURED_S,
     PullReason,
 )
-from tests.gateway.harness import client, needs_engine, running
+from tests.gateway.harness import client, needs_engine, open_stream, running
 from tests.gateway.troubles import (
     Choice,
     Dispatched,
@@ -289,8 +289,7 @@ async def test_trace_and_metrics_tell_new_prompts_from_resumed_prompts() -> None
     settings = {"tracing": tracing, "devices": (0, 1), "max_num_seqs": 1}
     async with running(**settings) as gateway, client(gateway) as http:
         body = {"prompt": list(make_job("h").prompts[0]), "max_tokens": HELD_TOKENS, "seed": 1}
-        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as held:
-            await anext(held.aiter_lines())
+        async with open_stream(http, "/v1/completions", {**body, "stream": True}):
             await http.post("/v1/completions", json={**body, "max_tokens": 2})
         page = (await http.get("/metrics")).text
     tracing.shutdown()

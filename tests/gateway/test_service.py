@@ -9,7 +9,7 @@ import pytest
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.policies.types import ANYTIME, ServiceLevel
-from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.harness import ScriptedBackend, client, open_stream, running
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {TEXT: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
@@ -74,8 +74,7 @@ async def test_a_simulated_worker_gets_the_service_level() -> None:
     body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with running() as gateway, client(gateway) as http:
         scheduler = gateway.node.fleet.workers[0].backend._worker._scheduler
-        async with http.stream("POST", TEXT, json=body, headers=TARGETS) as response:
-            await anext(response.aiter_lines())
+        async with open_stream(http, TEXT, body, TARGETS):
             (sequence,) = scheduler.running
             assert sequence.request.service == ServiceLevel(1.5, 0.0125, 0)
             assert sequence.due_in_s(0.0) is not None

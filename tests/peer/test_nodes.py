@@ -14,7 +14,15 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import StartError, build_node, drain, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.lifecycle import NodeState
-from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
+from tests.gateway.harness import (
+    ScriptedBackend,
+    client,
+    events,
+    is_idle,
+    open_stream,
+    running,
+    until,
+)
 from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
 
@@ -59,8 +67,7 @@ async def test_disconnected_client_frees_memory_at_the_peer() -> None:
         running(backend="peer", upstream=(peer.url,)) as where,
         client(where) as http,
     ):
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            await anext(response.aiter_lines())
+        async with open_stream(http, "/v1/completions", body):
             assert not is_idle(peer.node)
         await until(lambda: is_idle(peer.node))
         await until(lambda: where.node.in_flight == 0)
@@ -75,8 +82,7 @@ async def test_requests_of_peers_count_against_capacity() -> None:
         client(where) as http,
     ):
         long = {**BODY, "max_tokens": 4000, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=long) as response:
-            await anext(response.aiter_lines())
+        async with open_stream(http, "/v1/completions", long):
             direct_request = asyncio.create_task(direct.post("/v1/completions", json=BODY))
             await until(lambda: len(peer.node.dispatcher.queue) == 1)
         assert (await direct_request).status_code == 200
