@@ -64,15 +64,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"no tokenizer: {path} does not exist")
-        try:
-            self._fast = FastTokenizer.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises bare Exception, or panics
-            raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
-        # Files of embedding models truncate and pad, but a text that is too long is an error here.
-        self._fast.no_truncation()
-        self._fast.no_padding()
+        self._fast = _loaded(path)
         _check_unknown_token(self._fast, path)
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
@@ -277,6 +269,26 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{directory}: a special token is not a text: {error}") from error
     return texts
+
+
+def _loaded(path: Path) -> FastTokenizer:
+    """Load a tokenizer that neither truncates nor pads, and encode texts, so that damage shows now.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        fast = FastTokenizer.from_file(str(path))
+        # Files of embedding models truncate and pad, but a text that is too long is an error here.
+        fast.no_truncation()
+        fast.no_padding()
+        fast.encode("a")
+        fast.encode("a", "a")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, or panics
+        raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
+    return fast
 
 
 def _check_unknown_token(tokenizer: FastTokenizer, path: Path) -> None:
