@@ -50,8 +50,8 @@ def token_bound(fast: Tokenizer, vocabulary: Mapping[str, int]) -> TokenBound | 
     added = fast.get_added_tokens_decoder().values()
     if fast.truncation is not None or any(token.lstrip or token.rstrip for token in added):
         return None
-    splits = _parts(fast.pre_tokenizer, "pretokenizers")
-    normalizers = _parts(fast.normalizer, "normalizers")
+    splits = parts_of(fast.pre_tokenizer, "pretokenizers")
+    normalizers = parts_of(fast.normalizer, "normalizers")
     if not all(map(_keeps_characters, splits)) or not all(map(_keeps_bytes, normalizers)):
         return None
     byte_level = any(split["type"] == "ByteLevel" for split in splits)
@@ -73,13 +73,13 @@ def token_bound(fast: Tokenizer, vocabulary: Mapping[str, int]) -> TokenBound | 
     return TokenBound(longest, any(part["type"] == "NFC" for part in normalizers))
 
 
-def _parts(component: Any, key: str) -> list[dict[str, Any]]:
+def parts_of(component: Any, key: str) -> list[dict[str, Any]]:
     """Return the settings of a component, or of each part of a sequence."""
     if component is None:
         return []
     settings: dict[str, Any] = json.loads(component.__getstate__())
-    parts: list[dict[str, Any]] = settings[key] if settings["type"] == "Sequence" else [settings]
-    return parts
+    found: list[dict[str, Any]] = settings[key] if settings["type"] == "Sequence" else [settings]
+    return found
 
 
 def _keeps_characters(split: Mapping[str, Any]) -> bool:

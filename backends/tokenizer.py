@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel, WordPiece
 from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.pair_encoder import PairEncoder
-from draftgate.backends.token_bounds import token_bound
+from draftgate.backends.token_bounds import parts_of, token_bound
 
 FILES: Final = (
     "tokenizer.json",
@@ -282,6 +282,7 @@ def _loaded(path: Path) -> FastTokenizer:
         # Files of embedding models truncate and pad, but a text that is too long is an error here.
         fast.no_truncation()
         fast.no_padding()
+        _check_replacements(fast)
         fast.encode("a")
         fast.encode("a", "a")
     except (KeyboardInterrupt, SystemExit):
@@ -289,6 +290,18 @@ def _loaded(path: Path) -> FastTokenizer:
     except BaseException as error:  # the library raises bare Exception, or panics
         raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
     return fast
+
+
+def _check_replacements(tokenizer: FastTokenizer) -> None:
+    """Check that no rule adds text between all characters, because ten such rules fill the memory.
+
+    Raises:
+        ValueError: a rule does.
+    """
+    normalizers = parts_of(tokenizer.normalizer, "normalizers")
+    for part in [*normalizers, *parts_of(tokenizer.decoder, "decoders")]:
+        if part.get("pattern") == {"String": ""}:
+            raise ValueError("a rule replaces the empty text")
 
 
 def _check_unknown_token(tokenizer: FastTokenizer, path: Path) -> None:
