@@ -10,6 +10,7 @@ Clients send requests in closed loops. Each round measures these arms in shuffle
 * `healthy`: no path is slow;
 * `slow`: the paths are slow;
 * `less`: no path is slow, but their clients ask for tokens only a quarter of the time;
+* `equal`: as `less`, but so often that they get as many tokens as in `slow`;
 * `before`: as `slow`, with the server of another checkout (`--before`).
 
 The simulated device takes longer for each sequence of a step. Chunks contain a token's text
@@ -44,15 +45,15 @@ from bench.harness.servers import Server, quantiles, run_server, shaped_profile
 from draftgate.gateway.cli.environment import collect_environment
 
 PROMPT: Final = "def read_lines(path):\n"
-ARMS: Final = ("healthy", "slow", "less", "before")
+ARMS: Final = ("healthy", "slow", "less", "equal", "before")
 TEXT_TOKENS: Final = 4000
 """Tokens of a request, which no client reads to its end in a round."""
 
 REQUEST_TOKENS: Final = 200
 """Tokens of a request of other clients."""
 
-SHORT_TOKENS: Final = 50
-"""Tokens of a request whose client asks for less."""
+SHORT_TOKENS: Final = 100
+"""Tokens of a request whose client then waits."""
 
 SHARE: Final = 0.25
 """Share of the generation rate that a slow path carries."""
@@ -104,22 +105,22 @@ class Clients:
     args: Namespace
     readings: list[Reading] = field(default_factory=list)
 
-    async def read(self, *, less: bool) -> None:
+    async def read(self, share: float) -> None:
         """Read streams in closed loops, until cancelled.
 
         Args:
-            less: whether the clients of slow paths ask for tokens only a quarter of the time.
+            share: share of the time in which the clients on emulated paths ask for tokens.
         """
         self.readings = [Reading() for _ in range(self.args.clients)]
         async with asyncio.TaskGroup() as group:
             for number, reading in enumerate(self.readings):
-                group.create_task(self._read_forever(number, reading, less=less))
+                group.create_task(self._read_forever(number, reading, share))
 
-    async def _read_forever(self, number: int, reading: Reading, *, less: bool) -> None:
+    async def _read_forever(self, number: int, reading: Reading, share: float) -> None:
         slow = number < self.args.slow
         tokens = REQUEST_TOKENS
         if slow:
-            tokens = SHORT_TOKENS if less else TEXT_TOKENS
+            tokens = SHORT_TOKENS if share < 1 else TEXT_TOKENS
         await asyncio.sleep(random.random())
         while True:
             if slow:
@@ -127,10 +128,10 @@ class Clients:
             else:
                 connection = await _connect_beside(self.port)
             await self._read_stream(connection, tokens, reading)
-            if slow and less:
+            if slow and share < 1:
                 # The next request begins a round trip or two after it is sent, too.
                 busy_s = reading.chunks[-1][-1][0] - reading.chunks[-1][0][0]
-                idle_s = busy_s * (1 / SHARE - 1) - 2 * self.args.rtt_ms / 1e3
+                idle_s = busy_s * (1 / share - 1) - 2 * self.args.rtt_ms / 1e3
                 await asyncio.sleep(max(idle_s, 0.0))
 
     async def _read_stream(self, connection: socket.socket, tokens: int, reading: Reading) -> None:
@@ -180,6 +181,7 @@ class Study:
 
     Attributes:
         servers: the server of this checkout, and that of the other one if there is one.
+        carried_share: tokens that slow paths carry, as a share of those of healthy paths.
     """
 
     network: EmulatedNetwork
@@ -188,13 +190,18 @@ class Study:
     args: Namespace
     path_bytes_s: float = FULL_BYTES_S
     token_size: float = 1.0
+    carried_share: float = 1.0
 
     async def calibrate(self) -> dict[str, Any]:
-        """Measure the bytes of a token, and set the rate of slow paths."""
-        row = await self.measure("healthy")
-        self.token_size = row["slow"]["size_per_chunk"]
-        self.path_bytes_s = SHARE * row["slow"]["path_bytes_s"] / self.args.slow
-        return {"path_bytes_s": self.path_bytes_s, "healthy": row}
+        """Measure the bytes of a token, set the rate of slow paths, and measure what they carry."""
+        healthy = await self.measure("healthy")
+        self.token_size = healthy["slow"]["size_per_chunk"]
+        self.path_bytes_s = SHARE * healthy["slow"]["path_bytes_s"] / self.args.slow
+        slow = await self.measure("slow")
+        healthy_tokens_s = healthy["slow"]["tokens_s"] / self.token_size  # was in characters
+        self.carried_share = slow["slow"]["tokens_s"] / healthy_tokens_s
+        found = {"path_bytes_s": self.path_bytes_s, "carried_share": self.carried_share}
+        return found | {"healthy": healthy, "slow": slow}
 
     async def measure(self, arm: str) -> dict[str, Any]:
         """Return the results of an arm."""
@@ -204,7 +211,8 @@ class Study:
         for path in paths:
             path.bytes_s, path.busy_until_s = rate, 0.0
         clients = Clients(self.network, server.port, MODES[self.mode], self.args)
-        reading = asyncio.create_task(clients.read(less=arm == "less"))
+        share = {"less": SHARE, "equal": self.carried_share}.get(arm, 1.0)
+        reading = asyncio.create_task(clients.read(share))
         await asyncio.sleep(self.args.settle_s)
         began_s, before = time.perf_counter(), [(one.packets, one.num_bytes) for one in paths]
         await asyncio.sleep(self.args.seconds)
@@ -264,6 +272,7 @@ def summary(rounds: Sequence[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     pairs = {
         "slow_to_healthy": ("slow", "healthy"),
         "slow_to_less": ("slow", "less"),
+        "slow_to_equal": ("slow", "equal"),
         "before_to_healthy": ("before", "healthy"),
         "before_to_less": ("before", "less"),
         "slow_to_before": ("slow", "before"),
