@@ -200,15 +200,15 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             model_id, memory_share: as in `WorkerConfig`.
 
         Raises:
-            ValueError: `upstream_speculates` names a server that is not an upstream, or the backend
-                can neither record acceptance nor use adapters.
+            ValueError: `upstream_speculates` names a server that is not an upstream, or no worker
+                could record acceptance or use adapters.
         """
-        if self.record_acceptance is not None and self.backend != "engine":
-            raise ValueError(
-                f"--record-acceptance needs --backend engine, not --backend {self.backend}"
-            )
-        if self.loras and self.backend != "engine":
-            raise ValueError(f"--lora needs --backend engine, not --backend {self.backend}")
+        of_engine = {"--record-acceptance": self.record_acceptance, "--lora": self.loras}
+        for option in (name for name, value in of_engine.items() if value):
+            if self.backend != "engine":
+                raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
+            if self.no_worker:
+                raise ValueError(f"{option} cannot be combined with --no-worker")
         for url in self.upstream_speculates:
             if url not in self.upstream:
                 raise ValueError(f"--upstream-speculates: {url} is not one of the --upstream URLs")

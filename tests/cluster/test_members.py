@@ -373,6 +373,7 @@ async def test_a_node_fails_with_its_own_worker_although_others_serve(
     ("settings", "complaint"),
     [
         ({"no_worker": True}, "--no-worker needs --join"),
+        ({"join": JOIN, "no_worker": True, "loras": ("a=b",)}, "--lora cannot be combined with"),
         ({"backend": "peer", "upstream": ("http://x",), "join": JOIN}, "use --no-worker --join"),
         (
             {"backend": "openai", "upstream": ("http://x",), "join": JOIN, "no_worker": True},

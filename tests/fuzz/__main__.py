@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from random import Random
 
@@ -76,11 +77,16 @@ def fuzz(name: str, seconds: int) -> str:
 
 def main() -> int:
     """Fuzz the named targets, and return 1 if an input failed."""
-    names = sys.argv[2:] or list(TARGETS)
-    share = max(1, int(sys.argv[1]) // len(names))
+    parser = ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("seconds", type=int, help="time of all targets together")
+    parser.add_argument("targets", nargs="*", default=list(TARGETS), help=", ".join(TARGETS))
+    args = parser.parse_args()
+    names = args.targets
+    if unknown := set(names) - TARGETS.keys():
+        parser.error(f"no target {unknown.pop()}")
     lines = []
     for name in names:
-        lines.append(fuzz(name, share))
+        lines.append(fuzz(name, max(1, args.seconds // len(names))))
         print(lines[-1], flush=True)
     return int(any("FAILED" in line for line in lines))
 
