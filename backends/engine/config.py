@@ -101,11 +101,6 @@ class ModelConfig:
     quantisation: Scheme | None = None
 
     @property
-    def query_group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def query_scale(self) -> float:
         """The factor on queries before their products with keys."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
