@@ -207,7 +207,7 @@ async def test_relay_with_a_low_rate_is_a_slow_path(whole_text: str) -> None:
         stream = await read(await connected(_port(relay)), BODY)
     assert stream.text == whole_text
     assert len(stream.chunks_s) < 0.6 * TOKENS
-    assert "the client reads slowly" in stream.reason
+    assert "tokens are coalesced" in stream.reason
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
