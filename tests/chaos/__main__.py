@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import logging
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -93,7 +94,9 @@ def _report(parts: list[dict], out: Path) -> None:
 
 
 def _command() -> str:
-    return f"make soak ARGS='{' '.join(sys.argv[1:])}'"
+    """Return the command of this run, without its folder."""
+    arguments = re.sub(r" ?--out[ =]\S+", "", " ".join(sys.argv[1:]))
+    return f"make soak ARGS='{arguments}'"
 
 
 def _parser() -> argparse.ArgumentParser:
