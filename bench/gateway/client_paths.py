@@ -52,7 +52,7 @@ TEXT_TOKENS: Final = 4000
 REQUEST_TOKENS: Final = 200
 """Tokens of a request of other clients."""
 
-SHORT_TOKENS: Final = 100
+SHORT_TOKENS: Final = 50
 """Tokens of a request whose client then waits."""
 
 SHARE: Final = 0.25
