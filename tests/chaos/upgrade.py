@@ -82,8 +82,9 @@ def old_tree(ref: str, out: Path) -> Path:
     if not tree.exists():
         unpacking = tree.with_suffix(".part")
         unpacking.mkdir()
-        archive = subprocess.Popen(["git", "archive", ref], cwd=ROOT, stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", str(unpacking)], stdin=archive.stdout, check=True)
-        assert archive.wait() == 0
+        command = ["git", "archive", ref]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as archive:
+            subprocess.run(["tar", "-x", "-C", str(unpacking)], stdin=archive.stdout, check=True)
+        assert archive.returncode == 0
         unpacking.rename(tree)
     return tree.resolve()
