@@ -272,7 +272,7 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
 
 
 def _loaded(path: Path) -> FastTokenizer:
-    """Load a tokenizer that neither truncates nor pads, and encode texts, so that damage shows now.
+    """Load a tokenizer that neither truncates nor pads, and encode texts to find damage.
 
     Raises:
         CheckpointError: the file is damaged.
