@@ -72,7 +72,7 @@ def _rope(
         return Rope(theta, LinearScaling(settings.number("factor")), share), positions
     # The top-level field takes precedence if a checkpoint has both, as in transformers.
     holder = fields if "original_max_position_embeddings" in fields else settings
-    original = holder.count("original_max_position_embeddings", positions)
+    original = holder.count("original_max_position_embeddings", positions, minimum=2)
     if kind == "llama3":
         return Rope(theta, _llama3(settings, original), share), positions
     if kind == "longrope":
