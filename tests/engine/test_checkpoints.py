@@ -264,7 +264,7 @@ ABSURD = {
     ),
     "no original context": (
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 0}},
-        r"rope_parameters\.original_max_position_embeddings must be a whole number from 1",
+        r"rope_parameters\.original_max_position_embeddings must be a whole number from 2",
     ),
     "bands the wrong way round": (
         {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
