@@ -65,7 +65,6 @@ class Tokenizer:
         if not path.is_file():
             raise CheckpointError(f"no tokenizer: {path} does not exist")
         self._fast = _loaded(path)
-        _check_unknown_token(self._fast, path)
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         self._bound = token_bound(self._fast, self.vocabulary)
@@ -282,6 +281,7 @@ def _loaded(path: Path) -> FastTokenizer:
         # Files of embedding models truncate and pad, but a text that is too long is an error here.
         fast.no_truncation()
         fast.no_padding()
+        _check_unknown_token(fast)
         _check_replacements(fast)
         fast.encode("a")
         fast.encode("a", "a")
@@ -293,7 +293,7 @@ def _loaded(path: Path) -> FastTokenizer:
 
 
 def _check_replacements(tokenizer: FastTokenizer) -> None:
-    """Check that no rule adds text between all characters, because ten such rules fill the memory.
+    """Check that no rule adds text between all characters, because each one doubles a text.
 
     Raises:
         ValueError: a rule does.
@@ -304,17 +304,17 @@ def _check_replacements(tokenizer: FastTokenizer) -> None:
             raise ValueError("a rule replaces the empty text")
 
 
-def _check_unknown_token(tokenizer: FastTokenizer, path: Path) -> None:
+def _check_unknown_token(tokenizer: FastTokenizer) -> None:
     """Check that a vocabulary of words has the token of unknown words.
 
     Raises:
-        CheckpointError: it lacks the token, so that some texts cannot be encoded.
+        ValueError: it lacks the token, so that some texts cannot be encoded.
     """
     model = tokenizer.model
     if not isinstance(model, WordPiece | WordLevel):
         return
     if model.unk_token not in tokenizer.get_vocab(with_added_tokens=False):
-        raise CheckpointError(f"damaged tokenizer {path}: no token {model.unk_token!r}")
+        raise ValueError(f"no token {model.unk_token!r}")
 
 
 def _is_local(decoder: Mapping[str, Any]) -> bool:
