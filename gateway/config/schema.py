@@ -203,8 +203,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             ValueError: `upstream_speculates` names a server that is not an upstream, or no worker
                 could record acceptance or use adapters.
         """
-        of_engine = {"--record-acceptance": self.record_acceptance, "--lora": self.loras}
-        for option in (name for name, value in of_engine.items() if value):
+        records = self.record_acceptance is not None
+        for option, given in (("--record-acceptance", records), ("--lora", bool(self.loras))):
+            if not given:
+                continue
             if self.backend != "engine":
                 raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
             if self.no_worker:
