@@ -20,12 +20,11 @@ import argparse
 import asyncio
 import json
 import logging
-import re
 import shutil
 import sys
 from pathlib import Path
 
-from bench.harness.provenance import provenance
+from bench.harness.provenance import command_line, provenance
 from tests.chaos.part import Settings, run_part
 from tests.chaos.pool import Size
 from tests.chaos.summary import passed, summary_of
@@ -94,8 +93,7 @@ def _report(parts: list[dict], out: Path) -> None:
 
 
 def _command() -> str:
-    """Return the command of this run, without its folder."""
-    arguments = re.sub(r" ?--out[ =]\S+", "", " ".join(sys.argv[1:]))
+    arguments = command_line("", sys.argv[1:]).lstrip()
     return f"make soak ARGS='{arguments}'"
 
 
