@@ -29,7 +29,8 @@ from bench.harness.emulated_network import (
 )
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.tcp_info import tcp_info
-from draftgate.policies.pacing import PAUSED_S
+from draftgate.policies.pacing import PAUSED_S, Pacing, ReaderView
+from draftgate.policies.path_reason import path_reason
 from draftgate.policies.types import Pace
 from tests.gateway.certificates import make_certificate
 from tests.gateway.harness import (
@@ -200,14 +201,24 @@ async def test_long_path_coalesces_a_few_tokens_at_full_pace(whole_text: str) ->
     assert TOKENS / 10 < len(stream.chunks_s) < TOKENS / 2  # a token takes about 5 ms
 
 
-async def test_relay_with_a_low_rate_is_a_slow_path(whole_text: str) -> None:
+async def test_relay_with_a_low_rate_is_a_slow_path(
+    whole_text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relay that reads slowly gets fewer and larger chunks, and every token."""
+    reasons: list[str] = []
+
+    def noted(reader: ReaderView, pacing: Pacing) -> str:
+        reasons.append(path_reason(reader, pacing))
+        return reasons[-1]
+
+    monkeypatch.setattr("draftgate.gateway.http.readers.path_reason", noted)
     async with running(speculation="off") as gateway, proxied(gateway.url) as relay:
         relay.bytes_s = SLOW_BYTES_S
         stream = await read(await connected(_port(relay)), BODY)
     assert stream.text == whole_text
     assert len(stream.chunks_s) < 0.6 * TOKENS
     assert "tokens are coalesced" in stream.reason
+    assert any("the client reads slowly" in reason for reason in reasons)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
