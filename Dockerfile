@@ -34,6 +34,7 @@ COPY policies policies
 COPY backends backends
 COPY gateway gateway
 COPY loadgen loadgen
+COPY lab lab
 RUN pip wheel --no-index --no-deps --no-build-isolation --wheel-dir /wheel .
 
 

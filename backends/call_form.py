@@ -13,17 +13,23 @@ from typing import Any
 
 import msgspec
 
-from draftgate.backends.schema_bounds import check_pattern, check_schema
-from draftgate.backends.schema_rewriting import rewrite_schema
+from draftgate.backends.grammar_errors import choice_problem, grammar_problem, schema_problem
+from draftgate.backends.schema_bounds import check_pattern
+from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_rewriting import prepare_schema
 from draftgate.backends.types import GrammarKind
 
 
 class FunctionForm(msgspec.Struct, frozen=True):
-    """The call of a function: a head, arguments with a schema, and a tail."""
+    """The call of a function: a head, arguments with a schema, and a tail.
+
+    The field `strict` is that of `GrammarSpec`.
+    """
 
     head: str
     schema: dict[str, Any]
     tail: str
+    strict: bool | None = None
 
 
 class ContentForm(msgspec.Struct, frozen=True):
@@ -31,6 +37,7 @@ class ContentForm(msgspec.Struct, frozen=True):
 
     kind: GrammarKind
     text: str
+    strict: bool | None = None
 
 
 class CallForm(msgspec.Struct, frozen=True):
@@ -77,7 +84,7 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
         rules += ["start: called | content", f"content: {_content(form.content, layout)}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(form.functions))))
     for index, function in enumerate(form.functions):
-        schema = _schema(json.dumps(function.schema), layout)
+        schema = _schema(json.dumps(function.schema), layout, function.strict)
         rules.append(
             f"call_{index}: {literal(function.head)} args_{index} {literal(function.tail)}"
         )
@@ -85,10 +92,29 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
     return "\n".join(rules) + "\n"
 
 
+def call_problem(text: str, error: str) -> str:
+    """Return why the calls cannot be compiled, in words about the function or content at fault.
+
+    Args:
+        text: the form as JSON.
+        error: the error of llguidance, about the grammar of the whole output.
+    """
+    form = msgspec.json.decode(text, type=CallForm)
+    for function in form.functions:
+        schema = prepare_schema(json.dumps(function.schema), strict=function.strict)
+        problem = refusal(json.loads(schema))
+        if problem:
+            return f"{function.head.strip()}: {schema_problem(schema, problem)}"
+    if form.content is not None and form.content.kind is GrammarKind.JSON_SCHEMA:
+        schema = prepare_schema(form.content.text, strict=form.content.strict)
+        return schema_problem(schema, refusal(json.loads(schema)) or error)
+    return grammar_problem("::=", error)  # without positions, which are those of the whole
+
+
 def _content(form: ContentForm, layout: Mapping[str, Any]) -> str:
     """Return the Lark terms of content."""
     if form.kind is GrammarKind.JSON_SCHEMA:
-        return f"%json {_schema(form.text, layout)}"
+        return f"%json {_schema(form.text, layout, form.strict)}"
     if form.kind is GrammarKind.REGEX:
         check_pattern(form.text)
         # A slash or a line break would end the pattern.
@@ -99,19 +125,23 @@ def _content(form: ContentForm, layout: Mapping[str, Any]) -> str:
     raise ValueError("a context-free grammar cannot be combined with tools")
 
 
-def _schema(text: str, layout: Mapping[str, Any]) -> str:
+def _schema(text: str, layout: Mapping[str, Any], strict: bool | None) -> str:
     """Return a schema for llguidance, with a layout."""
-    check_schema(text)
-    return json.dumps({**json.loads(rewrite_schema(text)), "x-guidance": dict(layout)})
+    schema = json.loads(prepare_schema(text, strict=strict))
+    return json.dumps({**schema, "x-guidance": dict(layout)})
 
 
 def choice_as_lark(text: str) -> str:
     """Return the Lark alternatives of a JSON list of texts.
 
     Raises:
-        ValueError: the text is not such a list.
+        ValueError: the text is not such a list, or contains half of a surrogate pair.
     """
-    return " | ".join(map(json.dumps, msgspec.json.decode(text, type=list[str])))
+    try:
+        texts = msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError:
+        raise ValueError(choice_problem(text)) from None
+    return " | ".join(map(json.dumps, texts))
 
 
 def _literal(text: str, markers: tuple[str, ...], vocabulary: Mapping[str, int]) -> str:

@@ -1,7 +1,6 @@
 """Chat templates: Jinja programs that format a conversation as in the model's training data.
 
-The prompts are identical to those of `transformers` 5 (`apply_chat_template` with a generation
-prompt).
+The prompts are identical to those of `transformers` 5 (`apply_chat_template`).
 
 Templates are untrusted code, because checkpoints contain them. A sandbox isolates them from the
 process, and bounds the lengths of their output, of repetitions and of ranges. The sandbox bounds
@@ -15,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,19 @@ _OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_promp
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 """Template files of a checkpoint, in addition to its `tokenizer_config.json`."""
+
+
+class PromptEnding(Enum):
+    """The end of a prompt."""
+
+    RESPONSE = "the beginning of the model's response"
+    MESSAGE = "the end of the last message"
+    OPEN = "the text of the last message, which the model continues"
+
+
+_OPEN_END: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""The end of a message to continue, which the prompt does not have, as in `transformers` 5. If a
+template removes its space, it removes white space at the end of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +112,51 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        ending: PromptEnding = PromptEnding.RESPONSE,
     ) -> str:
-        """Return the prompt of a conversation, up to the start of the model's response.
+        """Return the prompt of a conversation.
 
         Args:
             messages: JSON values and `RawJson`. A key with the value None counts as absent.
             tools: JSON schemas of functions, or None if the request has no tools.
             variables: values for some of `variables`.
+            ending: the end of the prompt, usually that at which the model's response starts.
 
         Raises:
-            RequestRejected: the model has no template, or the template raised an error.
+            RequestRejected: the model has no template, or the template raised an error or does not
+                write the message to continue.
         """
+        if ending is PromptEnding.OPEN:
+            return self._open_prompt(messages, tools, variables)
+        return self._rendered(messages, tools, variables, begins=ending is PromptEnding.RESPONSE)
+
+    def _open_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """Return the prompt up to the end of the text of the last message."""
+        *earlier, last = messages
+        opened = {**last, "content": last["content"] + _OPEN_END}
+        prompt = self._rendered([*earlier, opened], tools, variables, begins=False)
+        end = prompt.rfind(_OPEN_END.rstrip())
+        if end < 0:
+            words = "the chat template does not write the message to continue"
+            raise RequestRejected(words, "messages")
+        kept = prompt.startswith(_OPEN_END, end)
+        return prompt[:end] if kept else prompt[:end].rstrip()
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        *,
+        begins: bool,
+    ) -> str:
+        """Return the prompt, with the beginning of the response or up to the last message."""
         template = self._templates.get(DEFAULT if tools is None else TOOL_USE)
         template = template or self._templates.get(DEFAULT)
         if template is None:
@@ -120,7 +167,7 @@ class ChatTemplate:
             messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
             tools=tools,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=begins,
         )
         prompt, chars = [], 0
         try:

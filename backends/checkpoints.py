@@ -24,7 +24,7 @@ SHIPPED_DRAFT_WINDOW: Final = 256
 """Attention window of each layer of the shipped draft model, in tokens. The model's loss rises
 beyond 1,024.
 
-Accepted share of drafts of 4 tokens after 4,000 tokens, by window (`bench/engine/proposers.py`,
+Accepted share of drafts of 4 tokens after 4,000 tokens, by window (`bench/results/proposers.json`,
 2026-11-21):
 
     window              128    256    512    1,024    none

@@ -23,17 +23,23 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from draftgate.backends.call_form import calls_as_lark, choice_as_lark
+from draftgate.backends.call_form import call_problem, calls_as_lark, choice_as_lark
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.schema_bounds import check_grammar, check_pattern, check_schema
-from draftgate.backends.schema_rewriting import rewrite_schema
+from draftgate.backends.grammar_errors import (
+    choice_problem,
+    grammar_problem,
+    pattern_problem,
+    schema_problem,
+)
+from draftgate.backends.schema_bounds import check_grammar, check_pattern
+from draftgate.backends.schema_probe import LAYOUT, STRICT
+from draftgate.backends.schema_rewriting import prepare_schema
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 MOST_COMPILED: Final = 64
 """Maximum number of compiled grammars in the cache, the usual number of sequences in a batch."""
@@ -49,15 +55,6 @@ _WORDS: Final = {
     GrammarKind.GRAMMAR: "grammar",
     GrammarKind.CALLS: "functions",
 }
-
-_LAYOUT: Final[JsonCompileOptions] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-
-_STRICT: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
-"""Options that reject a schema without exact enforcement, even if its `x-guidance` permits it."""
 
 
 class LlGrammar:
@@ -153,9 +150,10 @@ class LlGrammars:
             raise RequestRejected(words, spec.param) from None
         try:
             grammar = _grammar(spec, self._plain.vocabulary)
+        except UnicodeError as error:  # half of a surrogate pair
+            raise _rejected(spec, _problem(spec, str(error))) from None
         except ValueError as error:
-            words = f"the {_WORDS[spec.kind]} cannot be used: {error}"
-            raise RequestRejected(words, spec.param) from None
+            raise _rejected(spec, str(error)) from None
         try:
             tokenizer = self._tokenizer
         except ValueError as error:
@@ -224,9 +222,9 @@ def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     if spec.kind is GrammarKind.GRAMMAR:
         return LLMatcher.grammar_from_lark(_as_lark(spec.text))
     if spec.kind is GrammarKind.CALLS:
-        return LLMatcher.grammar_from_lark(calls_as_lark(spec.text, vocabulary, _LAYOUT | _STRICT))
-    check_schema(spec.text)
-    return LLMatcher.grammar_from_json_schema(rewrite_schema(spec.text), _LAYOUT, _STRICT)
+        return LLMatcher.grammar_from_lark(calls_as_lark(spec.text, vocabulary, LAYOUT | STRICT))
+    schema = prepare_schema(spec.text, strict=spec.strict)
+    return LLMatcher.grammar_from_json_schema(schema, LAYOUT, STRICT)
 
 
 def _as_lark(text: str) -> str:
@@ -240,8 +238,8 @@ def _as_lark(text: str) -> str:
     check_grammar(text)
     try:
         return any_to_lark(text)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(str(error)) from error
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise ValueError(grammar_problem(text, str(error))) from None
 
 
 def _initial(compiled: LLMatcher) -> LLMatcher:
@@ -257,6 +255,24 @@ def _check(matcher: LLMatcher, spec: GrammarSpec) -> None:
     Raises:
         RequestRejected: llguidance does not support it.
     """
-    words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
-    if words:
-        raise RequestRejected(f"the {_WORDS[spec.kind]} cannot be used: {words}", spec.param)
+    error = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+    if error:
+        raise _rejected(spec, _problem(spec, error))
+
+
+def _rejected(spec: GrammarSpec, problem: str) -> RequestRejected:
+    return RequestRejected(f"the {_WORDS[spec.kind]} cannot be used: {problem}", spec.param)
+
+
+def _problem(spec: GrammarSpec, error: str) -> str:
+    """Return the error of llguidance in the words of the notation that the client used."""
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return schema_problem(prepare_schema(spec.text, strict=spec.strict), error)
+        case GrammarKind.REGEX:
+            return pattern_problem(spec.text, error)
+        case GrammarKind.CHOICE:
+            return choice_problem(spec.text)
+        case GrammarKind.CALLS:
+            return call_problem(spec.text, error)
+    return grammar_problem(spec.text, error)

@@ -40,11 +40,12 @@ class RecordedCost(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_token_s: float = 0.0
     sequence_s: float = 0.0
     pair_s: float = 0.0
+    sample_s: float = 0.0
 
     @classmethod
     def of(cls, cost: StepCost) -> RecordedCost:
         """Return the form of step costs."""
-        linear_s = cost.kv_token_s, cost.sequence_s, cost.pair_s
+        linear_s = cost.kv_token_s, cost.sequence_s, cost.pair_s, cost.sample_s
         # A fitted table contains NumPy numbers.
         return cls(cost.token_buckets, tuple(map(float, cost.step_s)), *map(float, linear_s))
 
@@ -55,9 +56,7 @@ class RecordedCost(msgspec.Struct, frozen=True, omit_defaults=True):
         Raises:
             ValueError: the table is damaged.
         """
-        return StepCost(
-            self.token_buckets, self.step_s, self.kv_token_s, self.sequence_s, self.pair_s
-        )
+        return StepCost(**msgspec.structs.asdict(self))
 
 
 class RecordedWorker(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import cast
 
 from draftgate.backends.base import Backend, Upstream
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.extensions import extensions
 
 BACKEND_GROUP = "draftgate.backends"
 
@@ -24,7 +25,7 @@ _BUILT_IN = {
 
 def backend_names() -> tuple[str, ...]:
     """Return the names of all backends, built in or installed by other packages."""
-    return tuple(sorted({**_installed(), **_BUILT_IN}))
+    return tuple(sorted(extensions(BACKEND_GROUP) | _BUILT_IN))
 
 
 def backend_factory(name: str) -> Callable[[WorkerConfig], Backend | Upstream]:
@@ -34,11 +35,7 @@ def backend_factory(name: str) -> Callable[[WorkerConfig], Backend | Upstream]:
         ValueError: the backend does not exist. The message lists the names.
         ImportError: a package that the backend needs is not installed.
     """
-    entry = _BUILT_IN.get(name) or _installed().get(name)
+    entry = _BUILT_IN.get(name) or extensions(BACKEND_GROUP).get(name)
     if entry is None:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(backend_names())}")
     return cast(Callable[[WorkerConfig], Backend | Upstream], entry.load())
-
-
-def _installed() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=BACKEND_GROUP)}

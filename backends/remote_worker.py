@@ -254,4 +254,5 @@ def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:
         grammars,
         tasks=able.tasks,
         adapters=able.adapters,
+        options=able.options,
     )

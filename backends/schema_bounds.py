@@ -13,6 +13,8 @@ from decimal import Decimal
 from math import lcm
 from typing import Any, Final, TypeGuard
 
+from draftgate.backends.schema_walk import escaped
+
 MOST_SCHEMA_CHARACTERS: Final = 1 << 16
 MOST_PATTERN_CHARACTERS: Final = 1 << 12
 """Maximum length of a regular expression, or of all expressions of a schema together."""
@@ -39,17 +41,26 @@ def check_schema(text: str) -> None:
     """
     _check("characters", len(text), MOST_SCHEMA_CHARACTERS)
     try:
-        parts = list(_parts(json.loads(text)))
+        places = dict(_parts(json.loads(text)))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    parts = places.values()
     names = [name for part in parts for name in _names(part)]
     patterns = [p for part in parts if isinstance(p := part.get("pattern"), str)]
     _check("patternProperties", len(names), MOST_NAME_PATTERNS)
     _check("characters of patterns", sum(map(len, names + patterns)), MOST_PATTERN_CHARACTERS)
-    multiples = [part.get("multipleOf") for part in parts]
-    _check_multiples([multiple for multiple in multiples if _is_number(multiple)])
-    for part in parts:
-        _check_property_count(part)
+    multiples = {place: part.get("multipleOf") for place, part in places.items()}
+    _check_multiples({place: one for place, one in multiples.items() if _is_number(one)})
+
+
+def check_property_counts(schema: object) -> None:
+    """Check that no object of a schema can reach its `minProperties` by repeating a key.
+
+    Raises:
+        ValueError: an object can.
+    """
+    for place, part in _parts(schema):
+        _check_property_count(part, place)
 
 
 def check_pattern(text: str) -> None:
@@ -77,11 +88,12 @@ def _check(what: str, number: int, most: int) -> None:
         raise ValueError(f"it has {number} {what}, and at most {most} are allowed")
 
 
-def _check_multiples(multiples: list[float]) -> None:
-    """Check that few states suffice for the remainders of all multiples."""
-    exact = [abs(Decimal(str(multiple))) for multiple in multiples]
-    if not all(number.is_finite() and 1e-9 <= number <= MOST_MULTIPLES for number in exact):
-        raise ValueError(f"multipleOf must be between 1e-9 and {MOST_MULTIPLES}")
+def _check_multiples(multiples: dict[str, float]) -> None:
+    """Check that few states suffice for the remainders of all multiples, by their places."""
+    exact = [abs(Decimal(str(multiple))) for multiple in multiples.values()]
+    for place, number in zip(multiples, exact, strict=True):
+        if not (number.is_finite() and 1e-9 <= number <= MOST_MULTIPLES):
+            raise ValueError(f"multipleOf must be between 1e-9 and {MOST_MULTIPLES} (at {place})")
     scale = min((_exponent(number) for number in exact), default=0)
     alone = [int(number.scaleb(-_exponent(number))) for number in exact]
     together = lcm(*{int(number.scaleb(-scale)) for number in exact})
@@ -93,7 +105,7 @@ def _exponent(number: Decimal) -> int:
     return min(0, int(number.as_tuple().exponent))
 
 
-def _check_property_count(part: dict[str, Any]) -> None:
+def _check_property_count(part: dict[str, Any], place: str) -> None:
     """Check that an object cannot reach its `minProperties` by repeating a key.
 
     The parser counts repeated keys, but a reader of the object sees them as one property. Required
@@ -102,7 +114,10 @@ def _check_property_count(part: dict[str, Any]) -> None:
     least, required = part.get("minProperties"), part.get("required")
     sure = 1 + (len(required) if isinstance(required, list) else 0)
     if _is_number(least) and least > sure:
-        raise ValueError(f"minProperties {least} with {sure - 1} required properties")
+        raise ValueError(
+            f"minProperties must be at most {sure}, one more than the number of required "
+            f"properties, not {least} (at {place})"
+        )
 
 
 def _names(part: dict[str, Any]) -> list[str]:
@@ -114,13 +129,13 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _parts(schema: object) -> Iterator[dict[str, Any]]:
-    """Yield all objects in a schema that may be schemas themselves."""
+def _parts(schema: object, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield all objects in a schema that may be schemas themselves, with their JSON pointers."""
     if isinstance(schema, dict):
-        yield schema
+        yield place, schema
         for keyword, value in schema.items():
             if keyword not in _DATA_KEYWORDS:
-                yield from _parts(value)
+                yield from _parts(value, f"{place}/{escaped(keyword)}")
     elif isinstance(schema, list):
-        for item in schema:
-            yield from _parts(item)
+        for index, item in enumerate(schema):
+            yield from _parts(item, f"{place}/{index}")

@@ -1,57 +1,228 @@
-"""Keywords of JSON schemas that llguidance does not know, written with keywords that it knows."""
+"""JSON schemas in the keywords that llguidance enforces, without dead ends.
+
+llguidance refuses keywords that it does not know, also if they have no effect or other keywords can
+express them. It compiles some objects without any possible key, where the output cannot continue.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Final
 
-_SCHEMA: Final = frozenset({"items", "additionalProperties", "contains", "propertyNames"})
-_SCHEMAS: Final = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
-_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose value is a schema, a list of schemas, or an object of schemas."""
+from draftgate.backends.schema_bounds import check_property_counts, check_schema
+from draftgate.backends.schema_formats import key_pattern, with_known_strings
+from draftgate.backends.schema_objects import without_dead_keys
+from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_recursion import without_endless
+from draftgate.backends.schema_walk import (
+    ANNOTATIONS,
+    Schema,
+    are_disjoint,
+    resolve,
+    transform,
+)
+
+_MOST_NUMBER: Final = 9_000_000_000_000_000_000
+"""Bounds of numbers are moved to this, because llguidance compares them as 64-bit integers."""
+
+_UNENFORCED: Final = frozenset(
+    {
+        "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentSchemas",
+        "dependentRequired", "dependencies", "unevaluatedItems", "unevaluatedProperties",
+        "propertyNames", "uniqueItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef",
+        "$recursiveAnchor", "$vocabulary",
+    }
+)  # fmt: skip
+"""Keywords without exact enforcement, which are dropped on request."""
 
 
-def rewrite_schema(text: str) -> str:
-    """Return an equivalent schema without the keywords that can be expressed by others.
+def prepare_schema(text: str, *, strict: bool | None = None) -> str:
+    """Return a schema for llguidance, which accepts only values of the given schema.
 
-    The function expresses `dependentRequired` by alternatives. It drops a `uniqueItems` that every
-    array satisfies: false, or with at most one item.
+    Args:
+        strict: what happens to keywords that cannot be enforced. True leaves them, so llguidance
+            refuses them. False drops them. None drops only `uniqueItems`, which describes sets,
+            and readers of sets drop duplicates themselves.
 
     Raises:
-        ValueError: the text is not JSON.
+        ValueError: the schema exceeds a bound, is not JSON, or no value can satisfy it.
     """
-    if '"dependentRequired"' not in text and '"uniqueItems"' not in text:
-        return text  # the usual case
-    return json.dumps(_rewritten(json.loads(text)))
-
-
-def _rewritten(schema: Any) -> Any:
+    check_schema(text)
+    schema = json.loads(text)
     if not isinstance(schema, dict):
+        raise ValueError("it must be an object")  # noqa: TRY004 - an error of the client
+    try:
+        found = _Rewriting(schema, strict).schema
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check_property_counts(found)
+    return text if found == schema else json.dumps(found)
+
+
+class _Rewriting:
+    """The rewriting of one schema."""
+
+    def __init__(self, root: Schema, strict: bool | None) -> None:
+        """Rewrite a schema.
+
+        Args:
+            root: the whole schema, to which references refer.
+            strict: as for `prepare_schema`.
+        """
+        self._root = root
+        self._strict = strict
+        found = transform(root, self._rewritten)
+        if "$ref" in json.dumps(found):
+            found = without_endless(found)
+        self.schema = transform(found, without_dead_keys)
+
+    def _rewritten(self, schema: Schema, _: str) -> Any:
+        """Return a schema whose parts are rewritten, with its own keywords rewritten too."""
+        if schema.get("not") in ({}, True):
+            return False
+        schema = _with_plain_dialect(with_known_strings(schema, strict=self._strict))
+        schema = _with_small_numbers(schema)
+        schema = _with_dependent_properties(schema)
+        schema = self._with_names(schema)
+        schema = self._with_evaluated(schema)
+        schema = self._without_one_of(schema)
+        if "uniqueItems" in schema and self._may_repeat(schema):
+            schema = {key: value for key, value in schema.items() if key != "uniqueItems"}
+        return self._lenient(schema) if self._strict is False else schema
+
+    def _may_repeat(self, schema: Schema) -> bool:
+        """Return whether `uniqueItems` has no effect, or need not be enforced."""
+        has_effect = schema["uniqueItems"] is not False and schema.get("maxItems") not in {0, 1}
+        return not has_effect or self._strict is not True
+
+    def _lenient(self, schema: Schema) -> Schema:
+        """Return a schema without the keywords that cannot be enforced."""
+        found = {key: value for key, value in schema.items() if key not in _UNENFORCED}
+        if "oneOf" in found and refusal({"oneOf": found["oneOf"], **self._definitions}):
+            found["allOf"] = [*found.get("allOf", ()), {"anyOf": found.pop("oneOf")}]
+        counts = {"minProperties", "maxProperties"} & set(found)
+        if counts and set(found.get("properties", ())) - set(found.get("required", ())):
+            found = {key: value for key, value in found.items() if key not in counts}
+        return found
+
+    @property
+    def _definitions(self) -> Schema:
+        return {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+
+    def _with_names(self, schema: Schema) -> Schema:
+        """Express `propertyNames` by properties or patterns of properties."""
+        if "propertyNames" not in schema:
+            return schema
+        names = resolve(self._root, schema["propertyNames"])
+        if isinstance(names, dict):
+            names = with_known_strings(names, strict=self._strict)
+            types = names.get("type", "string")
+            keeps = types == "string" or (isinstance(types, list) and "string" in types)
+            ignored = ANNOTATIONS | ({"type"} if keeps else set())
+            names = {key: value for key, value in names.items() if key not in ignored}
+        rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+        if names in ({}, True):
+            return rest
+        if names is False:
+            return _with_listed_names(rest, [])
+        if not isinstance(names, dict) or "patternProperties" in rest:
+            return schema
+        if set(names) == {"const"} or set(names) == {"enum"}:
+            listed = names.get("enum", [names.get("const")])
+            return _with_listed_names(rest, [name for name in listed if isinstance(name, str)])
+        pattern = key_pattern(names)
+        if pattern is None or refusal({"pattern": pattern}):
+            return schema
+        return _with_patterned_names(rest, pattern)
+
+    def _with_evaluated(self, schema: Schema) -> Schema:
+        """Express `unevaluatedProperties` by `additionalProperties`, beside plain objects."""
+        if "unevaluatedProperties" not in schema:
+            return schema
+        names = list(schema.get("properties", ()))
+        reference = {key: schema[key] for key in ("$ref",) if key in schema}
+        for part in (*schema.get("allOf", ()), reference):
+            inner = resolve(self._root, part)
+            keys = {"type", "properties", "required", *ANNOTATIONS}
+            if not isinstance(inner, dict) or not set(inner) <= keys:
+                return schema
+            names += inner.get("properties", ())
+        keys = {"anyOf", "oneOf", "if", "dependentSchemas", "patternProperties", "propertyNames"}
+        if keys & set(schema) or "additionalProperties" in schema:
+            return schema
+        own = schema.get("properties", {})
+        found = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
+        found["properties"] = {**own, **{name: True for name in names if name not in own}}
+        return {**found, "additionalProperties": schema["unevaluatedProperties"]}
+
+    def _without_one_of(self, schema: Schema) -> Schema:
+        """Replace `oneOf` by `anyOf` if no value satisfies two of its options."""
+        options = schema.get("oneOf")
+        if not isinstance(options, list) or "anyOf" in schema:
+            return schema
+        disjoint = all(
+            are_disjoint(self._root, one, other)
+            for i, one in enumerate(options)
+            for other in options[:i]
+        )
+        if not disjoint or "/oneOf/" in json.dumps(self._root):  # a reference by place
+            return schema
+        return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
+
+
+def _with_plain_dialect(schema: Schema) -> Schema:
+    """Drop a dialect that llguidance does not know."""
+    dialect = schema.get("$schema", "")
+    if isinstance(dialect, str) and (not dialect or "//json-schema.org/" in dialect):
         return schema
-    found = {keyword: _value(keyword, value) for keyword, value in schema.items()}
-    most = found.get("maxItems")
-    if found.get("uniqueItems") is False or most in (0, 1):
-        found.pop("uniqueItems", None)
-    dependent = found.get("dependentRequired")
-    if isinstance(dependent, dict) and all(isinstance(v, list) for v in dependent.values()):
-        del found["dependentRequired"]
-        needs = [_needs(name, required) for name, required in dependent.items() if required]
-        if needs:
-            found["allOf"] = [*found.get("allOf", ()), *needs]
+    return {key: value for key, value in schema.items() if key != "$schema"}
+
+
+def _with_small_numbers(schema: Schema) -> Schema:
+    """Move bounds of numbers that llguidance cannot compare, without allowing more numbers."""
+    found = dict(schema)
+    for keyword, sign in (("minimum", -1), ("maximum", 1)):
+        for name in (keyword, f"exclusive{keyword.capitalize()}"):
+            bound = found.get(name)
+            if isinstance(bound, int | float) and bound * sign > _MOST_NUMBER:
+                found[name] = sign * _MOST_NUMBER
     return found
 
 
-def _value(keyword: str, value: Any) -> Any:
-    """Return the value of a keyword with its schemas rewritten."""
-    if keyword in _SCHEMA and not isinstance(value, list):
-        return _rewritten(value)
-    if keyword in _SCHEMAS and isinstance(value, list):
-        return [_rewritten(one) for one in value]
-    if keyword in _NAMED and isinstance(value, dict):
-        return {name: _rewritten(one) for name, one in value.items()}
-    return value
+def _with_dependent_properties(schema: Schema) -> Schema:
+    """Express `dependentRequired` by alternatives."""
+    dependent = schema.get("dependentRequired")
+    if not isinstance(dependent, dict) or not all(isinstance(v, list) for v in dependent.values()):
+        return schema
+    found = {key: value for key, value in schema.items() if key != "dependentRequired"}
+    needs = [_needs(name, required) for name, required in dependent.items() if required]
+    return {**found, "allOf": [*found.get("allOf", ()), *needs]} if needs else found
 
 
-def _needs(name: str, required: list[Any]) -> dict[str, Any]:
+def _needs(name: str, required: list[Any]) -> Schema:
     """Return a schema for objects that lack a property, or have it together with others."""
     return {"anyOf": [{"properties": {name: False}}, {"required": [name, *required]}]}
+
+
+def _with_listed_names(schema: Schema, names: list[str]) -> Schema:
+    """Return the schema of objects that can have only these properties."""
+    more = schema.get("additionalProperties", True)
+    own = {key: one if key in names else False for key, one in _properties(schema).items()}
+    properties = {**own, **{name: more for name in names if name not in own}}
+    return {**schema, "properties": properties, "additionalProperties": False}
+
+
+def _with_patterned_names(schema: Schema, pattern: str) -> Schema:
+    """Return the schema of objects whose properties have names of a pattern."""
+    more = schema.get("additionalProperties", True)
+    own = {
+        name: False if refusal({"const": name, "pattern": pattern}) else one
+        for name, one in _properties(schema).items()
+    }
+    found = {**schema, "patternProperties": {pattern: more}, "additionalProperties": False}
+    return {**found, "properties": own} if own else found
+
+
+def _properties(schema: Schema) -> dict[str, Any]:
+    properties = schema.get("properties", {})
+    return properties if isinstance(properties, dict) else {}

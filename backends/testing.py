@@ -217,8 +217,8 @@ def _check_details(deltas: list[Delta], *, traced: bool) -> None:
             assert step.accepted <= drafted <= step.offered, (
                 "accepted tokens must be among the offered tokens"
             )
-            assert step.tokens - 1 <= step.accepted <= step.tokens, (
-                "a step samples at most one token itself"
+            assert step.accepted == step.tokens - 1, (
+                "a step adds its accepted tokens and one token of the target"
             )
             assert len(step.survivals) == drafted, "each draft token has a survival"
             assert (step.proposer is not None) == (step.offered > 0), (

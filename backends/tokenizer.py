@@ -12,10 +12,16 @@ from typing import Any, Final
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel, WordPiece
 
-from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
+from draftgate.backends.chat_template import (
+    TEMPLATE_FILES,
+    ChatTemplate,
+    PromptEnding,
+    template_sources,
+)
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.pair_encoder import PairEncoder
 from draftgate.backends.token_bounds import parts_of, token_bound
+from draftgate.backends.token_bytes import TokenBytes
 
 FILES: Final = (
     "tokenizer.json",
@@ -49,6 +55,7 @@ class Tokenizer:
         vocab_size: the largest token id plus one, where ids below may be unused.
         texts: text that each token adds by itself, which is empty for special tokens.
         texts_with_special: the same with the texts of special tokens.
+        bytes: raw bytes that each token adds after other text, also for parts of characters.
     """
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
@@ -75,6 +82,7 @@ class Tokenizer:
         self.texts = TokenTexts(self.decode, decoder, anchor)
         with_special = partial(self.decode, skip_special_tokens=False)
         self.texts_with_special = TokenTexts(with_special, decoder, anchor)
+        self.bytes = TokenBytes(self._fast.id_to_token, with_special, decoder, anchor)
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
         inputs = settings.get("model_input_names") or _INPUTS
@@ -143,7 +151,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, in which an incomplete character becomes U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        return self.bytes[token_id].decode(errors="replace")
 
     def special_id(self, name: str) -> int | None:
         """Return the id of a special token by its role, such as `eos_token`, or None."""
@@ -166,13 +174,15 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        ending: PromptEnding = PromptEnding.RESPONSE,
     ) -> str:
         """Return messages, and tools, as a prompt in the format of the model's chat template.
 
         Raises:
             RequestRejected: the model has no template, or the template raised an error.
         """
-        return self._template.render(messages, tools, variables)
+        return self._template.render(messages, tools, variables, ending=ending)
 
 
 class TokenTexts(dict[int, str | None]):

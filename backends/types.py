@@ -11,8 +11,11 @@ from typing import Annotated, Final, NamedTuple
 from msgspec import Meta
 
 from draftgate.backends.adapter_card import AdapterCard
+from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.prompt_logprobs import PromptLogprobs
+from draftgate.backends.sampling_params import SAMPLING_OPTIONS as SAMPLING_OPTIONS  # noqa: PLC0414 - re-exported
+from draftgate.backends.sampling_params import SamplingParams as SamplingParams  # noqa: PLC0414 - re-exported
 from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
@@ -34,88 +37,12 @@ class Task(StrEnum):
 class FinishReason(StrEnum):
     """The reason for the end of a choice, as in OpenAI's API. `ABORT` never reaches a client.
 
-    With a grammar, `STOP` without a stop text means that the output is complete.
+    With a grammar, `STOP` without a stop text is a complete output, and `ABORT` one that was cut.
     """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-@immutable
-class SamplingParams:
-    """The sampling parameters of a request.
-
-    Attributes:
-        max_tokens: maximum number of tokens to generate, or 0 to compute only the prompt. It is 0
-            for a task that generates nothing.
-        seed: 64-bit key of the sampling noise.
-        temperature: sampling temperature, where 0 is greedy.
-        top_k: keep the k likeliest tokens, or all tokens with 0.
-        top_p: keep the smallest set of tokens with this total probability, or all tokens with 1.
-        min_p: keep tokens with at least this share of the highest probability, or all tokens with
-            0.
-        logit_bias: pairs (token id, addend of its logit), by ascending id.
-        repetition_penalty: divisor of positive logits of tokens in prompt or output, and factor of
-            negative logits, where 1 has no effect (CTRL, arXiv 1909.05858).
-        frequency_penalty: subtracted from a token's logit for each occurrence in the output.
-        presence_penalty: subtracted from a token's logit once it occurs in the output.
-        min_tokens: number of tokens before an end-of-sequence token, a stop token or a stop text
-            may end a choice. Without a grammar, such tokens are not sampled before.
-        stop: texts that end a choice, without being part of the output.
-        stop_token_ids: tokens that end a choice, without being part of its text.
-        bad_words: token sequences whose last token is never sampled after the others, within the
-            output. A grammar that allows only such tokens takes precedence.
-        skip_special_tokens: whether special tokens are left out of the text.
-        ignore_eos: whether to continue after an end-of-sequence token.
-        logprobs: number of alternatives to report for each token, or None to report no log
-            probabilities.
-        prompt_logprobs: number of alternatives to report for each token of the prompt but the
-            first, or None to report no log probabilities of the prompt. Choice 0 reports them.
-    """
-
-    max_tokens: int
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    skip_special_tokens: bool = True
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether a penalty makes sampling depend on the counts of earlier tokens."""
-        return (
-            self.repetition_penalty != 1
-            or self.frequency_penalty != 0
-            or self.presence_penalty != 0
-        )
-
-    @property
-    def reads_output(self) -> bool:
-        """Whether sampling depends on the output's earlier tokens."""
-        return self.counts_tokens or bool(self.bad_words)
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a parameter changes logits before temperature and filters."""
-        return bool(self.logit_bias) or self.reads_output or self.min_tokens > 0
-
-    @property
-    def leaves_logits(self) -> bool:
-        """Whether no parameter reads or changes logits before temperature and filters."""
-        return self.logprobs is None and not self.changes_logits
 
 
 class GrammarKind(StrEnum):
@@ -133,14 +60,15 @@ class GrammarSpec:
     """A grammar for the whole output, up to the end-of-sequence token.
 
     Attributes:
-        text: a JSON schema, a regular expression, a JSON list of texts, a context-free grammar in
-            the notation of Lark or llama.cpp (GBNF), or the JSON of a `CallForm`.
+        text: a JSON schema, regular expression, JSON list of texts, Lark, GBNF, or `CallForm`.
         param: the request parameter that sets the grammar.
+        strict: effect of keywords without enforcement (`schema_rewriting.prepare_schema`).
     """
 
     kind: GrammarKind
     text: str
     param: str = "response_format"
+    strict: bool | None = None
 
 
 @immutable
@@ -191,9 +119,11 @@ class GenerationRequest:
             or empty without a prediction. They never change the output.
         second_segment: index of the prompt's first token of the second segment, which a BERT marks
             in pairs of texts, or 0 if the prompt has a single segment.
-        cache_salt: only requests of the tenant with the same salt share cached prefixes, and no
-            drafts come from the texts of other requests if it is not empty.
+        cache_salt: only requests of the tenant with the same salt share cached prefixes and drafts
+            from earlier outputs.
         adapter: digest of the LoRA adapter to use, or empty for the model alone.
+        corpus: whether drafts may come from earlier outputs of its owner (`cache_owner`), and later
+            drafts from its output.
     """
 
     request_id: str
@@ -213,12 +143,13 @@ class GenerationRequest:
     second_segment: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    corpus: bool = True
 
     @property
     def cache_owner(self) -> str:
-        """The owner of cached prefixes, which only its requests share.
+        """The owner of cached prefixes and earlier outputs, which only its requests share.
 
-        An adapter changes keys and values. The salt comes last, because clients choose it.
+        An adapter changes keys, values and outputs. The salt comes last, because clients choose it.
         """
         if not self.adapter and not self.cache_salt:
             return self.tenant
@@ -259,6 +190,8 @@ class SpeculationOutcome:
         revisions: revisions of the plan, in order.
         accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
             draft tokens from the client's prediction.
+        saved_s: seconds by which the drafts of its steps made it faster, by the costs of steps on
+            its worker. Negative if they made it slower.
     """
 
     num_spec_steps: int = 0
@@ -268,6 +201,7 @@ class SpeculationOutcome:
     revisions: tuple[PlanRevision, ...] = ()
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    saved_s: float = 0.0
 
     def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
         """Return the sum of both outcomes."""
@@ -282,6 +216,7 @@ class SpeculationOutcome:
             self.revisions + other.revisions,
             self.accepted_prediction_tokens + other.accepted_prediction_tokens,
             self.rejected_prediction_tokens + other.rejected_prediction_tokens,
+            self.saved_s + other.saved_s,
         )
 
 
@@ -400,6 +335,7 @@ class Capabilities:
         embedding_size: dimensions of an embedding, or 0 without embeddings.
         formats: kinds of grammars that it can enforce.
         adapters: LoRA adapters that requests may select.
+        options: those of `SAMPLING_OPTIONS` that it applies.
     """
 
     token_ids: bool = True
@@ -410,6 +346,7 @@ class Capabilities:
     embedding_size: int = 0
     formats: bool = False
     adapters: tuple[AdapterCard, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @immutable
@@ -428,6 +365,7 @@ class ModelCard:
             None if it exchanges none.
         prompts: pairs (`input_type`, text to put before the texts of an embedding request), with an
             empty type for requests without one.
+        defaults: parameters of requests that do not set them.
     """
 
     model_id: str
@@ -440,6 +378,7 @@ class ModelCard:
     eos_ids: tuple[int, ...] = ()
     kv_format: KvFormat | None = None
     prompts: tuple[tuple[str, str], ...] = ()
+    defaults: GenerationDefaults = GenerationDefaults()
 
     def prompt(self, input_type: str) -> str:
         """Return the text to put before the texts of an embedding request, which may be empty."""

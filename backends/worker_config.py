@@ -16,9 +16,9 @@ def kind(name: str, *, secret: bool = False) -> Meta:
     """Annotate a setting that is read or checked in a special way.
 
     Args:
-        name: kind of the setting. `indices` takes 0,1. `list`, `models`, `shares` and `urls` take
-            several values. `url` and `store` are addresses. `pool`, `backend` and the kinds of
-            policies are names.
+        name: kind of the setting. `hosts`, `indices`, `list`, `models`, `origins`, `shares` and
+            `urls` take several values. `url`, `collector` and `store` are addresses. `pool`,
+            `backend`, `variable` and the kinds of policies are names.
         secret: whether the value is masked wherever settings are shown.
     """
     return Meta(extra={"kind": name, "secret": secret})
@@ -68,6 +68,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_len: Positive | None = None
     """Maximum number of tokens of a prompt and its output (default: the model's)."""
 
+    generation_config: str = "auto"
+    """Source of the sampling parameters that a request does not set: auto (generation_config.json
+    of the checkpoint), none (the defaults of the API), or the path of another such file."""
+
     loras: Annotated[tuple[str, ...], kind("models")] = ()
     """Also serve the model with this LoRA adapter: a PEFT checkpoint of the first model, or
     NAME=CHECKPOINT with a name for clients. Repeatable."""
@@ -101,8 +105,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_window_tokens: Positive | None = None
     """Attention window of each layer of the draft model or head, in tokens (default: its own)."""
 
-    ngram_corpus_tokens: Count = 0
-    """Tokens of a tenant's finished requests that n-gram drafts may search."""
+    ngram_corpus_bytes: Annotated[int, Meta(ge=0, extra={"kind": "bytes"})] = 64 << 20
+    """Memory for outputs of finished requests, which n-gram drafts of the same tenant and
+    cache_salt may search, such as 64MiB (0: none)."""
 
     sparse_budget_tokens: Annotated[int, Meta(ge=16)] = 512
     """Tokens of a sequence that sparse self-speculation reads."""
@@ -170,13 +175,17 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sim_acceptance: Share = 0.6
     """Probability that the simulator accepts a draft token."""
 
-    upstream_api_key_env: str | None = None
+    upstream_api_key_env: Annotated[str, kind("variable")] | None = None
     """Environment variable that holds the API key of the upstreams."""
+
+    upstream_max_pause_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Maximum time for which an upstream gets no requests after a refusal (429, 503) or a failed
+    probe, in seconds, whatever its Retry-After header says."""
 
     upstream_concurrency: Count = 0
     """Maximum concurrent requests of an upstream (0: according to its metrics)."""
 
-    peer_secret_env: str | None = None
+    peer_secret_env: Annotated[str, kind("variable")] | None = None
     """Environment variable that holds the secret of the cluster's nodes (default: only nodes on
     this machine are peers)."""
 
@@ -192,6 +201,7 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
         upstream_speculates: whether the upstream drafts for every request, or None to read its
             metrics.
         model_id: name of the model in its card, or None for that of the checkpoint.
+        acceptance_cache: whether counts of accepted drafts are read at the start, and stored.
         memory_share: the share of its device's memory budget that the worker may take, if other
             models of the node have workers on the same device.
     """
@@ -201,6 +211,7 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
     upstream: str | None = None
     upstream_speculates: bool | None = None
     model_id: str | None = None
+    acceptance_cache: bool = False
     memory_share: float = 1.0
 
     def step_limits(self, device_type: str) -> StepLimits:

@@ -6,11 +6,15 @@ SIGTERM and SIGINT stop the node. It leaves the pool, rejects new requests and l
 end within the drain timeout. Then it closes the listener, responds to the last requests and stops
 the workers. A second signal skips these steps. A node that has lost its last worker stops in the
 same way, so that its supervisor restarts it.
+
+SIGHUP makes the node read its API keys and certificates again. SIGUSR1 and SIGUSR2, which programs
+that rotate logs send, have no effect, because no log file stays open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -35,11 +39,13 @@ from draftgate.gateway.config.models import ModelPlan, plan_models
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.last_requests import answer_last_requests
-from draftgate.gateway.http.routes import build_app
+from draftgate.gateway.http.other_listeners import accepting_for_others
 from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.logs import log
 from draftgate.gateway.node import Node
 from draftgate.gateway.process import settle_process
-from draftgate.gateway.reloading import reloading
+from draftgate.gateway.reloading import WatchedFiles, reloading
+from draftgate.gateway.routes import build_app
 from draftgate.gateway.state.guarded import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tls import Listener, tls_listener
@@ -82,10 +88,12 @@ class Inherited:
 
     Attributes:
         accepts_early: whether the node responds before it is ready. Otherwise connections wait.
+        others: the listeners of other processes that share the port.
     """
 
     listener: socket.socket
     accepts_early: bool
+    others: tuple[socket.socket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,9 @@ class Listening:
 
     Attributes:
         accept: accepts connections from now on, if they had to wait.
+        accepting_for_others: a context manager that serves connections that wait at the listeners
+            of other processes.
+        reload: reads API keys and certificates again.
         url: the URL of the node, with the actual port.
         stop_accepting: closes the listener, and waits until the requests that clients have already
             sent have responses. Call it after a drain.
@@ -102,6 +113,8 @@ class Listening:
     node: Node
     url: str
     accept: Callable[[], Awaitable[None]]
+    accepting_for_others: Callable[[], AbstractAsyncContextManager[None]]
+    reload: Callable[[], None]
     stop_accepting: Callable[[], Awaitable[None]]
 
 
@@ -164,7 +177,15 @@ async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIter
                 if tls is not None:
                     await stack.enter_async_context(reloading(tls.files, tls.use))
                 stop = partial(answer_last_requests, runner.server, server, connect, context)
-                yield Listening(node, _url(config, node.port), server.start_serving, stop)
+                others = () if inherited is None else inherited.others
+                yield Listening(
+                    node,
+                    _url(config, node.port),
+                    server.start_serving,
+                    partial(accepting_for_others, others, connect, context),
+                    partial(_reload, node.key_files, None if tls is None else tls.files),
+                    stop,
+                )
         finally:
             server.close()
     finally:
@@ -181,6 +202,14 @@ def _tls(config: ServeConfig) -> Listener | None:
         return tls_listener(config)
     except ValueError as error:
         raise StartError(str(error)) from error
+
+
+def _reload(*watched: WatchedFiles[Any] | None) -> None:
+    """Read files again, such as API keys and certificates."""
+    log(logging.INFO, "reloading API keys and certificates")
+    for files in watched:
+        if files is not None:
+            files.request()
 
 
 async def _listen(
@@ -270,6 +299,7 @@ async def serve(
     failure: str | None = None
     node = build_node(config)
     async with listening(node, inherited) as where:
+        signals.on_reload = where.reload
         try:
             async with loading(node):
                 await until_signal(signals, start_workers(node))
@@ -278,7 +308,8 @@ async def serve(
                 await where.accept()
                 on_ready(where)
                 async with node.beating():
-                    await until_signal(signals, _last_worker_lost(node))
+                    async with where.accepting_for_others():
+                        await until_signal(signals, _last_worker_lost(node))
                     failure = node.failure
                     await node.leave()
                     await _stop_until_second(where, signals)
@@ -300,18 +331,29 @@ async def _last_worker_lost(node: Node) -> None:
 
 
 class Signals:
-    """The signals SIGTERM and SIGINT.
+    """The signals that operators and supervisors send to a process.
 
-    The first signal stops the node, and the second signal skips the drain.
+    The first SIGTERM or SIGINT stops the process, and the second one skips the drain. None of the
+    other signals ends it.
+
+    Attributes:
+        on_reload: a callback for SIGHUP.
     """
 
-    def __init__(self) -> None:
-        """Handle both signals on the running event loop."""
+    def __init__(self, on_reload: Callable[[], None] = lambda: None) -> None:
+        """Handle the signals on the running event loop."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.on_reload = on_reload
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._arrived)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, lambda: None)
+
+    def _reload(self) -> None:
+        self.on_reload()
 
     def _arrived(self) -> None:
         (self.second if self.first.is_set() else self.first).set()

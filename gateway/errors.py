@@ -1,7 +1,10 @@
 """The errors that a client can get.
 
     GatewayError              500  server_error
+    ├── OutputCut             500  ... code output_cut
     ├── InvalidRequest        400  invalid_request_error
+    │   ├── InvalidHttp       400  ... code invalid_value
+    │   │   └── UnsupportedTransferEncoding 501 code unsupported_transfer_encoding
     │   ├── Unsupported       400  ... code unsupported_parameter
     │   ├── UnsupportedTask   400  ... code unsupported
     │   ├── ContextTooLong    400  ... code context_length_exceeded
@@ -18,6 +21,7 @@
     │   ├── RequestTimeout    408  ... code request_timeout
     │   ├── FixedRole         409  ... code fixed_role
     │   ├── BodyTooLarge      413  ... code body_too_large
+    │   ├── UnsupportedEncoding 415 .. code unsupported_encoding
     │   ├── ExpectationFailed 417  ... code expectation_failed
     │   └── HeadersTooLarge   431  ... code headers_too_large
     ├── Unauthorized          401  invalid_request_error, code invalid_api_key
@@ -27,6 +31,7 @@
     │   ├── QueueTimeout           ... code queue_timeout
     │   └── UpstreamBusy           ... code upstream_busy
     ├── NotOffered            501  ... code not_offered
+    ├── UpstreamRejection     the upstream's status, type and code
     ├── UpstreamBroken        502  ... code upstream_failed
     └── Unavailable           503  server_error, with Retry-After
         ├── Starting               ... code model_loading
@@ -36,9 +41,9 @@
         └── UpstreamUnavailable    ... code upstream_unavailable
 
 The response of each is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
-`{"type": "error", "error": {"type", "message"}}` on the paths of that API. An error with
-Retry-After also has `retry_after_s` in its `error`, because a stream that has begun has no more
-headers.
+`{"type": "error", "error": {"type", "message"}, "request_id"}` for requests of that API. An
+error with Retry-After also has `retry_after_s` in its `error`, because a stream that has begun has
+no more headers.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import ClassVar, Final
+from typing import Final
 
 import msgspec
 
@@ -80,6 +85,13 @@ _ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's types of errors, by HTTP status. Other statuses have the types of their class."""
 
 
+_ANTHROPIC_DETAILS: Final[Mapping[str | None, Mapping[str, object]]] = {
+    "thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+}
+"""The details of Anthropic's errors by parameter. With these, the tool runners of its clients send
+the request again without a thread, and then send all messages."""
+
+
 class GatewayError(Exception):
     """An error with an HTTP status and OpenAI's fields.
 
@@ -91,9 +103,9 @@ class GatewayError(Exception):
         retry_after_s: seconds after which a retry may succeed, or None to send no header.
     """
 
-    status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
-    code: ClassVar[str] = "internal_error"
+    status: int = 500
+    type: str = "server_error"
+    code: str = "internal_error"
 
     def __init_subclass__(cls, **fields: str | int) -> None:
         for name, value in fields.items():
@@ -109,13 +121,19 @@ class GatewayError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
-        """Return the JSON of the response in the wanted format."""
+    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI, request_id: str = "") -> bytes:
+        """Return the JSON of the response in the wanted format.
+
+        Args:
+            request_id: the id of the request, which only Anthropic's format contains.
+        """
         if wanted is ErrorFormat.ANTHROPIC:
             otherwise = "api_error" if self.status >= 500 else "invalid_request_error"
             kind = _ANTHROPIC_TYPES.get(self.status, otherwise)
             error = {"type": kind, "message": self.message, **self.retry_field()}
-            return msgspec.json.encode({"type": "error", "error": error})
+            if details := _ANTHROPIC_DETAILS.get(self.param):
+                error["details"] = details
+            return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
         fields = {"message": self.message, "type": self.type, "param": self.param}
         return msgspec.json.encode({"error": {**fields, "code": self.code, **self.retry_field()}})
 
@@ -140,6 +158,14 @@ class InvalidRequest(GatewayError, status=400, type="invalid_request_error", cod
     """The request is malformed or impossible."""
 
 
+class InvalidHttp(InvalidRequest):
+    """The request is not valid HTTP, so its connection closes."""
+
+
+class UnsupportedTransferEncoding(InvalidHttp, status=501, code="unsupported_transfer_encoding"):
+    """The body has a transfer coding other than chunked."""
+
+
 def invalid(param: str, problem: str) -> InvalidRequest:
     """Return the error of an invalid parameter.
 
@@ -151,8 +177,15 @@ def invalid(param: str, problem: str) -> InvalidRequest:
 class Unsupported(InvalidRequest, code="unsupported_parameter"):
     """A parameter would change the output and is not supported yet."""
 
-    def __init__(self, param: str, detail: str = "") -> None:
-        super().__init__(f"{param}{detail} is not supported yet", param)
+    def __init__(self, param: str, detail: str = "", *, advice: str = "") -> None:
+        """Begin an error.
+
+        Args:
+            detail: the value, if the parameter is supported with others.
+            advice: why it is not supported, or what to use instead.
+        """
+        reason = f": {advice}" if advice else " yet"
+        super().__init__(f"{param}{detail} is not supported{reason}", param)
 
 
 class UnsupportedTask(InvalidRequest, code="unsupported"):
@@ -248,6 +281,21 @@ class FixedRole(InvalidRequest, status=409, code="fixed_role"):
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
     """The body exceeds `--max-body-bytes`."""
 
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"the body exceeds {most_bytes} bytes")
+
+
+class UnsupportedEncoding(InvalidRequest, status=415, code="unsupported_encoding"):
+    """The body has a `Content-Encoding` that the server does not decode."""
+
+    def __init__(self, message: str, supported: Sequence[str]) -> None:
+        super().__init__(message)
+        self._supported = supported
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the encodings that the server decodes (RFC 9110, 15.5.16)."""
+        return [("Accept-Encoding", ", ".join(self._supported))]
+
 
 class ExpectationFailed(InvalidRequest, status=417, code="expectation_failed"):
     """The header `Expect` has an unknown value."""
@@ -302,8 +350,36 @@ class UpstreamBusy(TooMany, code="upstream_busy"):
     """Every upstream has requested a pause."""
 
 
+class OutputCut(GatewayError, code="output_cut"):
+    """The format of a request allows no continuation of an output that is incomplete."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(
+            f"the output is incomplete, because its format allows no text after {tokens} tokens; "
+            "simplify the schema or grammar, or try another seed"
+        )
+
+
 class NotOffered(GatewayError, status=501, code="not_offered"):
     """The backend of this node does not have this endpoint."""
+
+
+class UpstreamRejection(GatewayError):
+    """An upstream rejected the request, in another form than that of the API."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, param)
+        self.status = status
+        self.type = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.code = code or "upstream_rejected"
 
 
 class UpstreamBroken(GatewayError, status=502, code="upstream_failed"):

@@ -25,6 +25,7 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.sent_requests import SentRequests
 from draftgate.gateway.state.store import new_epoch
+from draftgate.gateway.upstream_models import UpstreamModels
 from draftgate.policies.capacity import WorkerUsage, with_other_gateways
 from draftgate.policies.routing.types import Candidate, PrefixPull
 from draftgate.policies.types import Role
@@ -57,7 +58,6 @@ class FleetWorker(SentRequests):
         epoch: str = "",
         role: Role = Role.ANY,
     ) -> None:
-        """Start without requests."""
         super().__init__()
         self._role = role
         self.worker_id = worker_id
@@ -116,11 +116,13 @@ class FleetWorker(SentRequests):
 
     @property
     def status(self) -> str:
-        """Whether the worker serves: `ok`, `loading`, `hung` or `failed`."""
+        """Whether the worker serves: `ok`, `loading`, `hung`, `paused` or `failed`."""
         if self.backend.failure is not None:
             return "failed"
         if self.hung:
             return "hung"
+        if self.forwards and self.upstream.pause is not None:
+            return "paused"
         return "ok" if self.backend.progress >= 1.0 else "loading"
 
     @property
@@ -179,9 +181,8 @@ class FleetWorker(SentRequests):
             BackendFailed: the worker rejects the request or has failed.
         """
         deltas = self.generating.generate(request)
-        self._watermark = max(
-            self._watermark, lease_number
-        )  # the load includes the request from now on
+        # The load includes the request from now on.
+        self._watermark = max(self._watermark, lease_number)
         return deltas
 
 
@@ -195,7 +196,6 @@ class PeerWorker(FleetWorker):
     own = False
 
     def __init__(self, worker_id: str, backend: PeerBackend, epoch: str) -> None:
-        """Start without requests."""
         super().__init__(worker_id, backend, epoch)
         self.gateways = 2  # until the store reports the number
         self._peer = backend
@@ -216,10 +216,7 @@ class PeerWorker(FleetWorker):
         return with_other_gateways(super().usage, self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """Send a request and return its deltas, as `FleetWorker.run` does.
-
-        The watermark advances when the request has arrived at the worker.
-        """
+        """Send a request as `FleetWorker.run` does. The watermark advances when it has arrived."""
         return self._peer.generate(request, lease_number)
 
 
@@ -248,6 +245,7 @@ class Fleet:
         self.workers: tuple[FleetWorker, ...] = ()
         self.rivals = 0
         self.discovers = self.ending = False
+        self.upstream_models = UpstreamModels()
         self._last: FleetWorker | None = None  # the last worker that was removed
 
     @property
@@ -405,6 +403,7 @@ class Fleet:
             for number, config in enumerate(self._configs, first)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
+        self.upstream_models.watch([one.backend for one in self.workers])
 
     def add(self, worker: PeerWorker) -> None:
         """Add a linked worker of another node."""

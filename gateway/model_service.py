@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 
+from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.types import Task
 from draftgate.gateway.assembly import (
     WaitingRules,
@@ -24,6 +25,7 @@ from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import RETRY_STARTING_S, Lifecycle
+from draftgate.gateway.logs import log
 from draftgate.gateway.scaling import Scaling
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.store import Store
@@ -31,7 +33,6 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import ActivityMeter
-from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.policies.protocols import SpeculationPolicy
@@ -149,7 +150,12 @@ class ModelService:
             return self._served.name
         if not self.fleet.forwards:
             return ""
-        return self.config.served_model_name or self.fleet.card.model_id
+        return self.config.first_name or self.fleet.card.model_id
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that clients may use, the first of which is `name`."""
+        return (self.name, *self.config.served_model_name[1:])
 
     @property
     def served(self) -> ServedModel:
@@ -193,6 +199,7 @@ class ModelService:
             await self.members.first()
         if not self.fleet.forwards:
             self._served = self._described()
+            self._log_defaults()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)
 
     async def stop(self) -> None:
@@ -245,8 +252,32 @@ class ModelService:
 
     def _described(self) -> ServedModel:
         card = self.fleet.card
-        name = self.config.served_model_name or card.model_id
-        return ServedModel(name, self.fleet.tokenizer, card.max_model_len, self.fleet.adapters)
+        name = self.config.first_name or card.model_id
+        fleet = self.fleet
+        return ServedModel(
+            *(name, fleet.tokenizer, card.max_model_len, fleet.adapters),
+            defaults=self._defaults,
+            max_request_tokens=self.config.max_request_tokens,
+            describes_tools=not self.config.no_tool_prompt,
+            eos_ids=card.eos_ids,
+            further_names=self.config.served_model_name[1:],
+        )
+
+    def _log_defaults(self) -> None:
+        if given := self._defaults().given():
+            words = "requests get sampling parameters that they do not set from the model"
+            log(logging.INFO, words, model=self.name, **given)
+
+    def _defaults(self) -> GenerationDefaults:
+        """Return the parameters of requests that do not set them.
+
+        The worker with the first id decides, so that all gateways of a pool agree even if its
+        workers differ.
+        """
+        workers = self.fleet.workers or (self.fleet.any,)
+        if len(workers) == 1:  # the usual case
+            return workers[0].backend.card.defaults
+        return min(workers, key=lambda worker: worker.worker_id).backend.card.defaults
 
     def _read_gauges(self) -> None:
         """Read the gauges of the model when they are needed."""

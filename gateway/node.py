@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -32,8 +31,10 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.embedding_cache import EmbeddingCache
+from draftgate.gateway.file_safety import check_writers
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
 from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
@@ -45,7 +46,6 @@ from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Activity, Live
-from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import Tracing
@@ -195,7 +195,7 @@ class Node:
     def model_named(self, name: str) -> ModelService | None:
         """Return the model that clients request by this name or by that of an adapter, or None."""
         for model in self.models:
-            if name in {model.name, model.model_id}:
+            if name in {*model.names, model.model_id}:
                 return model
         return next((model for model in self.models if name in model.fleet.adapters()), None)
 
@@ -240,6 +240,7 @@ class Node:
         for model in self.models[:]:
             await model.start(prefix)
         await self._find_models()
+        await self._join_store()
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
@@ -304,7 +305,7 @@ class Node:
         """Serve a model that only other nodes of the pool have."""
         if any(model.model_id == model_id for model in self.models):
             return
-        config = replace(self.config, no_worker=True, served_model_name=None)
+        config = replace(self.config, no_worker=True, served_model_name=())
         model = ModelService(
             *(config, Fleet(_no_factory, ()), self._parts, self.accounts.quotas), model_id=model_id
         )
@@ -335,6 +336,12 @@ class Node:
         if self._starting:
             await asyncio.wait(self._starting, timeout=FIND_S)
         self._settled_s = loop_time_s() + SETTLE_S
+
+    async def _join_store(self) -> None:
+        """Prepare the store for the first requests, and learn how many nodes share the quotas."""
+        await self.store.warm_up()
+        for model in self.models:
+            await model.dispatcher.admission.quotas.renew()
 
     async def _advertise(self, join: str) -> str:
         """Determine this node's URL for other nodes, and return the prefix of its workers' ids.
@@ -398,5 +405,10 @@ def _file(setting: str, path: str | None) -> JsonLinesFile | None:
 def _key_files(config: ServeConfig) -> WatchedFiles[Accounts]:
     """Return the file of API keys, if one is configured, with the keys of the environment."""
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
-    read = partial(read_accounts, path, config.api_keys, config.metrics_keys)
-    return WatchedFiles("the API keys", [] if path is None else [path], read)
+    paths = [] if path is None else [path]
+
+    def read() -> Accounts:
+        check_writers(paths, strict=config.strict)
+        return read_accounts(path, config.api_keys, config.metrics_keys)
+
+    return WatchedFiles("the API keys", paths, read)

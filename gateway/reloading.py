@@ -1,8 +1,9 @@
 """Files that the node loads again when they change, such as certificates and API keys.
 
 The node compares the state of the files once a second. Kubernetes replaces mounted secrets by a
-symbolic link, which such a comparison notices. If new contents are invalid, the old contents stay
-in use, and the node logs the reason once.
+symbolic link, which such a comparison notices. SIGHUP makes the node read the files at once, even
+if their state is the same, for example on a file system with coarse times. If new contents are
+invalid, the old contents stay in use, and the node logs the reason once.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 
 CHECK_S: Final = 1.0
 """Interval of the checks. The state of a file takes a few microseconds."""
@@ -38,18 +39,33 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._paths = paths
         self._seen = self._state()
+        self._requested = asyncio.Event()
         self.read = read
 
+    def request(self) -> None:
+        """Let the next check read the files in any case, and begin it now if the files are checked.
+
+        Without files, the call has no effect.
+        """
+        if self._paths:
+            self._requested.set()
+
+    async def requested(self, timeout_s: float) -> None:
+        """Wait for `request`, or until a time has passed."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._requested.wait(), timeout_s)
+
     async def check(self, apply: Callable[[T], None]) -> None:
-        """Read the files if they have changed, and apply their contents.
+        """Read the files if they have changed or `request` was called, and apply their contents.
 
         Args:
             apply: uses the contents, on the thread of the event loop. It raises as `read` does.
         """
         state = await asyncio.to_thread(self._state)
-        if state == self._seen:
+        if state == self._seen and not self._requested.is_set():
             return
         self._seen = state
+        self._requested.clear()
         try:
             apply(await asyncio.to_thread(self.read))
         except (OSError, ValueError) as error:
@@ -73,7 +89,7 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 
 @asynccontextmanager
 async def reloading(files: WatchedFiles[T], apply: Callable[[T], None]) -> AsyncIterator[None]:
-    """Check files once a second until the block ends."""
+    """Check files once a second, and whenever `request` is called, until the block ends."""
     task = asyncio.create_task(_check_forever(files, apply))
     try:
         yield
@@ -84,5 +100,5 @@ async def reloading(files: WatchedFiles[T], apply: Callable[[T], None]) -> Async
 
 async def _check_forever(files: WatchedFiles[T], apply: Callable[[T], None]) -> None:
     while True:
-        await asyncio.sleep(CHECK_S)
+        await files.requested(CHECK_S)
         await files.check(apply)

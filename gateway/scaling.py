@@ -6,8 +6,8 @@ import logging
 
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.live import Recent
-from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
 
 

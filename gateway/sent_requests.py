@@ -14,7 +14,6 @@ class SentRequests:
     """
 
     def __init__(self) -> None:
-        """Start without requests."""
         self.reserved_tokens = 0
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from draftgate.backends.adapter_card import AdapterCard
+from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.errors import ModelNotFound, invalid
+from draftgate.gateway.tools.dialects import Dialect, dialect_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,11 @@ class ServedModel:
     Attributes:
         adapters: returns the adapters that clients may request, by name.
         adapter: digest of the adapter, or empty for the model alone.
+        max_request_tokens: maximum work of a request of several choices (`http.requests.work`).
+        defaults: returns the parameters of requests that do not set them.
+        describes_tools: whether prompts describe tools that the chat template cannot.
+        eos_ids: tokens that end a sequence.
+        further_names: other names that clients may use for the model without an adapter.
     """
 
     name: str
@@ -24,6 +32,17 @@ class ServedModel:
     max_model_len: int
     adapters: Callable[[], Mapping[str, AdapterCard]] = dict
     adapter: str = ""
+    max_request_tokens: int = MAX_REQUEST_TOKENS
+    defaults: Callable[[], GenerationDefaults] = GenerationDefaults
+    describes_tools: bool = True
+    eos_ids: tuple[int, ...] = ()
+    further_names: tuple[str, ...] = ()
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """The format in which the model gets tools and calls them, or None if it gets none."""
+        template = self.tokenizer.tool_template
+        return dialect_for(template, describes_tools=self.describes_tools)
 
     def named(self, requested: str | None) -> ServedModel:
         """Return the model, with its adapter if the client names an adapter.
@@ -34,11 +53,11 @@ class ServedModel:
         Raises:
             ModelNotFound: the client names another model.
         """
-        if requested is None or requested == self.name:
+        if requested is None or requested == self.name or requested in self.further_names:
             return self
         adapters = self.adapters()
         if requested not in adapters:
-            raise ModelNotFound(requested, self.name, *adapters)
+            raise ModelNotFound(requested, self.name, *self.further_names, *adapters)
         return replace(self, name=requested, adapter=adapters[requested].digest)
 
     def check_token_id(self, token_id: int, param: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.file_safety import check_writers
 from draftgate.gateway.reloading import WatchedFiles
 
 
@@ -63,7 +64,12 @@ def tls_listener(config: ServeConfig) -> Listener | None:
             raise ValueError("--tls-keyfile and --tls-client-ca-file need --tls-certfile")
         return None
     paths = [Path(path) for path in given if path is not None]
-    files = WatchedFiles("the TLS certificates", paths, lambda: _context(config))
+
+    def read() -> ssl.SSLContext:
+        check_writers(paths, strict=config.strict)
+        return _context(config)
+
+    files = WatchedFiles("the TLS certificates", paths, read)
     listener = Listener(ReplaceableContext(ssl.PROTOCOL_TLS_SERVER), files)
     try:
         listener.use(files.read())

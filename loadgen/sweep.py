@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from draftgate.addresses import mask_url, read_server_url
 from draftgate.loadgen.events import read_events
 from draftgate.loadgen.measuring.slo import attainment
 from draftgate.loadgen.measuring.summary import summarize
@@ -101,21 +102,23 @@ def parse_targets(servers: Sequence[str], modes: Sequence[str] = ()) -> list[Swe
     """Return each server (`URL` or `NAME=URL`) with each mode of speculation, by unique names.
 
     Raises:
-        ValueError: two targets have the same name.
+        ValueError: two targets have the same name, or a text is not the address of a server.
     """
     named = []
     for position, text in enumerate(servers, 1):
         name, given, url = text.partition("=")
         if not given or "://" in name:
             name, url = ("" if len(servers) == 1 else f"server-{position}"), text
-        named.append((name, url.rstrip("/")))
+        named.append((name, read_server_url(url)))
     found = []
     for (name, url), mode in product(named, modes or [""]):
         parts = [name, mode if len(modes) > 1 or not name else ""]
         label = "-".join(filter(None, parts)) or "server"
         found.append(SweepTarget(label, url, mode or None))
     if len({target.name for target in found}) < len(found):
-        raise ValueError(f"two servers or modes have the same name: {', '.join(servers)}")
+        raise ValueError(
+            f"two servers or modes have the same name: {', '.join(map(mask_url, servers))}"
+        )
     return found
 
 

@@ -28,8 +28,8 @@ MARGIN_ERRORS: Final = 3.82
 """Margin between a step and its target, in median errors. It is the 99.5th percentile of a normal
 error over the median of its absolute values (2.576 / 0.6745). P99 allows one longer gap in a
 hundred, and half of these are left to stalls and preemptions. With the 99th percentile, the P99
-of gaps was 0.98 to 1.00 of the target, and sometimes more (`draftgate bench capacity`,
-simulated, 2026-11-21)."""
+of gaps was 0.98 to 1.00 of the target, and sometimes more (simulated,
+bench/results/scheduling.md, 2026-11-21)."""
 
 LEAST_STRETCH: Final = 1.5
 """Duration that a step with prompts may always have, as a multiple of the time of its decodes. It
@@ -87,30 +87,6 @@ class FixedBudget:
     def prefill_tokens(self, batch: BatchView, cost: StepCost) -> int:
         del cost
         return max(0, min(self.tokens - batch.tokens, batch.most_prefill_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFirst:
-    """`prefill_first`: compute whole prompts before decodes, as vLLM did before chunked prefill."""
-
-    name: str = "prefill_first"
-    stalls_decodes: bool = True
-
-    def prefill_tokens(self, batch: BatchView, cost: StepCost) -> int:
-        del cost
-        return max(0, batch.most_prefill_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFirst:
-    """`decode_first`: compute no prompt until every decode has ended, as FasterTransformer did."""
-
-    name: str = "decode_first"
-    stalls_decodes: bool = False
-
-    def prefill_tokens(self, batch: BatchView, cost: StepCost) -> int:
-        del cost
-        return 0 if batch.sequences else max(0, batch.most_prefill_tokens)
 
 
 def _within_s(batch: BatchView, cost: StepCost) -> float:

@@ -37,7 +37,6 @@ class FullWorkers(Generic[Worker]):
     """
 
     def __init__(self) -> None:
-        """Start without searches."""
         self._searches: dict[Hashable, _Search[Worker]] = {}
 
     def candidates(self, kind: Hashable, prompt_tokens: int) -> Collection[Worker] | None:

@@ -173,6 +173,36 @@ def shortage_of(reservation: QuotaReservation, limit: Limit, wait_us: int | None
     )
 
 
+class QuotaLevel(NamedTuple):
+    """The state of a limit.
+
+    Attributes:
+        most: the maximum burst.
+        remaining: requests or tokens that fit now, rounded down.
+        reset_s: seconds until the whole burst fits.
+    """
+
+    most: int
+    remaining: int
+    reset_s: float
+
+
+class Levels(NamedTuple):
+    """Units of each limit that a tenant uses now, which are 0 without the limit."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def of(self, quota: Quota) -> dict[Limit, QuotaLevel]:
+        """Return the state of each limit of a quota."""
+        found = {}
+        for limit, (rate, most) in quota.limits().items():
+            used = self.requests if limit is Limit.REQUESTS else self.tokens
+            left = max(most * UNITS - used, 0) // UNITS
+            found[limit] = QuotaLevel(most, left, used / rate / 1e6)
+        return found
+
+
 class Totals(NamedTuple):
     """Token counts of a tenant, with `reserved == settled + released + open`."""
 
@@ -328,6 +358,14 @@ class QuotaLedger:
         """Return the totals of a tenant, which are zero for an unknown tenant."""
         account = self._accounts.get(tenant)
         return Totals() if account is None else account.totals
+
+    def levels(self, tenant: str, now_s: float) -> Levels:
+        """Return what a tenant uses now."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            return Levels()
+        account.drain(self._advance(now_s))
+        return Levels(**{limit.value: one.level for limit, one in account.buckets.items()})
 
     def usage(self, now_s: float) -> Iterator[tuple[str, dict[Limit, int]]]:
         """Yield what each tenant uses of its limits now, rounded up to whole numbers."""

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from draftgate.extensions import extensions
 from draftgate.policies.admission.bounded import Bounded, Unbounded
 from draftgate.policies.admission.deadline import Deadline
-from draftgate.policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
+from draftgate.policies.batching import FixedBudget, Slack
 from draftgate.policies.ordering.fair import Fair
 from draftgate.policies.ordering.single import edf, fcfs
 from draftgate.policies.phases.apart import Separate, Splitwise
@@ -43,10 +43,8 @@ from draftgate.policies.routing.scoring import (
 )
 from draftgate.policies.speculation.auto import Auto
 from draftgate.policies.speculation.baselines import (
-    AdaptiveVerification,
     Fixed,
     Off,
-    SmartSpec,
     ThresholdByBatch,
 )
 
@@ -111,7 +109,9 @@ def _llumnix(argument: str) -> ReschedulingPolicy:
     return Llumnix(f"llumnix:{argument}", low, high)
 
 
-def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
+def without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
+    """Return a factory for the registry that refuses an argument."""
+
     def build(argument: str) -> Policy:
         if argument:
             raise ValueError(f"this policy takes no argument, but got {argument!r}")
@@ -138,9 +138,7 @@ class _Family(Generic[Policy]):
         name, _, argument = spec.partition(":")
         if name in self.built_in:
             return self.built_in[name](argument)
-        found = {
-            entry.name: entry for entry in entry_points(group=f"draftgate.policies.{self.kind}")
-        }
+        found = extensions(f"draftgate.policies.{self.kind}")
         if name in found:
             policy: Policy = found[name].load()(argument)
             return policy
@@ -152,12 +150,10 @@ class _Family(Generic[Policy]):
 _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
     "speculation",
     {
-        "off": _without_argument(Off),
+        "off": without_argument(Off),
         "fixed": _fixed,
         "auto": _auto,
-        "smartspec": _without_argument(SmartSpec),
         "threshold_by_batch": _threshold_by_batch,
-        "adaptive_verification": _without_argument(AdaptiveVerification),
     },
     {"auto": "[:unweighted]", "fixed": ":K", "threshold_by_batch": ":FILE"},
 )
@@ -165,10 +161,8 @@ _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
 _BATCHING: Final[_Family[BatchingPolicy]] = _Family(
     "batching",
     {
-        "slack": _without_argument(Slack),
+        "slack": without_argument(Slack),
         "fixed": _fixed_budget,
-        "prefill_first": _without_argument(PrefillFirst),
-        "decode_first": _without_argument(DecodeFirst),
     },
     {"fixed": ":TOKENS"},
 )
@@ -176,9 +170,9 @@ _BATCHING: Final[_Family[BatchingPolicy]] = _Family(
 _ORDERING: Final[_Family[OrderingPolicy]] = _Family(
     "ordering",
     {
-        "fair": _without_argument(Fair),
-        "fcfs": _without_argument(fcfs),
-        "edf": _without_argument(edf),
+        "fair": without_argument(Fair),
+        "fcfs": without_argument(fcfs),
+        "edf": without_argument(edf),
     },
     {},
 )
@@ -186,9 +180,9 @@ _ORDERING: Final[_Family[OrderingPolicy]] = _Family(
 _ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
     "admission",
     {
-        "deadline": _without_argument(Deadline),
-        "bounded": _without_argument(Bounded),
-        "none": _without_argument(Unbounded),
+        "deadline": without_argument(Deadline),
+        "bounded": without_argument(Bounded),
+        "none": without_argument(Unbounded),
     },
     {},
 )
@@ -197,10 +191,10 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
     "routing",
     {
         "least_cost": _least_cost,
-        "least_loaded": _without_argument(least_loaded),
-        "prefix_affinity": _without_argument(prefix_affinity),
-        "power_of_two": _without_argument(power_of_two),
-        "round_robin": _without_argument(round_robin),
+        "least_loaded": without_argument(least_loaded),
+        "prefix_affinity": without_argument(prefix_affinity),
+        "power_of_two": without_argument(power_of_two),
+        "round_robin": without_argument(round_robin),
         "weighted": weighted,
     },
     {"least_cost": "[:undrafted]", "weighted": ":SCORER=WEIGHT,..."},
@@ -210,9 +204,9 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
 _RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
     "rescheduling",
     {
-        "off": _without_argument(NoRescheduling),
+        "off": without_argument(NoRescheduling),
         "llumnix": _llumnix,
-        "least_time": _without_argument(LeastTime),
+        "least_time": without_argument(LeastTime),
     },
     {"llumnix": "[:LOW,HIGH]"},
 )
@@ -220,10 +214,10 @@ _RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
 _PHASES: Final[_Family[PhasesPolicy]] = _Family(
     "phases",
     {
-        "together": _without_argument(OneWorker),
-        "apart": _without_argument(Separate),
-        "splitwise": _without_argument(Splitwise),
-        "auto": _without_argument(Cheaper),
+        "together": without_argument(OneWorker),
+        "apart": without_argument(Separate),
+        "splitwise": without_argument(Splitwise),
+        "auto": without_argument(Cheaper),
     },
     {},
 )

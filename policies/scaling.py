@@ -151,7 +151,6 @@ class ScalingAdvisor:
     """The advice of a gateway, which changes as rarely as its limits allow."""
 
     def __init__(self) -> None:
-        """Start without advice."""
         self._advice: ScalingAdvice | None = None
         self._means: dict[ScalingReason, float] = {}
         self._since_s = self._at_s = 0.0

@@ -73,7 +73,6 @@ class TurnOrder(Generic[Engine]):
     """The order of the engines of one device, with their device time."""
 
     def __init__(self) -> None:
-        """Start without any engine."""
         self._virtual_s = 0.0
         self._starts_s: dict[Engine, float] = {}
         self._since_s: dict[Engine, float] = {}  # first choice at which a waiting engine waited

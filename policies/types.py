@@ -59,6 +59,20 @@ class ServiceLevel:
     tpot_s: float | None = None
     priority: int = 0
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether there is a target."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    def are_met(self, ttft_s: float | None, tpot_s: float | None) -> bool | None:
+        """Return whether times meet the targets, or None without a target. None is no time."""
+        if not self.has_targets:
+            return None
+        return all(
+            target is None or found is None or found <= target
+            for found, target in ((ttft_s, self.ttft_s), (tpot_s, self.tpot_s))
+        )
+
 
 ANYTIME: Final = ServiceLevel()
 """No targets."""
@@ -192,6 +206,8 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
             sequence waits.
         urgent: number of its open sequences with a priority class above the usual one.
         adapter_waiting: part of `waiting` that waits for LoRA adapters.
+        drafts_lose: whether drafts have cost it more time than they may, so that it drafts nothing
+            (`speculation.savings`).
     """
 
     running: int
@@ -215,6 +231,7 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     head_tokens: int = 0
     urgent: int = 0
     adapter_waiting: int = 0
+    drafts_lose: bool = False
 
     @property
     def kv_total_tokens(self) -> int:

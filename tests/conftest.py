@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
@@ -16,6 +18,7 @@ IN_CI = bool(os.environ.get("CI"))
 
 LONGEST = (
     "tests/kernels/test_interpreted.py",
+    "tests/kernels/test_compile_attention.py",
     "tests/policies/test_overload.py",
     "tests/packaging/test_distribution.py",
     "tests/launch/test_child.py",
@@ -39,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _load_profile(long=config.getoption("--long"))
     if not config.getoption("--hub"):
         os.environ["HF_HUB_OFFLINE"] = "1"
+    # Servers in tests neither start from what the user's own workers have learned, nor change it.
+    os.environ["DRAFTGATE_NO_ACCEPTANCE_CACHE"] = "true"
     if HAS_TORCH:
         import torch
 
@@ -48,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _load_profile(*, long: bool) -> None:
     """Set the number of examples of property tests, and make them deterministic in CI."""
     from hypothesis import settings
+    from hypothesis.internal.conjecture import providers
+
+    # Hypothesis also draws constants from the modules that are imported, so that the examples of a
+    # test would depend on the tests before it in the same process.
+    providers._get_local_constants = lambda: providers._local_constants
 
     settings.register_profile("dev", deadline=None)
     settings.register_profile("ci", deadline=None, derandomize=True, database=None)
@@ -65,6 +75,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without searching for garbage.
+
+    The collection makes millions of objects that all stay. Searching them would take a quarter of
+    its time, and later searches leave them out.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _place(item: pytest.Item) -> int:

@@ -12,8 +12,8 @@ from _pytest.mark import ParameterSet
 DEFAULT = 100
 """Hypothesis' default, which the long run has."""
 
-QUICK = 50
-"""Examples of a property in quick runs, chosen to halve their time."""
+QUICK = 25
+"""Examples of a property in quick runs, of which CI repeats the same in every run."""
 
 
 def examples(long: int) -> int:

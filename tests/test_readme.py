@@ -118,7 +118,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], port: int, log: Path) -> 
     deadline = time.monotonic() + READY_TIMEOUT_S
     while server.poll() is None and time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=60):
                 return
         except OSError:  # The server refuses connections or is not ready.
             time.sleep(0.2)

@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-PACKAGES = ("gateway", "backends", "policies", "loadgen")
+PACKAGES = ("gateway", "backends", "policies", "loadgen", "lab")
 TOP_LEVEL = ("pyproject.toml", *PACKAGES, "tests", "compose.yaml", "README.md", "LICENSE")
 ENGINE = ROOT / "backends" / "engine"
 KERNELS = ENGINE / "kernels"

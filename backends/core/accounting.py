@@ -27,9 +27,30 @@ class StepDetails(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], StepDetails | None]
-"""The tokens that a step added to a sequence, their log probabilities if requested, and optional
-details. A bare tuple, because every step creates one per sequence."""
+class VerifiedDraft(NamedTuple):
+    """A draft that a step verified.
+
+    The draft has no number of accepted tokens, because a stop string may end the text before some
+    of them (`Sequence.count_draft`).
+
+    Attributes:
+        source: the proposer.
+        tokens: number of its tokens, at least 1.
+    """
+
+    source: str
+    tokens: int
+
+
+Emission = tuple[
+    Sequence,
+    tuple[int, ...],
+    tuple[TokenLogprob, ...],
+    VerifiedDraft | None,
+    StepDetails | None,
+]
+"""The tokens that a step added to a sequence, their log probabilities if requested, the draft if
+any, and optional details. A bare tuple, because every step creates one per sequence."""
 
 _NO_DRAFTS: Final = StepTrace(0)
 
@@ -73,8 +94,7 @@ class Accounting:
         fills_block = not computed % self._blocks.block_size
         fed_one = len(token_ids) == 1 and not draft.token_ids
         if fills_block or not fed_one or sequence.finish_reason is not None:
-            # Only some executors stop at the end of the sequence.
-            self._settle(sequence, len(draft.token_ids), min(len(kept), len(emitted) - 1))
+            self._settle(sequence)
         return kept
 
     def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
@@ -85,7 +105,7 @@ class Accounting:
     def finish_prompt(self, sequence: Sequence) -> Emission:
         """End a sequence that generates nothing, after the last chunk of its prompt."""
         self._finish(sequence, FinishReason.LENGTH)
-        return sequence, (), (), StepDetails(None, None, sequence.take_prompt_logprobs())
+        return sequence, (), (), None, StepDetails(None, None, sequence.take_prompt_logprobs())
 
     def finish_embeddings(self, plan: StepPlan, result: StepResult) -> Iterator[Emission]:
         """Set the embeddings of a step and end their sequences, except those that have left."""
@@ -96,12 +116,10 @@ class Accounting:
             if sequence.state is SequenceState.RUNNING:
                 sequence.pooled = pooled
                 self._finish(sequence, FinishReason.STOP)
-                yield sequence, (), (), None
+                yield sequence, (), (), None, None
 
-    def _settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Count the draft, share full blocks, and return unneeded blocks to the pool."""
-        if drafted and sequence.draft_source:  # tokens of another worker are no speculation
-            sequence.count_draft(drafted, accepted)
+    def _settle(self, sequence: Sequence) -> None:
+        """Share full blocks, and return unneeded blocks to the pool."""
         self._queues.withdraw_pending(sequence)
         self._share_full_blocks(sequence)
         if sequence.finish_reason is None:
@@ -141,14 +159,36 @@ class Accounting:
         return emitted
 
 
-def step_details(
-    plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s: float
-) -> StepDetails:
+def verified_draft(work: SequenceWork) -> VerifiedDraft | None:
+    """Return the draft that a step verified for a sequence, before the next step is planned."""
+    # Tokens of another worker have no source, because they are no speculation.
+    tokens, source = len(work.draft.token_ids), work.sequence.draft_source
+    return VerifiedDraft(source, tokens) if tokens and source else None
+
+
+def count_draft(
+    sequence: Sequence, draft: VerifiedDraft | None, tokens: int
+) -> tuple[tuple[int, int], ...]:
+    """Count the draft of a step that added `tokens` tokens, and return it for the step's delta.
+
+    Call the function once for each emission, after its tokens were cut at a stop string. All
+    numbers of accepted tokens come from this call.
+    """
+    return () if draft is None else (sequence.count_draft(*draft, tokens),)
+
+
+def counted_step(step: StepTrace, tokens: int, drafts: tuple[tuple[int, int], ...]) -> StepTrace:
+    """Return the trace of a step with its tokens and the result of `count_draft`."""
+    return step._replace(tokens=tokens, accepted=sum([accepted for _, accepted in drafts]))
+
+
+def step_details(plan: StepPlan, work: SequenceWork, now_s: float) -> StepDetails:
     """Return the details of a sequence after its tokens were accounted for.
+
+    The trace of the step has no tokens yet, because a stop string may drop some of them.
 
     Args:
         work: the sequence's part of the step.
-        kept: new tokens of the sequence.
         now_s: end of the step in seconds.
     """
     sequence, phases, step, scores = work.sequence, None, None, None
@@ -156,7 +196,5 @@ def step_details(
         phases = sequence.begin_output(now_s, len(work.token_ids))
         scores = sequence.take_prompt_logprobs()
     if sequence.request.traced:
-        drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
-        accepted = len(work.draft.accepted_places(kept))
-        step = drafted._replace(tokens=len(kept), accepted=accepted)
+        step = plan.traces.get(sequence.key, _NO_DRAFTS)
     return StepDetails(step, phases, scores)

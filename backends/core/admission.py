@@ -9,7 +9,7 @@ from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import GenerationRequest, GrammarSpec, Task
+from draftgate.backends.types import SAMPLING_OPTIONS, GenerationRequest, GrammarSpec, Task
 
 CHECKED_TOKENS: Final = 1 << 14
 """Number of prompt tokens to check before other threads may run."""
@@ -48,6 +48,7 @@ class Admission:
         *,
         tasks: Sequence[Task] = (Task.GENERATE,),
         adapters: Sequence[AdapterCard] = (),
+        options: Sequence[str] = SAMPLING_OPTIONS,
     ) -> None:
         """Store the limits.
 
@@ -55,12 +56,14 @@ class Admission:
             grammars: compiles grammars, or None if the worker has no logits to mask.
             tasks: tasks that the worker offers.
             adapters: adapters that requests may select.
+            options: sampling parameters that the worker applies (`Capabilities.options`).
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.pool_tokens = pool_tokens
         self._grammars = grammars
         self._tasks = tasks
+        self._ignored = tuple(name for name in SAMPLING_OPTIONS if name not in options)
         self._adapters = frozenset(("", *(adapter.digest for adapter in adapters)))
 
     def check(self, request: GenerationRequest) -> None:
@@ -105,17 +108,23 @@ class Admission:
             self._check_ids("logit_bias", [token for token, _ in sampling.logit_bias])
         if sampling.stop_token_ids:
             self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        if sampling.allowed_token_ids:
+            self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         for word in sampling.bad_words:
             self._check_ids("bad_words", word)
         if request.grammar is not None:
             self._check_grammar(request, request.grammar)
 
     def _check_offered(self, request: GenerationRequest) -> None:
-        """Check that the worker offers the task and the adapter."""
+        """Check that the worker offers the task, the adapter and the sampling parameters."""
         if request.task not in self._tasks:
             raise RequestRejected(refusal(request.task, self._tasks), param="model")
         if request.adapter not in self._adapters:
             raise RequestRejected("the worker lacks the LoRA adapter", param="model")
+        for name in self._ignored:
+            if getattr(request.sampling, name):
+                words = f"{name} is not supported by this worker, which has an earlier version"
+                raise RequestRejected(words, param=name)
 
     def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
         """Check that all ids are in the vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -35,6 +36,8 @@ class TextStream:
         context: Sequence[int] = (),
         min_tokens: int = 0,
         alone: Callable[[int], str | None] = lambda _token: None,
+        *,
+        include_stop: bool = False,
     ) -> None:
         """Start after `context`, the prompt's tokens, of which only the last few matter.
 
@@ -44,10 +47,12 @@ class TextStream:
             decode: returns the text of tokens.
             alone: returns the text that a token adds after whole characters, or None if the text
                 depends on the previous tokens.
+            include_stop: whether the text includes the stop string that ends it.
         """
         self._decode = decode
         self._alone = alone
-        self._stop = tuple(s for s in stop if s)
+        self._stop = tuple(sorted(s for s in stop if s))
+        self._include_stop = include_stop
         most = _CONTEXT_TOKENS + _LONGEST_CHARACTER_TOKENS
         self._tokens = deque(context[-_CONTEXT_TOKENS:], maxlen=most)
         # Some decoders strip the start of a text, or drop text beside half a character.
@@ -137,7 +142,7 @@ class TextStream:
         return len(self._decode(tokens[: len(tokens) - open_tokens]))
 
     def _cut_at_stop(self) -> None:
-        """Cut the held text before the first completed stop string.
+        """Cut the held text at the first completed stop string.
 
         If two stop strings end together, the longer string counts. So the cut depends on the
         characters alone, not on their tokens.
@@ -147,7 +152,7 @@ class TextStream:
         if ends:
             end, start = min(ends)
             self.stop_text = self._held[start:end]
-            self._held = self._held[:start]
+            self._held = self._held[: end if self._include_stop else start]
             self.stopped = True
 
     def _release(self, *, final: bool) -> str:
@@ -160,6 +165,8 @@ class TextStream:
         """Return the length of the longest tail that may become a stop string."""
         for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
             tail = self._held[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stop):
+            # In order, the longer stop strings with this beginning are the next ones after it.
+            place = bisect_right(self._stop, tail)
+            if place < len(self._stop) and self._stop[place].startswith(tail):
                 return length
         return 0

@@ -11,7 +11,9 @@ from draftgate.backends.core.drafting import Drafting, legal_draft
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
+from draftgate.backends.core.saved_time import SavedTime
 from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.types import StepTrace
 from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
 from draftgate.policies.costs.step_cost import StepCost
@@ -19,7 +21,13 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import MOST_FIXED
 from draftgate.policies.speculation.long_run import LongRunSpeedup
 from draftgate.policies.speculation.price import rate, slot_price, step_s
-from draftgate.policies.speculation.revision import PlanRevision, SlotWorth, revision_cause
+from draftgate.policies.speculation.revision import (
+    MOST_REVISIONS,
+    PlanRevision,
+    RevisionCause,
+    SlotWorth,
+    revision_cause,
+)
 from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import SpeculationMode, StepView
 
@@ -49,6 +57,7 @@ class DraftPlan:
     """Plans the drafts of each step. Drafts never preempt a sequence.
 
     Attributes:
+        saved_time: the time that drafts have saved.
         plans_ahead: whether the worker plans a step while the device runs the previous step. After
             a step with drafts, the device has to wait for the plan.
         drafting_s: predicted seconds to compute the drafts of the last step.
@@ -72,8 +81,10 @@ class DraftPlan:
         self.plans_ahead = False
         self._unproposed: Many[Sequence] = ()  # decodes of a step that was planned ahead
         self._step_work: StepDrafting | None = None  # of the last step, until it is learned from
+        self._stopped = False  # whether the last review found that drafts lose time
         self._speedup = LongRunSpeedup()
         self._meter = DraftingMeter(cost.seconds(1, 1, 1), drafting.names)
+        self.saved_time = SavedTime(self._meter)
 
     def plan(
         self,
@@ -106,12 +117,15 @@ class DraftPlan:
             view = _weighed(view, decodes, cost, now_s)
         plain_rate = rate(view, cost)
         terms = self._current_terms(view, decodes, cost, plain_rate * self._speedup.ratio)
-        self._unproposed = decodes if ahead and self._drafting.names else ()
-        if ahead:
+        drafting = self.saved_time.sequences_that_may_draft(decodes, terms)
+        self._unproposed = drafting if ahead and self._drafting.names else ()
+        if ahead or not drafting:
             self._plan_none(view)
+            if not ahead:
+                self._step_work = StepDrafting(sequences=len(decodes))
             self.traces = self._traces(decodes, (), (), (), cost) if traced else {}
             return []
-        offers = self._drafting.offers(decodes, terms)
+        offers = self._drafting.offers(drafting, terms)
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, spare)
         self.drafting_s = _drafting_s(offers, slots)
@@ -182,7 +196,7 @@ class DraftPlan:
         self._drafting.decline(offers)
         return False
 
-    def review(self, decodes: Many[Sequence], now_s: float) -> None:
+    def review(self, decodes: Many[Sequence], now_s: float, *, due: bool) -> None:
         """Switch drafting on or off for the sequences of the last step, from the next step on.
 
         Plans with a proposer that the client names are not revised. Grammars may force tokens at no
@@ -190,12 +204,20 @@ class DraftPlan:
 
         Args:
             now_s: present time in seconds.
+            due: whether to review all sequences, not only those for which the worker stops or
+                resumes drafts.
         """
+        stops, stopped = self.saved_time.drafts_lose, self._stopped
+        if not (due or stops or stopped):
+            return
+        self._stopped = stops
         price = self._terms.least_survival
         if price is None or not math.isfinite(price):
             return  # the policy ignores prices, or the step has no slots
         for sequence in decodes:
             before = sequence.drafting
+            if not due and before.stopped is stops:
+                continue
             if sequence.request.speculation.mode is not SpeculationMode.AUTO:
                 continue
             if before.on and sequence.grammar is not None:
@@ -204,28 +226,37 @@ class DraftPlan:
             if survival is None:
                 continue
             worth = SlotWorth(price, sequence.weight, survival)
-            after = sequence.drafting = before.review(worth, self._step)
-            if after.on is not before.on:
-                cause = revision_cause(before.worth or worth, worth, on=after.on)
+            after = sequence.drafting = before.review(worth, self._step, stops=stops)
+            if after.on is not before.on and after.revisions <= MOST_REVISIONS:
+                cause = RevisionCause.DRAFTS_LOSE
+                if after.stopped is before.stopped:
+                    cause = revision_cause(before.worth or worth, worth, on=after.on)
                 revised = PlanRevision(after.on, cause, sequence.output_tokens, worth, now_s)
                 sequence.revisions.append(revised)
 
-    def observe_time(self, step_s: float | None, whole_s: float | None) -> None:
-        """Learn how long the last step took, unless the device hid the host time of its planning.
+    def record_step(self, plan: StepPlan, result: StepResult, cost: StepCost) -> None:
+        """Record a step that ended."""
+        looked_up = self._step_work.looked_up if self._step_work else 0
+        self.saved_time.record_step(plan, result, cost, self.drafting_s, looked_up)
+
+    def observe_time(self, whole_s: float | None, cost: StepCost) -> None:
+        """Learn how long the last step took, and how much time its drafts saved.
 
         Args:
-            step_s: seconds of the device, or None if the step fed prompts.
             whole_s: seconds from its beginning to the beginning of the next step, or None if
                 unknown.
         """
         step_work, self._step_work = self._step_work, None
-        if step_work is None or step_s is None or whole_s is None:
+        work = self.saved_time.end_step(whole_s, cost)
+        if work is None or whole_s is None:
+            return
+        if step_work is None:  # the device hid the host time of its planning
             return
         # With `least_survival` None, every proposer is called at any cost, so the cost does not
         # matter.
         if self._terms.least_survival is not None:
-            self._meter.add_step(step_work, step_s, whole_s)
-            self._drafting.observe_host_time(whole_s - step_s)
+            self._meter.add_step(step_work, work.step_s, whole_s)
+            self._drafting.observe_host_time(whole_s - work.step_s)
 
     def price(self, cost: StepCost) -> float:
         """Return the price of a slot in the last step, in expected tokens at weight 1."""

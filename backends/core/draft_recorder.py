@@ -15,7 +15,10 @@ from hashlib import blake2b
 from itertools import count
 from typing import Final
 
+from draftgate.backends.core.draft_scores import GRAMMAR
+from draftgate.backends.core.drafting import legal_draft
 from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.recording import SLOTS, Columns, Guess, Text
@@ -52,6 +55,13 @@ class _RecordedSequence:
         is_new = self.drafted == self.sequence.output_tokens
         return is_new and (not self.has_ended or bool(self.ahead))
 
+    def extend(self) -> None:
+        """Move the next token to the sequence."""
+        token = self.ahead.popleft()
+        self.sequence.token_ids.append(token)
+        if self.sequence.grammar is not None:
+            self.sequence.grammar.accept(token)
+
     def settle(self) -> None:
         """Compare the drafts with the text as far as the text is known."""
         tokens, first = self.sequence.token_ids, self.sequence.prompt_tokens
@@ -73,6 +83,7 @@ class DraftRecorder:
         *,
         tenants: bool = False,
         first_index: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """Start without a request.
 
@@ -82,7 +93,11 @@ class DraftRecorder:
             share: share of the requests to record, 0 to 1.
             tenants: whether texts name the tenants of their requests.
             first_index: index of the first recorded text.
+            grammars: compiles the grammars of requests, or None to leave out such requests. A
+                worker calls no proposer where a grammar forces tokens, so a text with a grammar
+                records the forced tokens beside the drafts, as `GRAMMAR`.
         """
+        self._grammars = grammars
         self._proposers = proposers
         self._limit = share * 2.0**64
         self._tenants = tenants
@@ -92,11 +107,12 @@ class DraftRecorder:
     def samples(self, request: GenerationRequest) -> bool:
         """Return whether to record a request, which depends on its id alone.
 
-        Requests with a grammar are not recorded, because forced tokens replace drafts. Embeddings
-        have no output.
+        Embeddings have no output.
         """
         digest = blake2b(request.request_id.encode(), digest_size=8).digest()
-        is_text = request.task is Task.GENERATE and request.grammar is None
+        is_text = request.task is Task.GENERATE
+        if request.grammar is not None and self._grammars is None:
+            return False
         return is_text and int.from_bytes(digest, "little") < self._limit
 
     def begin(self, request: GenerationRequest) -> None:
@@ -144,14 +160,18 @@ class DraftRecorder:
         return [self._text(copy) for copy in ended if copy.sequence.output_tokens]
 
     def _copy(self, request: GenerationRequest, choice: ResumedChoice) -> _RecordedSequence:
-        index = next(self._indexes)
+        index, names = next(self._indexes), tuple(self._proposers)
+        # Negative keys never equal those of the worker's own sequences.
+        sequence = Sequence.for_choice(-1 - index, request, ResumedChoice(choice.choice, ()))
+        if request.grammar is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.start(request.grammar)
+            names = (*names, GRAMMAR)
         return _RecordedSequence(
             index,
-            # Negative keys never equal those of the worker's own sequences.
-            Sequence.for_choice(-1 - index, request, ResumedChoice(choice.choice, ())),
+            sequence,
             deque(choice.output_ids),
-            {name: deque() for name in self._proposers},
-            {name: [] for name in self._proposers},
+            {name: deque() for name in names},
+            {name: [] for name in names},
         )
 
     def _advance(self, copies: list[_RecordedSequence]) -> None:
@@ -160,15 +180,17 @@ class DraftRecorder:
             self._draft([copy for copy in copies if copy.needs_drafts])
             copies = [copy for copy in copies if copy.ahead]
             for copy in copies:
-                copy.sequence.token_ids.append(copy.ahead.popleft())
+                copy.extend()
 
     def _draft(self, copies: list[_RecordedSequence]) -> None:
         requests = [DraftRequest(copy.sequence, SLOTS) for copy in copies]
         for name, proposer in self._proposers.items():
             for copy, draft in zip(copies, _drafts(proposer, requests), strict=True):
-                copy.open[name].append(draft.first(SLOTS))
+                copy.open[name].append(legal_draft(copy.sequence, draft.first(SLOTS)))
         for copy in copies:
             copy.drafted += 1
+            if copy.sequence.grammar is not None:
+                copy.open[GRAMMAR].append(Draft(copy.sequence.grammar.forced(SLOTS)))
 
     def _close(self, request_id: str, choice: int) -> None:
         """Stop observing a choice, and its request after the last choice."""

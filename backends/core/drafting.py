@@ -2,7 +2,8 @@
 
 Lookup proposers are called first, and the policy shortens their drafts. Computing proposers are
 called with the length that the policy chose, and the policy may then drop part of the result.
-Tokens that a grammar forces take precedence over any proposer. Tokens that it forbids are removed.
+Tokens that a grammar forces take precedence over any proposer. They compete only with lookups whose
+drafts begin with them, and continue after them. Tokens that it forbids are removed.
 
 `proposer_gate` decides beforehand which proposers are called at all.
 """
@@ -54,6 +55,11 @@ class Drafting:
         self.step_work = StepDrafting()
 
     @property
+    def scores(self) -> DraftScores:
+        """Survival estimates of the drafts."""
+        return self._scores
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the proposers that draft for any sequence, cheapest first."""
         return self._names
@@ -92,24 +98,11 @@ class Drafting:
         if not sequences:
             return []
         found: dict[int, list[DraftOffer]] = {}
-        requested: dict[str, list[DraftRequest]] = {}
-        admits_all, may_be_worthwhile = self._gate.admits_all(terms), self._gate.may_be_worthwhile
-        for sequence in sequences:
-            most = _most_tokens(sequence)
-            if most < 1:
-                continue
-            forced = () if sequence.grammar is None else sequence.grammar.forced(most)
-            if forced:
-                found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
-                continue
-            for name in self._allowed_names(sequence):
-                if not self._gate.looks_up[name]:
-                    self._exploration.add_candidate(name, sequence)
-                if admits_all or may_be_worthwhile(sequence, name, terms):
-                    requested.setdefault(name, []).append(DraftRequest(sequence, most))
-        for name, requests in requested.items():
+        for name, requests in self._requests(sequences, terms, found).items():
             for offer in self._offers_of(name, requests, terms):
-                found.setdefault(offer.sequence.key, []).append(offer)
+                others = found.setdefault(offer.sequence.key, [])
+                if not others or _may_compete(offer, others[0]):
+                    others.append(offer)
         if found:
             self.step_work.weighed = len(found)
             return _choose(list(found.values()), terms)
@@ -120,6 +113,33 @@ class Drafting:
         ):
             self._gate.skip_coming_steps(sequences, terms)
         return []
+
+    def _requests(
+        self, sequences: Many[Sequence], terms: DraftTerms, found: dict[int, list[DraftOffer]]
+    ) -> dict[str, list[DraftRequest]]:
+        """Return the sequences to call each proposer for.
+
+        Args:
+            found: gets the offers of forced tokens.
+        """
+        requested: dict[str, list[DraftRequest]] = {}
+        looks_up = self._gate.looks_up
+        admits_all, may_be_worthwhile = self._gate.admits_all(terms), self._gate.may_be_worthwhile
+        for sequence in sequences:
+            most = _most_tokens(sequence)
+            if most < 1:
+                continue
+            forced = () if sequence.grammar is None else sequence.grammar.forced(most)
+            if forced:
+                found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
+            for name in self._allowed_names(sequence):
+                if not looks_up[name]:
+                    if forced:
+                        continue
+                    self._exploration.add_candidate(name, sequence)
+                if admits_all or may_be_worthwhile(sequence, name, terms):
+                    requested.setdefault(name, []).append(DraftRequest(sequence, most))
+        return requested
 
     def compute(
         self, offers: Many[DraftOffer], slots: Many[int], terms: DraftTerms
@@ -291,6 +311,14 @@ def _most_tokens(sequence: Sequence) -> int:
 
 def _without_draft(offer: DraftOffer) -> DraftOffer:
     return DraftOffer(offer.sequence, offer.source, NO_DRAFT, NO_CANDIDATE)
+
+
+def _may_compete(offer: DraftOffer, first: DraftOffer) -> bool:
+    """Return whether an offer begins with the tokens of the first one, if a grammar forces them."""
+    if first.source != GRAMMAR or first.draft is None:
+        return True
+    forced = first.draft.token_ids
+    return offer.draft is not None and offer.draft.token_ids[: len(forced)] == forced
 
 
 def _choose(options: list[list[DraftOffer]], terms: DraftTerms) -> list[DraftOffer]:

@@ -69,3 +69,14 @@ class Grammars(Protocol):
                 end-of-sequence token. `param` is the parameter of the spec.
         """
         ...
+
+
+def token_mask(token_ids: Many[int]) -> bytes:
+    """Return a mask, in the form of `Grammar.masks`, that allows these tokens and no others.
+
+    The result is empty for no tokens.
+    """
+    mask = bytearray(4 * -(-(max(token_ids, default=-1) + 1) // 32))  # whole words
+    for token in token_ids:
+        mask[token >> 3] |= 1 << (token & 7)
+    return bytes(mask)

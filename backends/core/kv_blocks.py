@@ -262,7 +262,6 @@ class FreeRuns:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Start with every block free."""
         self._gaps = {0: num_blocks}  # first block of a gap -> its length
         self._gap_ends = {num_blocks: 0}  # block after a gap -> its first block
         self.num_free = num_blocks

@@ -204,7 +204,6 @@ class PendingPrefixes:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._owner: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 

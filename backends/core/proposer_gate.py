@@ -55,7 +55,7 @@ TIMES_SINGLE: Final = 2.0
 as a multiple of those for one sequence. Drafts for several sequences read the weights once: for 16
 sequences, `sparse_self` takes 1.15 times as long as for one (Llama-2-7B on 8 A100, simulated). With
 one sequence per call, `auto` had not noticed after 1,900 steps that these drafts make a batch of 64
-with 8,192 tokens each 1.7 times as fast (`draftgate bench long-context`, 2026-11-27)."""
+with 8,192 tokens each 1.7 times as fast (bench/results/speculation.md, 2026-11-27)."""
 
 MOST_SAVED_STEPS: Final = 5.0
 """Limit of the saved time, in steps. Catching up with a long sequence may take several steps."""
@@ -206,9 +206,11 @@ class ProposerGate:
 
     def _is_hopeful(self, sequences: Many[Sequence], terms: DraftTerms) -> bool:
         """Return whether a slot could be worth its price with the best possible evidence."""
-        least = terms.least_survival
+        least, scores = terms.least_survival, self._scores
+        bands = {sequence.draft_band for sequence in sequences}
         for name, looks_up in self.looks_up.items():
-            best = self._scores.best_found(name) if looks_up else self._scores.best_predicted(name)
+            best_of = scores.best_found if looks_up else scores.best_predicted
+            best = best_of(name, bands)
             hopeful = least is None or terms.most_weight * best > least
             if hopeful and (name != PREDICTION or any(s.has_prediction for s in sequences)):
                 return True

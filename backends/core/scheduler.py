@@ -25,7 +25,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import ClassVar, Final
 
-from draftgate.backends.core.accounting import Accounting, Emission, step_details
+from draftgate.backends.core.accounting import Accounting, Emission, step_details, verified_draft
 from draftgate.backends.core.draft_plan import DraftPlan, SpareCapacity
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
@@ -64,9 +64,14 @@ DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
 
 
 class Scheduler:
-    """Decides the work of each step. Calls of `plan` and `apply` alternate."""
+    """Decides the work of each step. Calls of `plan` and `apply` alternate.
+
+    Attributes:
+        scores: survival estimates of drafts.
+    """
 
     drafting_class: ClassVar[type[Drafting]] = Drafting
+    cost_class: ClassVar[type[StepCostFit]] = StepCostFit
 
     def __init__(
         self,
@@ -83,25 +88,25 @@ class Scheduler:
             proposers: proposers, cheapest first.
             cost: initial step costs, which measured steps refine.
         """
-        self.config = config
-        self.blocks = blocks
+        self.config, self.blocks = config, blocks
         self._batching = batching
-        self._fit = StepCostFit(cost)
+        self._fit = self.cost_class(cost)
         self._drafting = self.drafting_class(proposers)
+        self.scores = self._drafting.scores
         self._drafts = DraftPlan(policy, self._drafting, blocks, cost)
         self._queues = Queues(blocks)
         self._accounting = Accounting(self._queues, self._drafting, config.eos_ids, self.finish)
         self._step = 0
         self._assumed: StepPlan | None = None  # another step was planned ahead of its result
         self._now_s = 0.0
-        self._with_service = 0  # open sequences with a service level
-        self._traced = 0  # open sequences that are traced
+        self._with_service = self._traced = (
+            0  # open sequences with a service level, and traced ones
+        )
         self._detailed: set[int] = set()  # keys of sequences whose next tokens need details
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
         self._measured: tuple[WorkerSpeed, float] | None = None  # speed and price, see `load`
         self._load: WorkerLoad | None = None  # since the last change
-        self._ran_s: float | None = None  # duration of the last step, if it fed no prompt
 
     def add(self, sequence: Sequence, now_s: float | None = None) -> None:
         """Queue a new sequence.
@@ -109,8 +114,7 @@ class Scheduler:
         Args:
             now_s: present time in seconds, or None for the sum of the step times.
         """
-        sequence.queued_s = self._now_s if now_s is None else now_s
-        self._load = None
+        sequence.queued_s, self._load = self._now_s if now_s is None else now_s, None
         self._with_service += sequence.has_service
         self._traced += sequence.request.traced
         self._queues.add(sequence)
@@ -168,8 +172,7 @@ class Scheduler:
 
     def _current_load(self) -> WorkerLoad:
         if self._measured is None:
-            # Speed and price change with steps only, but every request reads them. Computing them
-            # is half the time of `load`: 9 us (one core, Zen 4, 2026-11-21).
+            # Every request reads them. Computing them is half the time of `load` (9 us, Zen 4).
             speed = self._speed.speed(self.cost, *self._decoding)
             self._measured = speed, self._drafts.price(self.cost)
         (speed, price), queues = self._measured, self._queues
@@ -191,6 +194,7 @@ class Scheduler:
             steps=self._step,
             head_tokens=queues.head_tokens,
             urgent=queues.num_urgent,
+            drafts_lose=self._drafts.saved_time.drafts_lose,
         )
 
     def urgency(self, now_s: float) -> StepUrgency | None:
@@ -206,7 +210,7 @@ class Scheduler:
 
     def interrupt(self) -> None:
         """Record that other workers may use the device before the next step."""
-        self._ran_s = None
+        self._drafts.saved_time.interrupt()
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, with blocks allocated, or None if the worker is idle.
@@ -303,10 +307,10 @@ class Scheduler:
                 sequence.token_ids.pop()  # the pending token, which is known now
             detailed = sequence.key in self._detailed  # checked before the sequence may end
             kept = self._accounting.confirm_tokens(work, emitted)
-            details = step_details(plan, work, kept, self._now_s) if detailed else None
+            details = step_details(plan, work, self._now_s) if detailed else None
             if detailed and not sequence.request.traced:
                 self._detailed.discard(sequence.key)
-            emissions.append((sequence, kept, logprobs[: len(kept)], details))
+            emissions.append((sequence, kept, logprobs[: len(kept)], verified_draft(work), details))
         emissions += self._accounting.finish_embeddings(plan, result)
         self._learn_costs(plan, result)
         if assumed:
@@ -316,10 +320,10 @@ class Scheduler:
     def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step's duration and its number of tokens."""
         size = plan.size
+        self._drafts.record_step(plan, result, self.cost)
         self._measured = self._load = None
         if not plan.scored:  # the LM head of scored rows takes time that the cost does not contain
             self._fit.add_step(size, result.step_s)
-        self._ran_s = None if plan.chunks else result.step_s
         decodes = size.sequences - plan.chunks
         drafted = size.tokens - plan.prompt_tokens > decodes
         accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
@@ -329,8 +333,8 @@ class Scheduler:
 
     def _learn_host_time(self) -> None:
         """Learn the host's share of the last step, which ends as the next step begins."""
-        self._drafts.observe_time(self._ran_s, self._speed.begin_step(self._now_s))
-        self._ran_s = None
+        whole_s = self._speed.begin_step(self._now_s)
+        self._drafts.observe_time(whole_s, self.cost)
 
     def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
         """Feed one token to every decode, starting with the longest wait (`Queues.decodes`)."""
@@ -364,8 +368,7 @@ class Scheduler:
         ):
             step.attach_draft(sequence.key, draft)
         step.traces = self._drafts.traces
-        if not self._step % REVIEW_STEPS:
-            self._drafts.review(decodes, self._now_s)
+        self._drafts.review(decodes, self._now_s, due=not self._step % REVIEW_STEPS)
 
     def _spare_capacity(self, decodes: Many[Sequence], step: StepBuilder) -> SpareCapacity:
         """Return the capacity that a step of these decodes leaves for drafts and prompts."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from draftgate.backends.core.draft_pages import DraftTable
 from draftgate.backends.core.drafts import PREDICTION
-from draftgate.backends.core.grammar import Grammar
+from draftgate.backends.core.grammar import Grammar, token_mask
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.prompt_logprobs import PromptLogprobs, joined
 from draftgate.backends.token_ids import TokenIds, compact
@@ -27,7 +27,10 @@ from draftgate.backends.types import (
     SpeculationOutcome,
     Task,
 )
+from draftgate.policies.speculation.draft_prior import temperature_band
+from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.speculation.revision import DraftingSwitch, PlanRevision
+from draftgate.policies.speculation.savings import TRIAL_SHARE, TRIAL_TOKENS
 from draftgate.policies.speculation.survival import RequestRecord
 from draftgate.policies.speculation.weights import due_in_s
 from draftgate.policies.types import ANYTIME, SpeculationMode
@@ -79,7 +82,6 @@ class Sequence:
         first_token_s: time when it began to decode on this worker, or None before.
         first_output_tokens: length of its output at that time.
         histogram: number of verifying steps, by the number of accepted tokens.
-        unsent_drafts: the drafts that no delta contains yet (`Delta.drafts`).
         pooled: result of a request that generates nothing (`Delta.pooled`).
         prompt_logprobs: log probabilities of the prompt that steps have computed, in order.
         scored_rows: number of leading rows of the prompt whose log probabilities are planned or not
@@ -95,9 +97,14 @@ class Sequence:
         draft_cap: maximum number of draft tokens in a step while drafting is on.
         has_prediction: whether the worker may draft from the prediction of the request.
         stop_ids: tokens that end it, in addition to end-of-sequence tokens.
+        allowed: mask of the tokens that may be sampled, as a grammar's, or empty for all.
         draft_source: proposer of its last draft that was verified, empty for `next_ids`.
+        draft_band: band of temperatures whose drafts are counted together (`draft_prior`).
         drafting: whether drafting is on, and the basis for its next revision.
         revisions: revisions of the plan.
+        lost_tokens: time that its drafts took, in tokens that it would have got without drafts,
+            minus the tokens that they brought.
+        saved_s: seconds that the drafts of its steps saved, negative if they cost time.
         accepted_prediction_tokens, rejected_prediction_tokens: numbers of accepted and rejected
             draft tokens from the prediction.
         adapter_slot: slot in which its worker keeps the adapter of the request, or 0 for none.
@@ -134,7 +141,6 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
-    unsent_drafts: list[tuple[int, int]] = field(default_factory=list)
     pooled: bytes | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     scored_rows: int = field(init=False)
@@ -147,11 +153,15 @@ class Sequence:
     draft_cap: int = field(init=False)
     has_prediction: bool = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
+    allowed: bytes = field(init=False)
     draft_source: str = ""
+    draft_band: int = field(init=False)
     drafting: DraftingSwitch = field(init=False)
     revisions: list[PlanRevision] = field(default_factory=list)
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    lost_tokens: float = 0.0
+    saved_s: float = 0.0
     next_ids: tuple[int, ...] = ()
     adapter_slot: int = 0
 
@@ -170,11 +180,14 @@ class Sequence:
         plan = request.speculation
         self.proposer = plan.proposer or plan.later_proposer
         self.draft_cap = plan.max_draft_tokens or plan.later_draft_tokens
-        self.drafting = DraftingSwitch(on=plan.max_draft_tokens > 0)
+        self.draft_band = temperature_band(request.sampling.temperature)
+        stopped = plan.cause is PlanCause.DRAFTS_LOSE
+        self.drafting = DraftingSwitch(on=plan.max_draft_tokens > 0, stopped=stopped)
         # A client that names a proposer gets no other drafts.
         may_draft = self.proposer is not None and plan.mode is SpeculationMode.AUTO
         self.has_prediction = may_draft and bool(request.prediction_ids)
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
+        self.allowed = token_mask(request.sampling.allowed_token_ids)
 
     @classmethod
     def for_choice(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -203,6 +216,11 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Number of tokens that may still be generated."""
         return self.most_tokens - len(self.token_ids)
+
+    @property
+    def trial_is_used_up(self) -> bool:
+        """Whether its drafts have cost more than they have brought, beyond a small allowance."""
+        return self.lost_tokens > TRIAL_TOKENS + TRIAL_SHARE * self.output_tokens
 
     @property
     def tpot_s(self) -> float | None:
@@ -291,24 +309,29 @@ class Sequence:
             raise RuntimeError(f"sequence {self.key}: {self.state.name} cannot become {state.name}")
         self.state = state
 
-    def count_draft(self, drafted: int, accepted: int) -> None:
-        """Count one step that verified `drafted` > 0 draft tokens."""
+    def count_draft(self, source: str, drafted: int, tokens: int) -> tuple[int, int]:
+        """Count one step that verified a draft, after its tokens were cut at a stop string.
+
+        The last token of a step counts as sampled by the target, also if the draft contained it. So
+        each step adds its accepted tokens and one more, whatever ends the output.
+
+        Args:
+            source: the proposer.
+            drafted: number of verified draft tokens, at least 1.
+            tokens: number of tokens that the step added to the output, at least 1.
+
+        Returns:
+            The numbers of verified and of accepted draft tokens (`Delta.drafts`).
+        """
+        accepted = tokens - 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
-        self.unsent_drafts.append((drafted, accepted))
-        if self.draft_source == PREDICTION:
+        if source == PREDICTION:
             self.accepted_prediction_tokens += accepted
             self.rejected_prediction_tokens += drafted - accepted
-
-    def take_drafts(self) -> tuple[tuple[int, int], ...]:
-        """Return the drafts since the last delta, for the next one."""
-        if not self.unsent_drafts:
-            return ()
-        taken = tuple(self.unsent_drafts)
-        self.unsent_drafts.clear()
-        return taken
+        return drafted, accepted
 
     def outcome(self) -> SpeculationOutcome:
         """Return the totals of speculation for this sequence."""
@@ -320,4 +343,5 @@ class Sequence:
             tuple(self.revisions),
             self.accepted_prediction_tokens,
             self.rejected_prediction_tokens,
+            self.saved_s,
         )

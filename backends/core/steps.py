@@ -125,14 +125,15 @@ class StepPlan:
     @cached_property
     def size(self) -> StepSize:
         """The quantities that determine the cost of the step."""
-        tokens = kv_tokens = pairs = 0
-        for _, start, token_ids, _, draft in self.work:
+        tokens = kv_tokens = pairs = sampled = 0
+        for _, start, token_ids, samples, draft in self.work:
             fed = len(token_ids) + len(draft.token_ids)
             tokens += fed
             kv_tokens += start + fed
+            sampled += samples + len(draft.token_ids)
             if fed > 1:
                 pairs += (fed - 1) * start + fed * (fed + 1) // 2 - 1
-        return StepSize(tokens, kv_tokens, len(self.work), pairs)
+        return StepSize(tokens, kv_tokens, len(self.work), pairs, sampled)
 
     @property
     def num_tokens(self) -> int:

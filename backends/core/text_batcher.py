@@ -210,13 +210,13 @@ class TextBatcher:
             if sequence.state is SequenceState.RUNNING:
                 sequence.move_to(SequenceState.FINISHED)
                 sequence.pooled, sequence.finish_reason = pooled, FinishReason.STOP
-                emissions.append((sequence, (), (), None))
+                emissions.append((sequence, (), (), None, None))
         return emissions
 
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
         """Return the deltas of a step with their request ids."""
         deltas = []
-        for sequence, _, _, _ in emissions:
+        for sequence, *_ in emissions:
             request_id = sequence.request.request_id
             if self._open.pop(request_id, None) is not None:
                 reason = sequence.finish_reason

@@ -10,9 +10,16 @@ from functools import partial
 from itertools import count
 
 from draftgate.backends.adapter_card import AdapterCard
-from draftgate.backends.core.accounting import Emission, StepDetails
+from draftgate.backends.core.accounting import (
+    Emission,
+    StepDetails,
+    VerifiedDraft,
+    count_draft,
+    counted_step,
+)
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.core.draft_scores import DraftScores
 from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence
@@ -104,6 +111,7 @@ class WorkerCore:
             request.prompt_ids,
             sampling.min_tokens,
             texts.__getitem__,
+            include_stop=sampling.include_stop_str_in_output,
         )
         text.extend(output_ids)
         self._texts[sequence.key] = text
@@ -127,6 +135,11 @@ class WorkerCore:
     def open_requests(self) -> tuple[str, ...]:
         """Ids of the requests that have not ended."""
         return tuple(self._requests)
+
+    @property
+    def scores(self) -> DraftScores:
+        """What the worker has learned about the acceptance of drafts."""
+        return self._scheduler.scores
 
     def load(self) -> WorkerLoad:
         """Return the load."""
@@ -179,16 +192,20 @@ class WorkerCore:
         return [
             (
                 sequence.request.request_id,
-                self._delta(sequence, token_ids, logprobs)
+                self._delta(sequence, token_ids, logprobs, draft)
                 if details is None
-                else _detailed(self._delta(sequence, token_ids, logprobs), details),
+                else _detailed(self._delta(sequence, token_ids, logprobs, draft), details),
             )
-            for sequence, token_ids, logprobs, details in emissions
+            for sequence, token_ids, logprobs, draft, details in emissions
             if sequence.key in self._texts
         ]
 
     def _delta(
-        self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        draft: VerifiedDraft | None,
     ) -> Delta:
         stream = self._texts[sequence.key]
         if sequence.finish_reason is None:  # the usual case
@@ -197,7 +214,7 @@ class WorkerCore:
             else:
                 text, shown = stream.extend(token_ids)
             if not stream.stopped:
-                drafts = sequence.take_drafts()
+                drafts = count_draft(sequence, draft, shown)
                 return Delta(sequence.choice, token_ids, text, logprobs, drafts=drafts)
             self._stop(sequence)
         elif sequence.pooled is not None:
@@ -205,6 +222,7 @@ class WorkerCore:
         else:
             text, shown = self._last_text(sequence, token_ids, stream)
         self._forget(sequence)
+        drafts = count_draft(sequence, draft, shown)  # before the outcome, which contains it
         return Delta(
             sequence.choice,
             token_ids[:shown],
@@ -215,7 +233,7 @@ class WorkerCore:
             cached_tokens=sequence.cached_tokens,
             pooled=sequence.pooled,
             stop_text=stream.stop_text,
-            drafts=sequence.take_drafts(),
+            drafts=drafts,
         )
 
     def _last_text(
@@ -226,14 +244,15 @@ class WorkerCore:
         Tokens accepted after a stop string are dropped, because they would not exist without
         drafts.
         """
-        ended = sequence.finish_reason is FinishReason.STOP  # by the last token, without its text
-        text, shown = stream.extend(tokens[:-1] if ended else tokens)
+        ended = sequence.finish_reason is FinishReason.STOP  # by the last token
+        shows_end = sequence.request.sampling.include_stop_str_in_output
+        text, shown = stream.extend(tokens if shows_end or not ended else tokens[:-1])
         if not stream.stopped:
             text, shown = text + stream.flush(), len(tokens)
         if stream.stopped:
             self._stop(sequence)
-        elif ended and tokens[-1] not in sequence.stop_ids and not _is_complete(sequence):
-            sequence.finish_reason = FinishReason.LENGTH  # a limit of the grammar ended the text
+        elif ended and _is_cut(sequence, tokens[-1]):
+            sequence.finish_reason = FinishReason.ABORT
         return text, shown
 
     def _stop(self, sequence: Sequence) -> None:
@@ -252,16 +271,21 @@ class WorkerCore:
             self._requests.pop(request_id, None)
 
 
-def _is_complete(sequence: Sequence) -> bool:
-    return sequence.grammar is None or sequence.grammar.is_complete
+def _is_cut(sequence: Sequence, last: int) -> bool:
+    """Return whether the last token ends an output whose grammar does not allow an end here.
+
+    Masks allow such an end only where no token can follow: in a dead end of the grammar, or at a
+    limit of its parser.
+    """
+    return sequence.grammar is not None and not sequence.grammar.legal((last,))
 
 
 def _detailed(delta: Delta, details: StepDetails) -> Delta:
-    """Return a delta with its details, without tokens after a stop string."""
-    step, shown = details.step, len(delta.token_ids)
+    """Return a delta with its details."""
+    step = details.step
     if step is None:
         return delta._replace(phases=details.phases, prompt_logprobs=details.prompt_logprobs)
-    step = step._replace(tokens=shown, accepted=min(step.accepted, shown))
+    step = counted_step(step, len(delta.token_ids), delta.drafts)
     return delta._replace(
         steps=(step,), phases=details.phases, prompt_logprobs=details.prompt_logprobs
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -106,6 +107,9 @@ class Reports:
 
 def main() -> None:
     """Load the model and run steps until the gateway closes its end."""
+    # They are for the gateway, but `pkill -HUP` may send them to every process of a node.
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     channel = SocketChannel[Command](socket.socket(fileno=int(sys.argv[1])), Command)
     commands = iter(channel)

@@ -15,7 +15,6 @@ worker tests its own machine at start (`warmup.rows_are_exact`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -23,17 +22,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.engine.operators.compiler import library_name
-from draftgate.backends.engine.operators.products import multiplies_in_c, multiply
-
-
-def _uses_amx() -> bool:
-    """Return whether oneDNN uses AMX, which `ONEDNN_MAX_CPU_ISA` may disable."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    supported: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public one)
-    return supported and (most in {"ALL", "DEFAULT"} or "AMX" in most)
-
-
-USES_AMX: Final = _uses_amx()
+from draftgate.backends.engine.operators.products import USES_AMX, multiplies_in_c, multiply
 
 ONEDNN_BFLOAT16: Final[bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 """Whether oneDNN multiplies bfloat16, as with AVX-512 or AVX-NE-CONVERT.

@@ -66,7 +66,13 @@ from draftgate.backends.engine.recording import (
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.served import PHASES, ServedModel
-from draftgate.backends.engine.startup_cache import Measurements, StartupCache, source_hash
+from draftgate.backends.engine.startup_cache import (
+    AcceptanceCache,
+    CacheEntry,
+    Measurements,
+    source_hash,
+    startup_cache,
+)
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.vocabulary import read_tokenizer
 from draftgate.backends.engine.warmup import (
@@ -77,10 +83,11 @@ from draftgate.backends.engine.warmup import (
     steps_are_exact,
 )
 from draftgate.backends.engine.weights import Weights, load_weights
+from draftgate.backends.generation_defaults import read_generation_defaults
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange
 from draftgate.backends.tokenizer import Tokenizer, read_json
-from draftgate.backends.types import Capabilities, ModelCard, Task
+from draftgate.backends.types import SAMPLING_OPTIONS, Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
@@ -173,18 +180,32 @@ def _loaded_decoder(
         card = replace(card, kv_format=pool.format(draft.format_class(name)))
     worker = _worker(scheduler, tokenizer, model, card, run)
 
-    def save_costs() -> None:
-        if cache is not None:
-            cache.write(Measurements.of(scheduler.cost, exact=exact))
-
-    save_costs()
-    served = ServedModel(card, worker.admission)
+    learned = None
+    if config.acceptance_cache and run is None:  # a replay of the run would lack the counts
+        key = weights.checkpoint_hash, draft.checkpoint_hash, config.verify
+        learned = AcceptanceCache(scheduler.scores, *key)
+    save_learned = partial(_save_learned, scheduler, cache, learned, exact=exact)
+    save_learned()
+    served, exchange = ServedModel(card, worker.admission), KvExchange(blocks, pool)
     recording = open_recording(config, proposers, card, scheduler, run)
-    exchange = KvExchange(blocks, pool)
     service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
-        *(worker, runner, exchange, served, proposers, save_costs, recording), adapters=service
+        *(worker, runner, exchange, served, proposers, save_learned, recording), adapters=service
     )
+
+
+def _save_learned(
+    scheduler: Scheduler,
+    costs: CacheEntry[Measurements] | None,
+    acceptance: AcceptanceCache | None,
+    *,
+    exact: bool,
+) -> None:
+    """Store what a worker has learned for the next start."""
+    if costs is not None:
+        costs.write(Measurements.of(scheduler.cost, exact=exact))
+    if acceptance is not None:
+        acceptance.save()
 
 
 def _scheduler(
@@ -220,14 +241,14 @@ def _step_cost(
     return measure_step_cost(runner, max_tokens, max_sequences, buckets, vocab_size=vocab_size)
 
 
-def _cache(device: torch.device, *key: object) -> StartupCache | None:
+def _cache(device: torch.device, *key: object) -> CacheEntry[Measurements] | None:
     """Return the cache of a CPU's measurements.
 
     A GPU has no cache, because the timed steps also warm up the GPU.
     """
     if device.type != "cpu":
         return None
-    return StartupCache(__version__, source_hash(), *key)
+    return startup_cache(__version__, source_hash(), *key)
 
 
 def _weights(
@@ -407,6 +428,7 @@ def _card(
         tasks=(Task.GENERATE, Task.EMBED) if embedding_size else (Task.GENERATE,),
         embedding_size=embedding_size,
         formats=True,
+        options=SAMPLING_OPTIONS,
     )
     return ModelCard(
         config.model_id or checkpoint_id(config.model),
@@ -418,4 +440,5 @@ def _card(
         num_blocks * BLOCK_TOKENS,
         tuple(sorted(model.eos_ids)),
         prompts=read_prompts(directory),
+        defaults=read_generation_defaults(config.generation_config, directory),
     )

@@ -26,11 +26,13 @@ class LoadedDraft(NamedTuple):
 
     Attributes:
         directory: its checkpoint, or None without one.
+        checkpoint_hash: identifies its weights, and is empty without any.
     """
 
     decoder: Decoder | None = None
     head: EagleHead | None = None
     directory: Path | None = None
+    checkpoint_hash: str = ""
 
     @property
     def models(self) -> tuple[Decoder | None, EagleHead | None]:
@@ -41,7 +43,7 @@ class LoadedDraft(NamedTuple):
         """Return the numerics class of KV blocks, which hold features of the head."""
         if self.head is None:
             return numerics_class
-        return f"{numerics_class}/eagle-{self.head.checkpoint_hash}"
+        return f"{numerics_class}/eagle-{self.checkpoint_hash}"
 
 
 def find_draft(config: WorkerConfig) -> Path | None:
@@ -84,14 +86,13 @@ def load_draft(
         return LoadedDraft()
     if kind == "eagle":
         head = _head(directory, model, weights, max_model_len, config.draft_window_tokens)
-        return LoadedDraft(head=head, directory=directory)
+        return LoadedDraft(head=head, directory=directory, checkpoint_hash=head.checkpoint_hash)
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    draft = Decoder(
-        *_draft_weights(directory, tokenizer, dtype, device, _window(config)), max_model_len
-    )
+    own, read = _draft_weights(directory, tokenizer, dtype, device, _window(config))
+    draft = Decoder(own, read, max_model_len)
     if device.type == "cpu":
         draft.compile_products()
-    return LoadedDraft(draft, directory=directory)
+    return LoadedDraft(draft, directory=directory, checkpoint_hash=read.checkpoint_hash)
 
 
 def _draft_weights(

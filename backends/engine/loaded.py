@@ -27,7 +27,7 @@ class LoadedEngine:
     Attributes:
         exchange: access of other workers to the KV blocks, or None if it has no KV blocks.
         proposers: by name, cheapest first.
-        save_costs: stores the current step costs for the next start.
+        save_learned: stores step costs and counts of accepted drafts for the next start.
         recording: records drafts to a file, or None.
         turns: the turns of the engines on its device.
         adapters: the LoRA adapters of the model, or None without any.
@@ -38,7 +38,7 @@ class LoadedEngine:
     exchange: KvExchange | None
     served: ServedModel
     proposers: dict[str, Proposer]
-    save_costs: Callable[[], None] = lambda: None
+    save_learned: Callable[[], None] = lambda: None
     recording: AcceptanceRecording | None = None
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     adapters: AdapterService | None = None

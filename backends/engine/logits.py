@@ -1,6 +1,6 @@
 """Changes to logits before temperature: grammars, bias, penalties, and forbidden early ends.
 
-    z = -inf                                     tokens that the grammar does not allow
+    z = -inf                                     tokens that are not allowed (grammars, clients)
     z = z + bias                                 OpenAI's logit_bias
     z = z / r if z > 0 else z * r                tokens of the prompt or the output
     z = z - (f * c + p * [c > 0])                c: occurrences of the token in the output
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kernels import token_mask_ref
 from draftgate.backends.engine.transfer import to_device
@@ -93,7 +94,7 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
 
 
 def forbid(plan: StepPlan, logits: Tensor) -> None:
-    """Set the logits of tokens that a sequence's grammar does not allow to -inf, in place.
+    """Set the logits of tokens that a sequence may not sample to -inf, in place.
 
     Args:
         plan: the work of each sequence.
@@ -103,12 +104,18 @@ def forbid(plan: StepPlan, logits: Tensor) -> None:
     masks: list[bytes] = []
     first = 0
     for work in plan.work:
-        grammar = work.sequence.grammar
-        if grammar is not None and work.samples:
+        if work.samples and (of_rows := row_masks(work.sequence, work.draft)):
             rows += range(first, first + work.num_samples)
-            masks += grammar.masks(work.draft)
+            masks += of_rows
         first += work.num_samples
     forbid_rows(logits, rows, masks)
+
+
+def row_masks(sequence: Sequence, draft: Draft) -> list[bytes]:
+    """Return the mask of each row of a draft, or nothing if the sequence may sample any token."""
+    if sequence.grammar is not None:
+        return sequence.grammar.masks(draft)
+    return [sequence.allowed] * (len(draft) + 1) if sequence.allowed else []
 
 
 def forbid_rows(logits: Tensor, rows: Many[int], masks: Many[bytes]) -> None:
@@ -119,12 +126,13 @@ def forbid_rows(logits: Tensor, rows: Many[int], masks: Many[bytes]) -> None:
     Args:
         logits: float32 [rows, vocab_size], contiguous.
         rows: the row of each mask, all different.
-        masks: masks from `Grammar.masks`, all of one length. A mask forbids all tokens beyond its
-            end.
+        masks: masks from `row_masks`. A mask forbids all tokens beyond its end.
     """
     if not rows:
         return
-    words = np.frombuffer(b"".join(masks), dtype=np.int32).reshape(len(masks), -1)
+    longest = max(map(len, masks))
+    padded = b"".join([mask.ljust(longest, b"\0") for mask in masks])
+    words = np.frombuffer(padded, dtype=np.int32).reshape(len(masks), -1)
     places = to_device(torch.tensor(rows), logits.device)
     packed = to_device(torch.from_numpy(words.copy()), logits.device)
     if logits.is_cuda:

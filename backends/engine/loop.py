@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 LOADING_ERRORS: Final = (BackendError, ValueError, ImportError)
 """Loading errors that need no traceback: a bad model or setting, or a missing package."""
 
+SAVE_EVERY_S: Final = 600.0
+"""Seconds after which a busy worker stores what it has learned, so that little is lost if it does
+not stop cleanly. (Chosen. Writing takes milliseconds.)"""
+
 
 class _Stopped(Exception):
     """The loop was stopped while it loads."""
@@ -83,6 +87,7 @@ class EngineLoop(threading.Thread):
         self._stopping = False
         self._turns: EngineTurns | None = None  # from the end of loading on
         self._reported = False  # whether the load of the idle worker is reported
+        self._saved_s = time.monotonic()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
@@ -151,7 +156,7 @@ class EngineLoop(threading.Thread):
             self._events.stepped([], engine.load())
             self._events.ready(engine.served)
             self._run_steps(engine)
-            engine.save_costs()
+            engine.save_learned()
         except _Stopped:
             return
         except BaseException as error:
@@ -164,6 +169,12 @@ class EngineLoop(threading.Thread):
                 self._turns.leave()
             if engine is not None:
                 engine.close()
+
+    def _save_if_due(self, engine: LoadedEngine) -> None:
+        now_s = time.monotonic()
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            engine.save_learned()
 
     def _report_loading(self, share: float) -> None:
         """Report the progress of loading, or end loading if the loop was stopped."""
@@ -181,6 +192,7 @@ class EngineLoop(threading.Thread):
 
         def deliver(batch: list[tuple[str, Delta]]) -> None:
             self._events.stepped(batch, engine.load())
+            self._save_if_due(engine)
             if engine.recording is not None:
                 engine.recording.observe(batch)
 

@@ -13,8 +13,8 @@ import torch
 
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.cpu_isa import ISAS, VARIABLE, requested_isa
-from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
-from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
+from draftgate.backends.engine.linear import ONEDNN_BFLOAT16
+from draftgate.backends.engine.operators.products import LANES, USES_AMX, multiplies_in_c
 from draftgate.backends.engine.quantisation.fp8_kv import FP8
 
 log = logging.getLogger(__name__)

@@ -185,11 +185,6 @@ def check_recording(config: WorkerConfig) -> None:
             "--record-acceptance needs --verify coupled, because the text of --verify rejection "
             "depends on the drafts"
         )
-    if config.ngram_corpus_tokens:
-        raise ValueError(
-            "--record-acceptance needs --ngram-corpus-tokens 0, because drafts from a corpus "
-            "depend on earlier requests"
-        )
     for name in READS_KV.intersection(config.record_acceptance_proposers):
         raise ValueError(
             f"--record-acceptance-proposers: {name} reads the KV cache, so it cannot be recorded "

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kernels import rejection_ref
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from draftgate.backends.engine.operators import drawing
 from draftgate.backends.engine.transfer import to_device
 from draftgate.backends.types import SamplingParams
 
@@ -65,7 +66,7 @@ def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
         from draftgate.backends.engine.kernels import sample_verify
 
         return sample_verify.sample(logits, rows)
-    return sample(logits, rows)
+    return sample(logits, rows, drawing.draw)
 
 
 class Walks(NamedTuple):

@@ -1,7 +1,8 @@
-"""A cache of startup measurements, so that later starts on the same machine are faster.
+"""A cache of what a worker measures and learns, for later starts on the same machine.
 
-An entry is a JSON file in `$XDG_CACHE_HOME/draftgate`. The name of the file is a hash of everything
-that the measurements depend on, so any change makes another entry. An unreadable entry counts as
+Measurements make a start faster, and counts of accepted drafts make its first drafts better. An
+entry is a JSON file in `$XDG_CACHE_HOME/draftgate`. The name of the file is a hash of everything
+that the content depends on, so any change makes another entry. An unreadable entry counts as
 missing.
 """
 
@@ -11,18 +12,28 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
+from draftgate.backends.core.draft_scores import AcceptanceCounts, DraftScores
+from draftgate.backends.recorded_run import RecordedCost
 from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.draft_prior import BAND_ENDS
+from draftgate.policies.speculation.survival import (
+    AGREEMENT_EDGES,
+    EVIDENCE_EDGES,
+    OUTCOME_ROWS,
+    POSITIONS,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_ENTRIES: Final = 32
-"""Maximum number of entries. The cache deletes the oldest, because every new version adds entries.
-"""
+"""Maximum number of entries of a kind. The cache deletes the oldest, because every new version adds
+entries."""
 
 
 def cache_directory() -> Path:
@@ -32,21 +43,23 @@ def cache_directory() -> Path:
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Results of a start: whether the probe found exact bits, and the fields of the step cost."""
+    """Results of a start: whether the probe found exact bits, and the step costs."""
 
     exact: bool
-    token_buckets: tuple[int, ...]
-    step_s: tuple[float, ...]
-    kv_token_s: float
-    sequence_s: float
-    pair_s: float
+    costs: RecordedCost
 
     @classmethod
     def of(cls, cost: StepCost, *, exact: bool) -> Measurements:
         """Return the measurements with these results."""
-        linear = (cost.kv_token_s, cost.sequence_s, cost.pair_s)
-        step_s = tuple(map(float, cost.step_s))  # a fitted table holds NumPy numbers
-        return cls(exact, cost.token_buckets, step_s, *map(float, linear))
+        return cls(exact, RecordedCost.of(cost))
+
+    def check(self) -> None:
+        """Check the costs.
+
+        Raises:
+            ValueError: the fields do not form a valid table.
+        """
+        _ = self.cost
 
     @property
     def cost(self) -> StepCost:
@@ -55,8 +68,7 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ValueError: the fields do not form a valid table.
         """
-        fields = (self.token_buckets, self.step_s, self.kv_token_s, self.sequence_s, self.pair_s)
-        return StepCost(*fields)
+        return self.costs.cost
 
 
 def source_hash() -> str:
@@ -67,50 +79,99 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Checked(Protocol):
+    """Content of an entry."""
+
+    def check(self) -> None:
+        """Raise a ValueError if the content is invalid."""
+        ...
+
+
+T = TypeVar("T", bound=Checked)
+
+
+class _Entry(msgspec.Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
     key: tuple[str, ...]
-    measurements: Measurements
+    content: T
 
 
 # Workers start in threads, and msgspec crashes if two threads build the decoder of a type at once
 # (msgspec 0.22.0, 2026-11-23).
-_decoder: Final = msgspec.json.Decoder(_Entry)
+_measurements: Final = msgspec.json.Decoder(_Entry[Measurements])
+_acceptance: Final = msgspec.json.Decoder(_Entry[AcceptanceCounts])
 
 
-class StartupCache:
-    """The cache entry of a key."""
+class CacheEntry(Generic[T]):
+    """The file of a key, whose content is one value."""
 
-    def __init__(self, *key: object) -> None:
-        """Derive the name of the entry from `key`: everything that the measurements depend on."""
+    def __init__(
+        self, kind: str, decoder: msgspec.json.Decoder[_Entry[T]], key: Iterable[object]
+    ) -> None:
+        """Derive the name of the file.
+
+        Args:
+            kind: begin of the name.
+            decoder: reads the content.
+            key: everything on which the content depends.
+        """
+        self._kind, self._decoder = kind, decoder
         self._key = tuple(map(str, key))
         digest = hashlib.sha256("\0".join(self._key).encode()).hexdigest()[:20]
-        self.path = cache_directory() / f"startup-{digest}.json"
+        self.path = cache_directory() / f"{kind}-{digest}.json"
 
-    def read(self) -> Measurements | None:
-        """Return the measurements, or None if the entry is missing, damaged or of another key."""
+    def read(self) -> T | None:
+        """Return the content, or None if the file is missing, damaged or of another key."""
         try:
-            entry = _decoder.decode(self.path.read_bytes())
-            _ = entry.measurements.cost
+            entry = self._decoder.decode(self.path.read_bytes())
+            entry.content.check()
         except (OSError, ValueError):  # msgspec raises subclasses of ValueError
             return None
-        return entry.measurements if entry.key == self._key else None
+        return entry.content if entry.key == self._key else None
 
-    def write(self, measurements: Measurements) -> None:
-        """Replace the entry atomically, and log an error instead of raising it."""
-        content = msgspec.json.encode(_Entry(self._key, measurements))
+    def write(self, content: T) -> None:
+        """Replace the file atomically, and log an error instead of raising it."""
+        encoded = msgspec.json.encode(_Entry(self._key, content))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Several workers may write the same entry to their own files. The last file remains.
             with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
                 file = Path(folder) / self.path.name
-                file.write_bytes(content)
+                file.write_bytes(encoded)
                 file.replace(self.path)
             self._prune()
         except OSError as error:
-            log.info("the start-up cache %s cannot be written: %s", self.path.parent, error)
+            log.info("the cache %s cannot be written: %s", self.path.parent, error)
 
     def _prune(self) -> None:
-        entries = self.path.parent.glob("startup-*.json")
+        entries = self.path.parent.glob(f"{self._kind}-*.json")
         by_age = sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)
         for path in by_age[MAX_ENTRIES:]:
             path.unlink(missing_ok=True)
+
+
+def startup_cache(*key: object) -> CacheEntry[Measurements]:
+    """Return the entry of measurements that depend on `key`."""
+    return CacheEntry("startup", _measurements, key)
+
+
+class AcceptanceCache:
+    """The counts of accepted drafts of the workers of a checkpoint."""
+
+    def __init__(self, scores: DraftScores, *key: object) -> None:
+        """Let a worker start from the counts of earlier workers, if there are any.
+
+        Args:
+            scores: the worker's estimates.
+            key: checkpoint, draft model and verification. The rows of the tables belong to the key,
+                too, because counts fit no other rows.
+        """
+        self._scores = scores
+        rows = EVIDENCE_EDGES, AGREEMENT_EDGES, POSITIONS, OUTCOME_ROWS, BAND_ENDS
+        self.entry = CacheEntry("acceptance", _acceptance, (*key, *rows))
+        counts = self.entry.read()
+        if counts is not None:
+            scores.restore(counts)
+
+    def save(self) -> None:
+        """Store the counts for the next start."""
+        self.entry.write(self._scores.counts())

@@ -38,6 +38,11 @@ TOKEN_BUCKETS: Final = tuple(
 TIMED_SLOTS: Final = 8
 """Draft slots of the step that times the attention of a slot."""
 
+TIMED_SAMPLES: Final = 64
+"""Sampled tokens of the step that times the cost of sampling one: a batch of 16 with drafts of
+three. With AMX, the first 16 take less time than later ones, because products have tiles of 16
+rows. (Chosen by that reasoning, 2026-11-28.)"""
+
 TIMED_SEQUENCES: Final = 16
 """Sequences of the batch that times the cost of a sequence, enough to exceed the noise."""
 
@@ -87,7 +92,12 @@ def measure_step_cost(
     *,
     vocab_size: int = PROBE_VOCABULARY,
 ) -> StepCost:
-    """Time verify steps by tokens, sequences, and KV tokens read.
+    """Time verify steps by tokens, sampled tokens, sequences, and KV tokens read.
+
+    A sampled token needs its logits over the whole vocabulary. With a small model, the logits take
+    longer than all layers: a draft slot of SmolLM2-135M takes 1.5 ms of a core, and a prompt token
+    0.3 ms (bfloat16 with AMX, 2026-11-28). A table that does not separate the two predicts half of
+    the time of a step with many slots after it has learned from prompts.
 
     The tokens of a step are spread over the vocabulary. In a mixture of experts, each further token
     therefore reads further experts, as in a text.
@@ -104,7 +114,12 @@ def measure_step_cost(
     """
     verify = partial(_verify, vocabulary=vocab_size)
     buckets = [tokens for tokens in token_buckets if tokens <= max_tokens] or [max_tokens]
-    measured_s = _times_s(runner, [StepPlan((verify(tokens),)) for tokens in buckets])
+    samples = min(TIMED_SAMPLES, max_tokens)
+    fed = [verify(tokens, wanted=1) for tokens in (*buckets, samples)]
+    *measured_s, once_s, all_s = _times_s(
+        runner, [StepPlan((work,)) for work in (*fed, verify(samples))]
+    )
+    sample_s = max(all_s - once_s, 0.0) / max(samples - 1, 1)
     step_s = list(accumulate(measured_s, max))
     many = min(TIMED_SEQUENCES, max_sequences, max_tokens)
     sequence_s = 0.0
@@ -113,11 +128,11 @@ def measure_step_cost(
         batch = StepPlan(tuple(verify(1, blocks=[index], first=index) for index in range(many)))
         alone = StepPlan((verify(many),))
         sequence_s = max(_time_s(runner, batch) - _time_s(runner, alone), 0.0) / (many - 1)
-    # Each timed step had a single sequence.
-    table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
+    # Each timed step had a single sequence, and sampled a single token.
+    table_s = tuple(max(seconds - sequence_s - sample_s, 0.0) for seconds in step_s)
     context_tokens = min(TIMED_CONTEXT, max_tokens - TIMED_SLOTS - 1)
     kv_token_s, pair_s = _attention_s(runner, verify, context_tokens)
-    return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s, pair_s)
+    return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s, pair_s, sample_s)
 
 
 def measure_depths(

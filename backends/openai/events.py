@@ -62,7 +62,6 @@ class EventScan:
     """
 
     def __init__(self) -> None:
-        """Start before the first byte."""
         self.ending: StreamEnding | None = None
         self.outputs = 0
         self.finished = 0

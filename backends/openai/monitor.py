@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 
 from draftgate.backends.connection_errors import public_reason
+from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.metrics import EngineMetrics, read_metrics
 
 PROBE_S: Final = 2.0
@@ -27,7 +29,7 @@ PATIENCE_S: Final = 2.0
 """Timeout of any response in seconds. An engine with a slower event loop is overloaded, and an
 older metrics page is of no use."""
 
-MISSING_S: Final = 60.0
+MISSING_S: Final = 30.0
 """Seconds until the gateway requests a missing metrics page, or the known number of slots, again.
 The engine may have restarted with other settings."""
 
@@ -66,41 +68,36 @@ class UpstreamMonitor:
     """Sends background requests to one upstream.
 
     Attributes:
-        model: model in the upstream's list, or None until the list was read.
+        model: first model in the upstream's list, or None until the list was read.
+        models: names of all models in its latest list, or None until one was read.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, clock: Callable[[], float]
-    ) -> None:
-        """Prepare requests to the server at `url` without sending any."""
+    def __init__(self, connections: Connections, clock: Callable[[], float]) -> None:
+        """Prepare requests without sending any."""
         self.model: ListedModel | None = None
-        self._session = session
-        self._url = url
+        self.models: frozenset[str] | None = None
+        self._connections = connections
         self._clock = clock
-        self._has_health = True
         self._next_metrics_s = self._next_slots_s = 0.0
 
     async def probe(self) -> ProbeFailure | None:
         """Return None if the upstream is healthy, else the cause of the failure.
 
-        The probe requests `GET /health` (vLLM, SGLang, llama.cpp, Draftgate), or the list of models
-        if that endpoint is missing.
+        The probe requests `GET /health` (vLLM, SGLang, llama.cpp, Draftgate) and the list of
+        models. The list decides if `/health` is missing, or if no list has been read.
         """
+        healthy = False
         try:
-            if self._has_health:
-                async with self._get("/health") as response:
-                    await response.read()
-                status = response.status
-                self._has_health = status in {200, 204} or status >= 500
-                if status >= 500:
-                    return ProbeFailure(f"/health responded with status {status}", timeout=False)
-            if self.model is None or not self._has_health:
-                return await self._read_models()
-        except TimeoutError:
-            return ProbeFailure(f"it did not respond in {PATIENCE_S:g} s", timeout=True)
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-            return ProbeFailure(public_reason(error), timeout=False)
-        return None
+            async with self._get("/health") as response:
+                await response.read()
+                if response.status >= 500:
+                    reason = f"/health responded with status {response.status}"
+                    return ProbeFailure(reason, timeout=False)
+                healthy = response.status in {200, 204} and self.models is not None
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            return _failure(error)
+        failure = await self._read_models()
+        return None if healthy else failure
 
     async def metrics(self) -> EngineMetrics | None:
         """Return the present metrics, or None if the page is missing or late."""
@@ -132,19 +129,31 @@ class UpstreamMonitor:
             return None
         return _number(props, "total_slots") or None
 
-    def _get(self, path: str) -> Any:
-        return self._session.get(self._url + path, timeout=_PATIENCE)
+    @asynccontextmanager
+    async def _get(self, path: str) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        async with await self._connections.request("GET", path, timeout=_PATIENCE) as response:
+            yield response
 
     async def _read_models(self) -> ProbeFailure | None:
         """Read the list, where denied access (401, 404) still counts as reachable."""
-        async with self._get("/v1/models") as response:
-            if response.status >= 500:
-                return ProbeFailure(
-                    f"/v1/models responded with status {response.status}", timeout=False
-                )
-            if response.status == 200:
-                self.model = _first_model(await response.json(content_type=None))
+        try:
+            async with self._get("/v1/models") as response:
+                if response.status >= 500:
+                    reason = f"/v1/models responded with status {response.status}"
+                    return ProbeFailure(reason, timeout=False)
+                if response.status == 200:
+                    listing = await response.json(content_type=None)
+                    self.model = _first_model(listing) or self.model
+                    self.models = _names(listing) or self.models
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            return _failure(error)
         return None
+
+
+def _failure(error: Exception) -> ProbeFailure:
+    if isinstance(error, TimeoutError):
+        return ProbeFailure(f"it did not respond in {PATIENCE_S:g} s", timeout=True)
+    return ProbeFailure(public_reason(error), timeout=False)
 
 
 async def _read_page(response: aiohttp.ClientResponse) -> EngineMetrics | None:
@@ -159,10 +168,19 @@ async def _read_page(response: aiohttp.ClientResponse) -> EngineMetrics | None:
     return await asyncio.to_thread(read_metrics, text)
 
 
-def _first_model(listing: Any) -> ListedModel | None:
+def _entries(listing: Any) -> list[dict[str, Any]]:
     data = listing.get("data") if isinstance(listing, dict) else None
-    first = data[0] if isinstance(data, list) and data else None
-    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+    entries = data if isinstance(data, list) else []
+    return [one for one in entries if isinstance(one, dict) and isinstance(one.get("id"), str)]
+
+
+def _names(listing: Any) -> frozenset[str]:
+    return frozenset(one["id"] for one in _entries(listing))
+
+
+def _first_model(listing: Any) -> ListedModel | None:
+    first = next(iter(_entries(listing)), None)
+    if first is None:
         return None
     return ListedModel(
         first["id"],

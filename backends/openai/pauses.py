@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
@@ -9,14 +10,15 @@ from typing import Final
 import aiohttp
 
 from draftgate.backends.base import UpstreamPause
+from draftgate.backends.header_numbers import header_count
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
 DEFAULT_PAUSE_S: Final = 1.0
 """Pause in seconds after a refusal (429, 503) without a duration."""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
-"""Patience with an upstream. A single failure may be an idle connection that it closed. The restart
-of an engine takes tens of seconds to minutes."""
+"""Patience with an upstream. The restart of an engine takes tens of seconds to minutes. No pause
+exceeds `--upstream-max-pause-s`."""
 
 _REFUSALS: Final = (429, 503)
 
@@ -24,18 +26,30 @@ _REFUSALS: Final = (429, 503)
 class Pauses:
     """The pauses of one upstream.
 
+    A pause that the upstream requests is bounded, because one wrong response must not switch a
+    healthy upstream off. A successful probe ends it early. If the upstream then refuses the next
+    requests, probes say nothing about its load, and the next pause lasts until its end.
+
     Times are seconds of one monotonic clock.
 
     Attributes:
         breaker: open while the upstream is out.
     """
 
-    def __init__(self, url: str) -> None:
-        """Start without a pause, with `url` for messages."""
-        self.breaker = Breaker(PATIENCE)
+    def __init__(self, url: str, longest_s: float) -> None:
+        """Start without a pause.
+
+        Args:
+            url: the address of the upstream, for messages.
+            longest_s: maximum length of any pause in seconds.
+        """
+        first_s = min(PATIENCE.first_pause_s, longest_s)
+        self.breaker = Breaker(replace(PATIENCE, first_pause_s=first_s, longest_pause_s=longest_s))
         self._url = url
+        self._longest_s = longest_s
         self._pause = UpstreamPause(0.0, 503, "")
         self._until_s = 0.0
+        self._probes_count = True  # whether a successful probe ends a requested pause
 
     def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
         """Return the rest of a pause, or None if the gateway may call the upstream.
@@ -44,24 +58,34 @@ class Pauses:
             failure: cause of the outage, or None if the upstream has at most requested a pause.
         """
         if failure is not None:
-            remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_PAUSE_S)
+            remaining_s = max(
+                self.breaker.remaining_s(now_s), min(DEFAULT_PAUSE_S, self._longest_s)
+            )
             return UpstreamPause(remaining_s, 503, f"{self._url}: {failure}")
         if now_s >= self._until_s:
             return None
         return self._pause._replace(remaining_s=self._until_s - now_s)
 
     def may_probe(self, now_s: float) -> bool:
-        """Return whether the gateway may send a probe now."""
-        return self.breaker.remaining_s(now_s) <= 0 and now_s >= self._until_s
+        """Return whether the gateway may send a probe now, also during a requested pause."""
+        return self.breaker.remaining_s(now_s) <= 0
+
+    def note_probe(self, now_s: float) -> None:
+        """Record a successful probe, which may end a requested pause."""
+        self.breaker.succeeded()
+        if now_s < self._until_s and self._probes_count:
+            self._until_s = now_s
+            self._probes_count = False
 
     def note_answer(self, response: aiohttp.ClientResponse, now_s: float) -> None:
         """Record a response, which may request a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()
         if response.status not in _REFUSALS:
+            self._probes_count = True
             return
         asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        until_s = now_s + (DEFAULT_PAUSE_S if asked_s is None else asked_s)
+        until_s = now_s + min(DEFAULT_PAUSE_S if asked_s is None else asked_s, self._longest_s)
         if until_s >= self._until_s:
             reason = f"{self._url} responded with status {response.status}"
             self._until_s, self._pause = until_s, UpstreamPause(0.0, response.status, reason)
@@ -75,8 +99,9 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
     if value is None:
         return None
     text = value.strip()
-    if text.isascii() and text.isdigit() and len(text) < 10:
-        return float(text)
+    seconds = header_count(text)
+    if seconds is not None:
+        return float(seconds)
     try:
         moment = parsedate_to_datetime(text)
     except (ValueError, OverflowError):

@@ -7,15 +7,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from io import BytesIO
 from typing import Final
 
 import aiohttp
-from yarl import URL
 
+from draftgate.addresses import read_server_url, split_credentials
 from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
+from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor
@@ -25,28 +25,19 @@ from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
-CONNECT_S: Final = 5.0
-"""Timeout of a connection in seconds, which takes a round trip or two. The response may take any
-time."""
-
-IDLE_CONNECTION_S: Final = 4.0
-"""Seconds for which an idle connection is reused. vLLM and SGLang (uvicorn) close idle connections
-after 5 s. A request on a connection that is being closed is lost."""
-
 LAST_BYTES_S: Final = 0.25
 """Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
-
-_USED_ONCE: Final = {"Connection": "close"}
-"""Header for llama.cpp's server. It closes connections after streams without notice, and the next
-request on such a connection would be lost (b1-0c1e570, 2026-11-22)."""
-
-LARGE_BYTES: Final = 64 << 10
 
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
 
 class OpenAIUpstream:
-    """Implements `Upstream` with one session, whose connections are kept and shared."""
+    """Implements `Upstream` with connections that are kept and shared.
+
+    Attributes:
+        excluded: why the node gives it no requests although it responds, or None.
+        models_changed: a function that is called after its list of models has changed.
+    """
 
     recovers = True
 
@@ -70,17 +61,20 @@ class OpenAIUpstream:
         """
         if config.upstream is None:
             raise ValueError("the backend 'openai' needs --upstream URL")
-        self.url = config.upstream.rstrip("/").removesuffix("/v1")
-        self._headers = {"Accept-Encoding": "identity", **_authorization(config)}
+        self.url, credentials = split_credentials(read_server_url(config.upstream))
+        authorization = _authorization(config.upstream_api_key_env, credentials)
+        self._headers = {"Accept-Encoding": "identity", **authorization}
         self._clock = clock
         self._probe_s = probe_s
         self._poll_s = poll_s
-        self._pauses = Pauses(self.url)
+        self.excluded: str | None = None
+        self.models_changed: Callable[[], None] = lambda: None
+        self._pauses = Pauses(self.url, config.upstream_max_pause_s)
         self._load = UpstreamLoad(config.upstream_concurrency, config.upstream_speculates)
         self._sent = 0  # sequences
         self._waiting: set[asyncio.Timeout] = set()  # for the head of a response
         self._open: set[HttpExchange] = set()
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._monitor: UpstreamMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
@@ -96,6 +90,11 @@ class OpenAIUpstream:
         )
 
     @property
+    def models(self) -> frozenset[str] | None:
+        """The names of the models in its latest list, or None until a list was read."""
+        return None if self._monitor is None else self._monitor.models
+
+    @property
     def progress(self) -> float:
         """Always 1.0, because an upstream has no model to load."""
         return 1.0
@@ -103,7 +102,7 @@ class OpenAIUpstream:
     @property
     def failure(self) -> str | None:
         """The cause of an outage, or None if the upstream is healthy or only paused."""
-        return "stopped" if self._stopped else self._pauses.breaker.reason
+        return "stopped" if self._stopped else self._pauses.breaker.reason or self.excluded
 
     @property
     def pause(self) -> UpstreamPause | None:
@@ -119,13 +118,8 @@ class OpenAIUpstream:
 
         An upstream that does not respond is no error, because it may start later than this node.
         """
-        self._session = aiohttp.ClientSession(
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        self._monitor = UpstreamMonitor(self._session, self.url, self._clock)
+        self._connections = Connections(self.url, self._headers)
+        self._monitor = UpstreamMonitor(self._connections, self._clock)
         failure = await self._monitor.probe()
         if failure is None:
             await self.poll()
@@ -145,18 +139,18 @@ class OpenAIUpstream:
             waiting.reschedule(0.0)
         for exchange in self._open:
             exchange.fail("this node stops")
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is not None:
+            await self._connections.close()
 
     @asynccontextmanager
     async def forward(self, call: UpstreamCall) -> AsyncGenerator[HttpExchange, None]:
         """Forward a request. Leaving the context early closes its connection."""
-        if self._session is None or self._stopped:
+        if self._connections is None or self._stopped:
             raise UpstreamUnreachable(f"{self.url} was stopped")
         self._sent += call.sequences
         try:
             begin_s, running = self._clock(), self.load().running
-            response = await self._send(self._session, call)
+            response = await self._send(self._connections, call)
             exchange = HttpExchange(response, self._clock)
             self._open.add(exchange)
             try:
@@ -176,9 +170,12 @@ class OpenAIUpstream:
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
         assert self._monitor is not None
+        models = self.models
         failure = await self._monitor.probe()
+        if models != self.models:
+            self.models_changed()  # before requests may reach an upstream that is back
         if failure is None:
-            self._pauses.breaker.succeeded()
+            self._pauses.note_probe(self._clock())
         else:
             self._pauses.breaker.failed(failure.reason, self._clock(), timeout=failure.timeout)
 
@@ -194,21 +191,13 @@ class OpenAIUpstream:
         if slots is not None:
             self._load.set_slots(slots)
 
-    async def _send(
-        self, session: aiohttp.ClientSession, call: UpstreamCall
-    ) -> aiohttp.ClientResponse:
-        model = None if self._monitor is None else self._monitor.model
-        once = _USED_ONCE if model is not None and model.is_llama_cpp else {}
+    async def _send(self, connections: Connections, call: UpstreamCall) -> aiohttp.ClientResponse:
         waiting = asyncio.timeout(None)
         self._waiting.add(waiting)
         try:
             async with waiting:
-                response = await session.request(
-                    call.method,
-                    URL(self.url + call.path, encoded=True),
-                    data=_payload(call.body),
-                    headers={**call.headers, **once},
-                    allow_redirects=False,
+                response = await connections.request(
+                    call.method, call.path, call.body, headers=call.headers
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             reason = public_reason(error)
@@ -247,13 +236,18 @@ class OpenAIUpstream:
                 await self.poll()
 
 
-def _payload(body: bytes) -> bytes | BytesIO | None:
-    """Return a body that aiohttp sends in pieces if it is large."""
-    return BytesIO(body) if len(body) > LARGE_BYTES else body or None
+def _authorization(name: str | None, credentials: tuple[str, str] | None) -> dict[str, str]:
+    """Return the header with the credentials of an address, or the key in a variable.
 
-
-def _authorization(config: WorkerConfig) -> dict[str, str]:
-    name = config.upstream_api_key_env
+    Raises:
+        ValueError: both are given, or the variable is not set.
+    """
+    if credentials is not None:
+        if name is not None:
+            raise ValueError(
+                "--upstream-api-key-env cannot be combined with credentials in an --upstream URL"
+            )
+        return {"Authorization": aiohttp.BasicAuth(*credentials, "utf-8").encode()}
     if name is None:
         return {}
     key = os.environ.get(name, "").strip()

@@ -47,7 +47,6 @@ class RecentDrafts:
     """Means of an engine's latest drafts, from counters that restart with the engine."""
 
     def __init__(self) -> None:
-        """Start with the prior."""
         self._drafts = PRIOR_DRAFTS
         self._drafted = PRIOR_DRAFTS * PRIOR.drafted
         self._accepted = PRIOR_DRAFTS * PRIOR.accepted
@@ -82,7 +81,6 @@ class ObservedSpeed:
     """
 
     def __init__(self) -> None:
-        """Start without observations."""
         self.batch = BatchShare()
         self._tpot_s = self._running = 0.0
         self._prompt_token_s = 0.0

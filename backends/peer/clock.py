@@ -23,7 +23,6 @@ class RemoteClock:
     """
 
     def __init__(self) -> None:
-        """Start without reports."""
         self._offset_s = math.inf
         self._heard_s = 0.0
 

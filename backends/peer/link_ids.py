@@ -9,7 +9,6 @@ class LinkIds:
     """Ids of the running requests on one connection, each of which is used once."""
 
     def __init__(self) -> None:
-        """Start without requests."""
         self._next = count()
         self._id_of: dict[str, str] = {}
         self._request_of: dict[str, str] = {}

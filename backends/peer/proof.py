@@ -82,7 +82,6 @@ class ProofChecker:
     """Accepts each proof once. Nonces are kept until their proofs have expired."""
 
     def __init__(self, secret: SharedSecret) -> None:
-        """Start without nonces."""
         self._secret = secret
         self._expiry_by_nonce: dict[str, float] = {}  # nonce -> expiry
 

@@ -19,7 +19,6 @@ class Tokenizers:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._known: dict[str, Tokenizer] = {}
         self._loading = asyncio.Lock()
 

@@ -1,18 +1,11 @@
-"""Construction of simulated workers, with text for serving or without text for simulations.
-
-In a simulation, the device and the recorded texts define the true costs and outcomes. The worker
-starts from misjudged step costs, learns acceptance from outcomes, and decides by these alone.
-"""
+"""Construction of simulated workers that serve text."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Final
-
-from msgspec import structs
 
 from draftgate.backends.checkpoints import (
     SHIPPED_MODEL,
@@ -23,28 +16,18 @@ from draftgate.backends.checkpoints import (
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.generation_defaults import read_generation_defaults
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.kv_transfer.format import KvFormat
-from draftgate.backends.sim.acceptance import Acceptance, ConstantAcceptance, ReplayedAcceptance
-from draftgate.backends.sim.device_model import (
-    DeviceModel,
-    ProfileDevice,
-    RooflineDevice,
-    ServiceTimeDevice,
-)
+from draftgate.backends.sim.acceptance import ConstantAcceptance
+from draftgate.backends.sim.device_model import DeviceModel, ProfileDevice, ServiceTimeDevice
 from draftgate.backends.sim.grammar_tokens import GrammarTokens
 from draftgate.backends.sim.model import SimExecutor, SimProposer
-from draftgate.backends.sim.oracle import NAME as ORACLE
-from draftgate.backends.sim.oracle import Oracle, OracleScheduler
-from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, misjudged, slowed
-from draftgate.backends.sim.recorded_run import EOS, RecordedRun, RunAcceptance, RunTokens
-from draftgate.backends.sim.recording import Recording, load_recording
-from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker, TokenWorker
-from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, printable_vocabulary
-from draftgate.backends.sim.virtual_time import loop_time_s
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
+from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary, shipped_tokenizer
 from draftgate.backends.tokenizer import Tokenizer, read_json
-from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.types import SAMPLING_OPTIONS, Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
@@ -56,14 +39,7 @@ BLOCK_TOKENS: Final = 16
 DEFAULT_MODEL_LEN: Final = 8192
 """Context of a served model without a context in its configuration, in tokens."""
 
-SIMULATED_MODEL_LEN: Final = 32_768
-"""Default context in a simulation, in tokens."""
-
-SIMULATED_VOCABULARY: Final = range(256)
-"""Token ids in a simulation. Python keeps one object per small integer, so these ids take
-no memory."""
-
-EXACT: Final = Capabilities(exact=True)
+EXACT: Final = Capabilities(exact=True, options=SAMPLING_OPTIONS)
 """Capabilities of simulated workers, whose texts are functions of seed, choice and position."""
 
 NGRAM: Final = SpeculationMode.NGRAM.value
@@ -100,7 +76,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     # Only the small files of a hub model are fetched, so this needs no thread.
     directory = find_checkpoint(config.model, weights=False)
     profile = load_profile(config.profile)
-    tokenizer = Tokenizer(directory)
+    tokenizer = shipped_tokenizer() if directory == SHIPPED_MODEL else Tokenizer(directory)
     printable = printable_vocabulary(tokenizer)
     tokens = SimulatedTokens(printable)
     eos_id = tokenizer.special_id("eos_token")
@@ -114,7 +90,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         device = ServiceTimeDevice(lambda _request: service_s)
     acceptance = ConstantAcceptance(tokens, config.sim_acceptance)
     proposer = SimProposer(NGRAM, tokens, acceptance, DraftCost(), device)
-    scheduler = _scheduler(
+    scheduler = make_scheduler(
         Scheduler,
         config,
         profile,
@@ -130,12 +106,13 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         model_id=config.model_id or checkpoint_id(config.model),
         root=config.model or SHIPPED_MODEL_ID,
         max_model_len=max_model_len,
-        numerics_class=_numerics_class(profile),
+        numerics_class=numerics_class(profile),
         created_s=int(time.time()),
         capabilities=replace(EXACT, formats=True),
         pool_tokens=scheduler.blocks.num_blocks * BLOCK_TOKENS,
         eos_ids=tuple(eos_ids),
-        kv_format=_kv_format(profile),
+        kv_format=kv_format_of(profile),
+        defaults=read_generation_defaults(config.generation_config, directory),
     )
     grammars = LlGrammars(tokenizer, eos_ids)
     worker = WorkerCore(scheduler, tokenizer, max_model_len, grammars)
@@ -143,121 +120,14 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     return SimWorker(worker, SimExecutor(tokens, device, forms), card, exchange)
 
 
-@dataclass(frozen=True, slots=True)
-class SimEnvironment:
-    """The conditions of a simulation: its devices, and the knowledge of their workers.
-
-    Attributes:
-        seed: seed of the devices' noise and of the misjudged costs.
-        belief_error: share by which the workers' initial step costs are wrong.
-        roofline: whether devices follow a roofline with noise, or exactly the profile.
-        recording: recorded texts to replay. None selects those of the profile.
-        run: recorded run whose requests are simulated, each with its own text, or None.
-        slowness: factors for the times of the profile, for the devices in turn.
-        delivers_tokens: whether workers report the tokens of every step, which takes longer.
-            Requests can move between workers only in this case.
-        shares_kv: whether workers of different profiles exchange KV blocks too.
-        log: deliveries to all requests.
-    """
-
-    seed: int = 0
-    belief_error: float = 0.3
-    roofline: bool = True
-    recording: Recording | None = None
-    run: RecordedRun | None = None
-    slowness: tuple[float, ...] = (1.0,)
-    delivers_tokens: bool = False
-    shares_kv: bool = False
-    log: DeliveryLog = field(default_factory=DeliveryLog)
-
-    def build_worker(self, config: WorkerConfig) -> SimWorker:
-        """Return a worker without text for the device `config.device_index`.
-
-        Raises:
-            ValueError: the profile, the policy or a proposer is unknown.
-        """
-        slowness = self.slowness[config.device_index % len(self.slowness)]
-        profile = slowed(load_profile(config.profile), slowness)
-        believed = misjudged(profile, self.belief_error, self.seed)
-        device = self._device(profile, config.device_index)
-        recording = self.recording or load_recording(profile.recording)
-        tokens: TrueTokens = SimulatedTokens(SIMULATED_VOCABULARY)
-        acceptance: Acceptance = ReplayedAcceptance(recording)
-        eos_ids = frozenset[int]()
-        if self.run is not None:
-            tokens, acceptance = RunTokens(self.run, self.run.ended), RunAcceptance(self.run)
-            eos_ids = frozenset({EOS})
-        proposers = {
-            name: SimProposer(
-                name, tokens, acceptance, believed.draft.get(name, DraftCost()), device
-            )
-            for name in proposer_names(config.proposer, profile, recording)
-        }
-        scheduler = _scheduler(
-            OracleScheduler if config.speculation == ORACLE else Scheduler,
-            config,
-            profile,
-            simulation_policy(config.speculation),
-            proposers,
-            believed.cost,
-            eos_ids,
-        )
-        max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
-        pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
-        name, numerics = profile.name, _numerics_class(profile)
-        form = _kv_format(profile)
-        card = ModelCard(
-            *(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens),
-            kv_format=structs.replace(form, numerics_class="sim") if self.shares_kv else form,
-        )
-        parts = scheduler, _shipped_tokenizer(), max_model_len
-        worker = TokenWorker(*parts) if self.delivers_tokens else TextlessWorker(*parts, self.log)
-        exchange = KvExchange(scheduler.blocks, NoMemory())
-        return SimWorker(worker, SimExecutor(tokens, device), card, exchange)
-
-    def _device(self, profile: Profile, index: int) -> DeviceModel:
-        if self.roofline:
-            return RooflineDevice(profile, self.seed, index, loop_time_s)
-        return ProfileDevice(profile)
-
-
-def _numerics_class(profile: Profile) -> str:
+def numerics_class(profile: Profile) -> str:
+    """Return the class of workers with the same numerics, those of the same profile."""
     return f"sim:{profile.name}"
 
 
-def _kv_format(profile: Profile) -> KvFormat:
+def kv_format_of(profile: Profile) -> KvFormat:
     """Return a format with the profile's bytes per token."""
-    return KvFormat(_numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
-
-
-def simulation_policy(spec: str) -> SpeculationPolicy:
-    """Return the policy of that name. Simulations also know `oracle`.
-
-    Raises:
-        ValueError: the policy is invalid, as in `policies.registry.speculation_policy`.
-    """
-    return Oracle() if spec == ORACLE else speculation_policy(spec)
-
-
-def proposer_names(wanted: str | None, profile: Profile, recording: Recording) -> tuple[str, ...]:
-    """Return the proposers of a simulated worker.
-
-    Args:
-        wanted: names separated by commas, or None for n-gram.
-        profile: costs of the device.
-        recording: recorded texts to replay.
-
-    Raises:
-        ValueError: a proposer was not recorded, or the profile has no cost for it.
-    """
-    chosen = (NGRAM,) if wanted is None else tuple(wanted.split(","))
-    for name in chosen:
-        if name not in recording.proposers:
-            known = ", ".join(recording.proposers)
-            raise ValueError(f"no proposer {name!r} was recorded; expected {known}")
-        if name != NGRAM and name not in profile.draft:
-            raise ValueError(f"the profile {profile.name} has no cost of drafting with {name!r}")
-    return chosen
+    return KvFormat(numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
 
 
 def num_blocks(config: WorkerConfig, profile: Profile) -> int:
@@ -274,7 +144,7 @@ def num_blocks(config: WorkerConfig, profile: Profile) -> int:
     return available // block_bytes
 
 
-def _scheduler(
+def make_scheduler(
     make: type[Scheduler],
     config: WorkerConfig,
     profile: Profile,
@@ -283,6 +153,20 @@ def _scheduler(
     cost: StepCost,
     eos_ids: frozenset[int] = frozenset(),
 ) -> Scheduler:
+    """Return the scheduler of a simulated worker.
+
+    Args:
+        make: the class of the scheduler.
+        config: the worker's settings.
+        profile: sizes of the device.
+        policy: the speculation policy.
+        proposers: proposers by name.
+        cost: initial belief about the duration of steps.
+        eos_ids: tokens that end a text.
+
+    Raises:
+        ValueError: the batching policy is invalid, or no KV block fits.
+    """
     return make(
         SchedulerConfig(*config.step_limits("cpu"), eos_ids),
         KvBlocks(num_blocks(config, profile), BLOCK_TOKENS),
@@ -291,9 +175,3 @@ def _scheduler(
         cost,
         batching_policy(config.batching),
     )
-
-
-@cache
-def _shipped_tokenizer() -> Tokenizer:
-    """Return the tokenizer whose vocabulary limits token ids, and which encodes no text."""
-    return Tokenizer(SHIPPED_MODEL)

@@ -71,6 +71,8 @@ class SimExecutor:
         if self._forms is not None and work.sequence.grammar is not None:
             return self._forms.emit(work)
         true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)
+        if allowed := work.sequence.request.sampling.allowed_token_ids:
+            true = tuple(allowed[token % len(allowed)] for token in true)
         if not work.draft.token_ids:  # the usual case
             return true
         return true[: len(work.draft.accepted_places(true)) + 1]
@@ -135,7 +137,7 @@ class SimProposer:
         depth_s = self._device.draft(self._name, len(requests), depth)
         for _ in range(depth):
             self._fit.add_step(StepSize(len(requests), 0, 0, 0), depth_s)
-        return [self._draft(request.sequence, request.max_tokens) for request in requests]
+        return [self.draft(request.sequence, request.max_tokens) for request in requests]
 
     def agreed(self, sequence: Sequence, most: int) -> int:
         """Return how many tokens of a draft of `most` tokens would be accepted, for the oracle."""
@@ -151,7 +153,8 @@ class SimProposer:
         self._tokens.forget(sequence)
         self._acceptance.forget(sequence)
 
-    def _draft(self, sequence: Sequence, most: int) -> Draft:
+    def draft(self, sequence: Sequence, most: int) -> Draft:
+        """Return the draft of a sequence without its time, for `oracle.Knowledge`."""
         guess = self._acceptance.guess(self._name, sequence, most)
         return simulated_draft(guess, sequence, self._tokens)
 

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from random import Random
 from typing import Final, Protocol, TypeVar
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.tokenizer import Tokenizer
 
@@ -115,6 +116,15 @@ def _hash(sequence: Sequence) -> int:
     seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
     data = prompt.tobytes() + struct.pack("<QI", seed, sequence.choice)
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+@cache
+def shipped_tokenizer() -> Tokenizer:
+    """Return the tokenizer of the shipped model, loaded once for all simulated workers.
+
+    Loading it takes most of the time in which such a worker starts.
+    """
+    return Tokenizer(SHIPPED_MODEL)
 
 
 def printable_vocabulary(tokenizer: Tokenizer) -> list[int]:

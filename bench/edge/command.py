@@ -35,7 +35,7 @@ from bench.edge.metrics import Goal, goals, summary
 from bench.edge.rounds import WORKER, Row, open_bench, questions, rounds
 from bench.edge.targets import in_process, proxies, rivals
 from bench.harness.processes import two_cores
-from bench.harness.provenance import simulated_provenance
+from bench.harness.provenance import bench_parser, simulated_provenance
 from draftgate.gateway.cli.environment import collect_environment
 
 IDLE_LOAD: Final = 0.5
@@ -85,12 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="draftgate bench edge",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, help="write rows and metrics to this file")
+    parser = bench_parser("edge", __doc__)
     parser.add_argument(
         "--rivals", type=Path, help="folder with the environments of `python -m bench.edge.rivals`"
     )

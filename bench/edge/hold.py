@@ -27,8 +27,8 @@ from bench.edge.watch import Hold, watch_loop
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import build_node, listening, start_workers
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.logs import configure
 from draftgate.gateway.process import settle_process
-from draftgate.gateway.telemetry.logs import configure
 
 CONTEXT: Final = 1 << 20
 """Context length in tokens, large enough for a megabyte of text."""
@@ -63,7 +63,7 @@ async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
         max_model_len=CONTEXT,
         max_step_tokens=STEP_TOKENS,
         kv_bytes=KV_BYTES,
-        served_model_name="mock",
+        served_model_name=("mock",),
     )
     node = build_node(config)
     async with listening(node) as where:

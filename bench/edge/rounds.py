@@ -112,7 +112,6 @@ class Bench:
     """The mock, the client, and the running targets."""
 
     def __init__(self, stack: ExitStack, folder: Path, cores: Cores) -> None:
-        """Start mock and client on the second core, because targets run on the first."""
         self._stack, self._folder = stack, folder
         self._server_core, self._client_core = cores
         self.servers: list[Server] = []

@@ -1,54 +1,88 @@
-"""Record the accepted draft length at every position, for the simulator to replay.
+r"""Record the accepted draft length at every position of texts, for the simulator to replay.
 
-    python -m bench.engine.acceptance --json backends/sim/recordings/draftgate-demo.json
+    python -m bench.engine.acceptance --texts FILE --json draftgate-demo.json
+    python -m bench.engine.acceptance --texts FILE --json NAME.json.gz \
+        --model MODEL --spec-bench question.jsonl [--conversations N] [--record-only]
 
-The recordings of `bench.engine.proposers` hold one draft per step of a run with drafts of 8 tokens,
-so they fit only that run. In this module the model generates without drafts, and each proposer
-drafts at every position. The text then shows how many tokens of each draft were right.
+The first command records the shipped model on prompts of held-out code. The
+second records another model on the first N conversations of each task in
+`bench.engine.recorded_tasks`.
 
-Verification samples from the target's distribution, so the text does not depend on the draft
-lengths. The simulator therefore finds a record for every draft length that a policy chooses. The
-prompts are the held-out prompts of `bench.engine.proposers`.
+The model generates without drafts, so its texts do not depend on them. Each proposer then drafts at
+every position, as `serve --record-acceptance` does, and the text shows how many tokens of each
+draft were right. The simulator therefore finds a record for every draft length that a policy
+chooses.
+
+FILE keeps the tokens of the texts, for one model. A command that was interrupted continues from
+there. After a change of a proposer, the command records the texts again without generating them
+again. The recording has no tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import random
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+import torch
 from msgspec.structs import replace
 
-from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
+from bench.engine.recorded_tasks import Conversation, Turn, conversations
+from bench.engine.recorded_texts import (
+    STREAMS,
+    Answer,
+    Talk,
+    generate,
+    read_answers,
+    request_of,
+    save_answer,
+    seed_of,
+)
 from bench.harness.loops import loop_start
+from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
 from draftgate.backends.core.draft_recorder import DraftRecorder
-from draftgate.backends.core.drafts import NO_DRAFT, Draft
-from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.drafts import NO_DRAFT, PREDICTION, Draft
 from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.proposers.prediction import PredictionProposer
+from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.recording import SLOTS, Columns, RecordingFile, Text
-from draftgate.backends.token_ids import compact
-from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.policies.types import SpeculationMode, SpeculationPlan
+from training.corpus import held_out_files
 
-POSITIONS: Final = 160
-"""Recorded positions per text. Texts are longer, so that the last drafts can be checked."""
+DEMO_TEMPERATURES: Final = (0.0, 0.8)
+PROMPTS: Final = 32
+SHOWN_TOKENS, BEGUN_TOKENS = 240, 40
+LONG_PROMPTS: Final = 8
+LONG_TOKENS: Final = 4_000
+KV_BYTES: Final = 256 << 20
+REWRITE: Final = "\n\n# The same, with names that say more:\n"
+"""The prompts of the shipped model, and its KV memory."""
+
+DEMO_POSITIONS: Final = 160
+"""Recorded positions per text of the shipped model. Texts are longer, so that the last drafts can
+be checked."""
 
 LEAST_POSITIONS: Final = 24
-"""Minimum number of tokens before a loop. N-grams predict a loop perfectly, so texts that loop
-earlier are left out."""
+"""Minimum number of recorded positions. N-grams predict a loop perfectly, so texts end before a
+loop, and texts that loop earlier are left out."""
 
-SPARSE_TASKS: Final = ("long_context",)
-"""Tasks whose contexts exceed the window of sparse self-speculation. In all other tasks
-`sparse_self` reads the whole context, so its drafts are always right."""
+TEMPERATURES: Final = (0.0, 0.7, 1.0)
 
-CLASSES: Final = {
+CONTEXT_TOKENS: Final = 4096
+DEMO_CLASSES: Final = {
     "code": "completion",
     "interactive": "completion",
     "chat": "completion",
@@ -66,44 +100,24 @@ a replay of texts by Llama-3.1-8B (2026-11-21). Chat has 1.63 tokens per step (S
 code completion has 1.72. Retrieval has 2.5 (news: 1.56, code editing: 3.15), and quotations have
 3.7."""
 
-NO_DRAFTS: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
-
-
-class SparseDrafts:
-    """Keeps the drafts of a proposer that needs the worker's KV cache, and proposes nothing.
-
-    Attributes:
-        drafts: by request id and number of tokens.
-    """
-
-    def __init__(self, proposer: Proposer) -> None:
-        self._proposer = proposer
-        self.drafts: dict[tuple[str, int], Draft] = {}
-
-    def depth_s(self, sequences: int) -> float:
-        """Return the cost per depth of the kept proposer, in seconds."""
-        return self._proposer.depth_s(sequences)
-
-    def catch_up_s(self, sequence: Sequence) -> float:
-        """Return the catch-up cost of the kept proposer, in seconds."""
-        return self._proposer.catch_up_s(sequence)
-
-    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Keep the drafts of the proposer, and return no drafts."""
-        for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
-            self.drafts[_place(request)] = draft
-        return [NO_DRAFT] * len(requests)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the proposer's state, but not its drafts."""
-        self._proposer.forget(sequence)
+CLASSES: Final = {
+    "code": "code_edit",
+    "interactive": "chat",
+    "chat": "chat",
+    "standard": "chat",
+    "rag": "rag",
+    "shared_prefix": "agent",
+    "long_document": "summary",
+    "batch": "summary",
+    "*": "chat",
+}
 
 
 class KeptDrafts:
     """Proposes the drafts that `SparseDrafts` kept."""
 
-    def __init__(self, drafts: dict[tuple[str, int], Draft]) -> None:
-        self._drafts = drafts
+    def __init__(self, answers: Iterable[Answer]) -> None:
+        self._answers = {answer.key: answer.sparse or {} for answer in answers}
 
     def depth_s(self, sequences: int) -> float:
         """Return 0, because the drafts exist."""
@@ -115,77 +129,131 @@ class KeptDrafts:
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return the kept draft of each sequence, or an empty draft."""
-        return [self._drafts.get(_place(request), NO_DRAFT) for request in requests]
+        return [self._draft(request.sequence) for request in requests]
+
+    def _draft(self, sequence: Sequence) -> Draft:
+        kept = self._answers[sequence.request.request_id]
+        evidence, tokens = kept.get(str(len(sequence.token_ids)), (0, ()))
+        return Draft(tokens, evidence=evidence) if tokens else NO_DRAFT
 
     def forget(self, sequence: Sequence) -> None:
         """Do nothing, because the object has no state."""
 
 
-def _place(request: DraftRequest) -> tuple[str, int]:
-    return request.sequence.request.request_id, len(request.sequence.token_ids)
-
-
-def record_drafts(
-    engine: LoadedEngine, prompts: dict[str, tuple[int, ...]], temperature: float, *, sparse: bool
+def record(
+    engine: LoadedEngine, answers: Many[Answer], of: Iterable[Conversation], *, trees: bool
 ) -> list[Text]:
-    """Generate a text for every prompt, and return the texts up to the start of a loop."""
-    inner = engine.proposers["sparse_self"]
-    kept = engine.proposers["sparse_self"] = SparseDrafts(inner)
-    plan = SpeculationPlan("bench", SpeculationMode.AUTO, "sparse_self", SLOTS, "a benchmark")
-    proposers = {
-        # Chains, because the recordings of other models contain chains as well.
-        "ngram": NgramProposer(trees=False),
-        "draft_model": engine.proposers["draft_model"],
-        **({"sparse_self": KeptDrafts(kept.drafts)} if sparse else {}),
-    }
-    recorder = DraftRecorder(proposers)
-    for request_id, prompt in prompts.items():
-        # The index of the prompt is its seed, as in `bench.engine.proposers`.
-        sampling = SamplingParams(
-            POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
-        )
-        request = GenerationRequest(
-            request_id, compact(prompt), sampling, plan if sparse else NO_DRAFTS
-        )
-        engine.worker.submit(request)
-        recorder.begin(request)
-    # Drafts are kept during the next step, so the recorder follows after the run.
-    deltas = [step.deltas for step in run_until_idle(engine.worker, engine.executor)]
-    engine.proposers["sparse_self"] = inner
-    tokens: dict[str, list[int]] = {name: [] for name in prompts}
-    for request_id, delta in (pair for step in deltas for pair in step):
-        tokens[request_id].extend(delta.token_ids)
-    texts = [text for step in deltas for text in recorder.observe(step)]
-    names = tuple(prompts)  # in the order of the recorder's indexes
-    return [text for t in texts if (text := _cut(t, names[t.prompt], tokens))]
+    """Return the texts of answers, with the drafts of every proposer at every position.
 
+    Args:
+        of: the conversations of the answers.
+        trees: whether n-gram drafts have branches.
+    """
+    by_place = {(one.task, one.number): one for one in of}
 
-def _cut(text: Text, name: str, tokens: dict[str, list[int]]) -> Text | None:
-    """Return a text without its first position and its loop, or None if little is left."""
-    end = min(POSITIONS, loop_start(tokens[name])) + 1
-    if end <= LEAST_POSITIONS:
-        return None
-    drafts = {
-        proposer: Columns.of([text.guess(proposer, at) for at in range(1, end)])
-        for proposer in sorted(text.drafts)
-    }
-    return replace(text, prompt=int(name), drafts=drafts)
+    def group(answer: Answer) -> tuple[str, float, bool, bool]:
+        turn = by_place[answer.task, answer.index].turns[answer.turn]
+        return answer.task, answer.temperature, answer.sparse is not None, bool(turn.prediction)
 
-
-def record() -> list[Text]:
-    """Return the recorded texts of all tasks."""
-    config = WorkerConfig(speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8)
-    engine = load_engine(config)
     texts = []
-    for task, prompts in tasks(engine.worker.tokenizer).items():
-        held_out = {str(i): prompt for i, prompt in enumerate(prompts) if i % 2}
-        for temperature in TEMPERATURES:
-            found = record_drafts(engine, held_out, temperature, sparse=task in SPARSE_TASKS)
-            texts += [replace(text, task=task) for text in found]
+    for (_, _, sparse, predicted), found in groupby(sorted(answers, key=group), key=group):
+        batch = list(found)
+        proposers: dict[str, Proposer] = {"ngram": NgramProposer(trees=trees)}
+        if "draft_model" in engine.proposers:
+            proposers["draft_model"] = engine.proposers["draft_model"]
+        if sparse:
+            proposers["sparse_self"] = KeptDrafts(batch)
+        if predicted:
+            proposers[PREDICTION] = PredictionProposer()
+        for begin in range(0, len(batch), STREAMS):
+            texts += _record_batch(engine, batch[begin : begin + STREAMS], by_place, proposers)
     return sorted(texts, key=lambda text: (text.task, text.temperature, text.prompt))
 
 
-def as_file(texts: list[Text]) -> RecordingFile:
+def _record_batch(
+    engine: LoadedEngine,
+    answers: list[Answer],
+    by_place: dict[tuple[str, int], Conversation],
+    proposers: dict[str, Proposer],
+) -> list[Text]:
+    worker = engine.worker
+    assert isinstance(worker, WorkerCore)
+    tokenizer = worker.tokenizer
+    recorder = DraftRecorder(proposers, grammars=LlGrammars(tokenizer, engine.served.card.eos_ids))
+    for answer in answers:
+        turn = by_place[answer.task, answer.index].turns[answer.turn]
+        seed = seed_of(answer.index, answer.turn)
+        sampling = SamplingParams(len(answer.output_ids), seed, answer.temperature)
+        recorder.begin(request_of(answer.key, answer.prompt_ids, turn, tokenizer, sampling))
+    ends = [
+        (answer.key, Delta(0, answer.output_ids, "", finish_reason=FinishReason.STOP))
+        for answer in answers
+    ]
+    texts = []
+    for text in recorder.observe(ends):
+        answer = answers[text.prompt]
+        conversation = by_place[answer.task, answer.index]
+        turn = conversation.turns[answer.turn]
+        if cut := _cut(text, _recorded_tokens(answer)):
+            held_out = conversation.held_out and not turn.tokens
+            texts.append(replace(cut, task=answer.task, prompt=answer.index, held_out=held_out))
+    return texts
+
+
+def _recorded_tokens(answer: Answer) -> int:
+    """Return the number of tokens up to the first of a loop, and before the end of a cut answer."""
+    end = len(answer.output_ids) - (0 if answer.ended else SLOTS)
+    return min(end, loop_start(answer.output_ids) + 1)
+
+
+def _cut(text: Text, end: int) -> Text | None:
+    """Return a text without its first position and its end, or None if little is left."""
+    if end <= LEAST_POSITIONS:
+        return None
+    drafts = {
+        name: Columns.of([text.guess(name, at) for at in range(1, end)])
+        for name in sorted(text.drafts)
+    }
+    return replace(text, drafts=drafts)
+
+
+def demo_prompts(tokenizer: Tokenizer) -> dict[str, list[tuple[int, ...]]]:
+    """Return the prompts of the shipped model by task, identical in each call.
+
+    The tasks are to complete code, to rewrite code of the prompt as an editor does, and to continue
+    a long context.
+    """
+    shown = held_out_prompts(tokenizer, PROMPTS, seed=1, least=SHOWN_TOKENS, most=SHOWN_TOKENS)
+    ask = tokenizer.encode(REWRITE)
+    return {
+        "completion": held_out_prompts(tokenizer, PROMPTS, least=100, most=240),
+        "rewrite": [(*code, *ask, *code[:BEGUN_TOKENS]) for code in shown],
+        "long_context": list(_long_prompts(tokenizer)),
+    }
+
+
+def _long_prompts(tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    files = list(held_out_files())
+    random.Random(2).shuffle(files)
+    for _ in range(LONG_PROMPTS):
+        tokens: list[int] = []
+        while len(tokens) < LONG_TOKENS:
+            tokens += tokenizer.encode(files.pop().read_text(encoding="utf-8", errors="ignore"))
+        yield tuple(tokens[:LONG_TOKENS])
+
+
+def demo_conversations(tokenizer: Tokenizer) -> list[Conversation]:
+    """Return the held-out prompts of the shipped model."""
+    tokens = DEMO_POSITIONS + SLOTS + 1
+    return [
+        Conversation(task, index, (Turn("", tokens, tokens=prompt),))
+        for task, prompts in demo_prompts(tokenizer).items()
+        for index, prompt in enumerate(prompts)
+        if index % 2
+    ]
+
+
+def as_file(texts: list[Text], classes: dict[str, str]) -> RecordingFile:
     """Return the recording in the simulator's form."""
     facts = provenance()
     keys = ("command", "commit", "device", "torch", "date")
@@ -193,18 +261,68 @@ def as_file(texts: list[Text]) -> RecordingFile:
         format="acceptance/2",
         source="; ".join(f"{key}: {facts[key]}" for key in keys),
         slots=SLOTS,
-        classes=CLASSES,
+        classes=classes,
         texts=tuple(texts),
     )
 
 
+def load(model: str | None) -> LoadedEngine:
+    """Return the engine of a model, with one thread, or that of the shipped model."""
+    torch.set_num_threads(1)
+    config = WorkerConfig(
+        speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8, device="cpu", threads=1
+    )
+    if model is None:
+        return load_engine(config)
+    return load_engine(
+        replace(
+            config,
+            model=model,
+            dtype="bfloat16",
+            kv_bytes=8 * KV_BYTES,
+            max_num_seqs=STREAMS,
+            max_model_len=CONTEXT_TOKENS,
+        )
+    )
+
+
 def main() -> None:
-    """Record, and write the file."""
+    """Generate the missing texts, record all texts, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
-    path = parser.parse_args().json
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(as_file(record()).encode())
+    parser.add_argument("--model")
+    parser.add_argument("--spec-bench", type=Path)
+    parser.add_argument("--conversations", type=int, default=80)
+    parser.add_argument("--record-only", action="store_true", help="generate no further text")
+    options = parser.parse_args()
+    if (options.model is None) != (options.spec_bench is None):
+        parser.error("--model needs --spec-bench, and only another model needs it")
+    engine = load(options.model)
+    worker = engine.worker
+    assert isinstance(worker, WorkerCore)
+    demo = options.model is None
+    if demo:
+        asked = demo_conversations(worker.tokenizer)
+    else:
+        asked = conversations(options.spec_bench, options.conversations)
+    temperatures = DEMO_TEMPERATURES if demo else TEMPERATURES
+    talks = [Talk(one, temperature) for one in asked for temperature in temperatures]
+    # Prompts are cached for the next temperature, and drafts of `sparse_self` take the most time.
+    talks.sort(key=lambda talk: (talk.is_sparse, talk.conversation.number, talk.temperature))
+    known = read_answers(options.texts)
+    with options.texts.open("ab") as lines:
+        for answer in generate(engine, () if options.record_only else talks, known):
+            save_answer(answer, lines)
+            known[answer.key] = answer
+    wanted = {(one.task, one.number) for one in asked}
+    answers = [one for one in known.values() if (one.task, one.index) in wanted]
+    # Chains in the older recording of the shipped model, because a worker drafted chains then.
+    texts = record(engine, answers, asked, trees=not demo)
+    content = as_file(texts, DEMO_CLASSES if demo else CLASSES).encode()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    compressed = options.json.suffix == ".gz"
+    options.json.write_bytes(gzip.compress(content, mtime=0) if compressed else content)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ A run has four parts (`--parts`) for each model and dtype:
   `transformers`.
 - `replay` measures decode speed with drafts of a fixed acceptance rate, relative to no drafts.
 - `idle` measures the share of time in which a GPU is idle during decode steps (skipped on a CPU).
-- `generation` compares times and outputs of whole generations with those of `transformers`.
+- `generation` compares times and outputs of whole generations between all proposers.
 
 Weights may be random, because the cost of a step does not depend on them. The command refuses to
 run on a busy machine, because other processes reduce the available memory bandwidth.
@@ -18,7 +18,6 @@ run on a busy machine, because other processes reduce the available memory bandw
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,16 +32,17 @@ from bench.engine.exact import add_exact, measure_exact
 from bench.engine.generation import generation_worker, measure_generation
 from bench.engine.goals import judged
 from bench.engine.idle import measure_idle
-from bench.engine.models import MODELS, Model, make_model
+from bench.engine.models import FILED_SHAPE, MODELS, SHIPPED, Model, make_model
 from bench.engine.profile import draft_costs, profile_of
-from bench.engine.random_model import MOST_PROMPT
+from bench.engine.random_model import MOST_PROMPT, SHAPES
 from bench.engine.serving import BATCHES
 from bench.engine.speedup import Replayed, measure_speedups
 from bench.engine.steps import measure_steps
-from bench.harness.provenance import provenance, require_quiet
+from bench.harness.provenance import bench_parser, provenance, require_quiet, write_results
 from draftgate.backends.engine.numerics import DEVICES, DTYPES, choose_device, fix_sums
 
 PARTS: Final = ("steps", "replay", "idle", "generation")
+DRAFT_LENGTHS: Final = (1, 2, 3, 4, 6, 8)
 DTYPES_MEASURED: Final = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 
 
@@ -126,9 +126,9 @@ class Run:
 
     def write(self) -> None:
         """Write the results that are complete."""
-        _write(self.args.json, self.result())
+        write_results(self.args.json, self.result())
         if self.profile is not None:
-            _write(self.args.profile, self.profile)
+            write_results(self.args.profile, self.profile)
 
     def _rates(self, dtype: str) -> Rates:
         if dtype not in self.rates:
@@ -172,22 +172,13 @@ def measure(args: argparse.Namespace) -> Run:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="draftgate bench engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("engine", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="write the result to this file")
     add("--profile", type=Path, help="also write a profile/1 of the first model and dtype")
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--device", choices=DEVICES, default="auto")
     add("--threads", type=int, help="number of threads (default: all cores)")
-    add(
-        "--models",
-        nargs="+",
-        help="shipped, random-82m, random-1b, random-8b or checkpoint directories",
-    )
+    add("--models", nargs="+", help=f"{SHIPPED}, {FILED_SHAPE}, {', '.join(SHAPES)} or directories")
     add("--dtypes", nargs="+", choices=DTYPES)
     add("--batches", nargs="+", type=int, help="batch sizes of steps")
     add("--contexts", nargs="+", type=int, help="context lengths of steps, in tokens")
@@ -195,23 +186,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill", type=int, help="length of the prefill, in tokens")
     add("--rounds", type=int, default=15, help="number of rounds of steps (default: 15)")
     add("--acceptance", type=float, default=0.8, help="acceptance rate of replay drafts")
-    add(
-        "--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="draft lengths of replay"
-    )
-    add(
-        "--new-tokens",
-        type=int,
-        default=64,
-        help="number of output tokens per prompt (default: 64)",
-    )
-    add(
-        "--runs", type=int, default=3, help="number of rounds of replay and generation (default: 3)"
-    )
-    add(
-        "--exact",
-        action="store_true",
-        help="use exact mode, and skip the comparison of steps with transformers",
-    )
+    add("--lengths", nargs="+", type=int, default=DRAFT_LENGTHS, help="draft lengths of replay")
+    add("--new-tokens", type=int, default=64, help="output tokens per prompt (default: 64)")
+    add("--runs", type=int, default=3, help="rounds of replay and generation (default: 3)")
+    add("--exact", action="store_true", help="use exact mode, without steps of transformers")
     add("--allow-busy", action="store_true", help="measure even on a busy machine")
     return parser
 
@@ -226,6 +204,5 @@ def main(arguments: list[str] | None = None) -> None:
         print(goal)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from bench.engine.cases import Case, Grid
 
-MODULE: Final = "bench.engine"
+MODULE: Final = "bench.engine.command"
 
 Row = dict[str, Any]
 

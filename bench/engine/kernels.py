@@ -14,19 +14,16 @@ Without a GPU the exit status is 2. The command refuses to run on a busy machine
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from bench.harness.provenance import provenance, require_quiet
+from bench.harness.provenance import bench_parser, provenance, require_quiet, write_results
 
 if TYPE_CHECKING:
     # Requires Triton, which is not always installed.
@@ -238,16 +235,13 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: status 2 without a GPU.
     """
-    parser = argparse.ArgumentParser(prog="draftgate bench kernels", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = bench_parser("kernels", __doc__)
     parser.add_argument("--allow-busy", action="store_true")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("draftgate: bench kernels needs an NVIDIA GPU, and none was found", file=sys.stderr)
         raise SystemExit(NO_GPU)
-    result = measure(allow_busy=args.allow_busy)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_results(args.json, measure(allow_busy=args.allow_busy))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from safetensors.torch import save_file
 
-from bench.engine.loading import random_checkpoint
 from bench.engine.random_model import (
     LEAST_PROMPT,
     MOST_PROMPT,
@@ -20,7 +21,7 @@ from bench.engine.random_model import (
 from bench.harness.prompts import held_out_prompts
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.weights import Weights, load_weights
+from draftgate.backends.engine.weights import Weights, layer_shapes, load_weights
 from draftgate.backends.tokenizer import Tokenizer
 
 SHAPE_82M: Final[dict[str, Any]] = {
@@ -33,6 +34,8 @@ SHAPE_82M: Final[dict[str, Any]] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+
+SHARDS: Final = 2
 
 SHIPPED: Final = "shipped"
 FILED_SHAPE: Final = "random-82m"
@@ -144,3 +147,37 @@ def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device
         known = ", ".join((SHIPPED, FILED_SHAPE, *SHAPES))
         raise SystemExit(f"unknown model {name!r}: expected a directory or one of {known}")
     return StoredModel(name, path, dtype, device)
+
+
+def random_checkpoint(directory: Path, **shape: object) -> Path:
+    """Write a random Llama in bfloat16 shards, and return its directory."""
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        **shape,
+    }
+    (directory / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    config = read_model_config(directory)
+    matrix = (config.vocab_size, config.hidden_size)
+    shapes = layer_shapes(config) | {"model.norm.weight": (config.hidden_size,)}
+    shapes |= {"model.embed_tokens.weight": matrix}
+    if not config.tied_embeddings:
+        shapes |= {"lm_head.weight": matrix}
+    names = sorted(shapes)
+    per_shard = -(-len(names) // SHARDS)
+    weight_map = {}
+    for index in range(SHARDS):
+        file = f"model-{index + 1:05}-of-{SHARDS:05}.safetensors"
+        part = names[index * per_shard : (index + 1) * per_shard]
+        tensors = {name: _random(shapes[name]) for name in part}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index_path = directory / "model.safetensors.index.json"
+    index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    return directory
+
+
+def _random(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.05, 0.05)

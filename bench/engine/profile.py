@@ -36,6 +36,7 @@ def profile_of(
         "kv_token_s": round(cost.kv_token_s, 12),
         "sequence_s": round(cost.sequence_s, 9),
         "prefill_attention_s": round(cost.pair_s, 13),
+        "sample_s": round(cost.sample_s, 9),
         "draft": drafts,
         "kv_token_bytes": model.config.kv_bytes_per_token(model.dtype.itemsize),
     }

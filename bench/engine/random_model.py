@@ -31,67 +31,9 @@ from draftgate.backends.engine.weights import (
 )
 from draftgate.backends.tokenizer import Tokenizer
 
-_LLAMA_3: Final[dict[str, Any]] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-_SCALING: Final = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-_8B: Final[dict[str, Any]] = _LLAMA_3 | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "rope_scaling": _SCALING | {"factor": 8.0},
-}
-_FP8: Final = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-_INT4: Final = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
-
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "random-1b": _LLAMA_3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_scaling": _SCALING | {"factor": 32.0},
-    },
-    "random-8b": _8B,
-    "random-8b-fp8": _8B | {"quantization_config": _FP8},
-    "random-8b-int4": _8B | {"quantization_config": _INT4},
-    "random-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-    },
-}
+SHAPES: Final[dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("shapes.json").read_text(encoding="utf-8")
+)
 """Shapes of Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B, as in their `config.json`, and formats of
 quantised checkpoints."""
 

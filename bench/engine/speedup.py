@@ -26,8 +26,8 @@ from bench.engine.serving import (
     greedy_requests,
     in_batches,
 )
-from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.types import SpeculationOutcome
+from draftgate.lab.sim.recording import load_recording
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
 from draftgate.policies.types import SpeculationMode, SpeculationPlan

@@ -11,10 +11,10 @@ from typing import Any
 
 from bench.gateway.moved_streams import BEGUN_TOKENS, Observed, job_of, run_job, until
 from bench.harness.loop_turns import longest_turn
-from bench.harness.servers import quantiles
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet
+from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 
@@ -109,7 +109,7 @@ async def measure_effects(
         await until(lambda: not any(one.backend.load().running for one in fleet.workers))
     return {
         "tokens": tokens,
-        "delta_s": {name: quantiles(gaps) for name, gaps in found.items()},
+        "delta_s": {name: _quantiles(gaps) for name, gaps in found.items()},
         "deltas": {name: len(gaps) for name, gaps in found.items()},
         "source_step_ratio": _ratio(found["source_copies"], found["source"]),
         "sink_step_ratio": _ratio(found["sink_copies"], found["sink"]),
@@ -118,6 +118,12 @@ async def measure_effects(
         "longest_turn_s": max(turn.seconds for turn in turns),
         "longest_turn_cpu_s": max(turn.cpu_s for turn in turns),
     }
+
+
+def _quantiles(gaps: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(gaps)
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: percentile(ordered, share) for name, share in shares.items()}
 
 
 def _has_begun(observed: Observed) -> bool:

@@ -10,7 +10,6 @@ The engines run in their own processes, as the workers of one gateway. The parts
 - `effects`: the steps of both engines during moves are compared with their usual steps, for a
   source that leaves and for a source that keeps running.
 - `drain`: an engine that runs several streams is drained.
-- `restarts`: each of three nodes restarts under load, with and without moves.
 
 Each part has a time limit. A part that fails or takes longer has an `error` in the JSON, and the
 others run all the same. The JSON is written after each part.
@@ -21,11 +20,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -40,8 +37,7 @@ from bench.gateway.moved_streams import (
     run_job,
     until,
 )
-from bench.gateway.rolling_restart import measure_restart
-from bench.harness.provenance import provenance, require_quiet
+from bench.harness.provenance import bench_parser, provenance, require_quiet, write_results
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
@@ -50,7 +46,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Move
 from draftgate.gateway.fleet import Fleet, FleetWorker
 
-PARTS: Final = ("gaps", "effects", "drain", "restarts")
+PARTS: Final = ("gaps", "effects", "drain")
 CONTEXTS: Final = (256, 1000, 4000, 8000)
 ROUNDS: Final = 10
 MOST_COMPUTED: Final = 3
@@ -64,7 +60,7 @@ has moved counts as not moved."""
 SETTLED_TOKENS: Final = 20
 """Output tokens after the switch."""
 
-PART_S: Final = {"gaps": 360.0, "effects": 240.0, "drain": 240.0, "restarts": 300.0}
+PART_S: Final = {"gaps": 360.0, "effects": 240.0, "drain": 240.0}
 """Time limits in seconds, twice to three times the time on two idle cores with AVX2."""
 
 CANCEL_S: Final = 60.0
@@ -238,17 +234,6 @@ async def run_drains(streams: int, tokens: int, rounds: int) -> list[dict[str, A
     return found
 
 
-async def run_restarts(tokens: int, streams: int) -> list[dict[str, Any]]:
-    """Run the part `restarts`."""
-    found = []
-    for moves in (False, True):
-        result = await measure_restart(tokens, streams, moves=moves)
-        found.append(result)
-        gap_s, computed = result["longest_gap_s"], result["computed_tokens"]
-        print(f"restart, moves {moves}: gap {gap_s:.2f} s, {computed} tokens", flush=True)
-    return found
-
-
 async def bounded(name: str, part: Coroutine[None, None, Any]) -> Any:
     """Return the result of a part, or its error. The part ends after `PART_S`."""
     try:
@@ -266,7 +251,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "gaps": partial(run_gaps, args.contexts, args.rounds),
         "effects": partial(run_effects, args.effect_tokens, args.rounds),
         "drain": partial(run_drains, args.streams, args.tokens, min(args.rounds, MOST_DRAINS)),
-        "restarts": partial(run_restarts, args.tokens, args.restarted),
     }
     found = {}
     for name in args.parts:
@@ -279,19 +263,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the parsed arguments."""
-    parser = argparse.ArgumentParser(
-        prog="draftgate bench moves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path)
+    parser = bench_parser("moves", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--effect-tokens", type=int, default=7000, help="context in `effects`")
-    parser.add_argument("--tokens", type=int, default=4000, help="context in the last two parts")
+    parser.add_argument("--tokens", type=int, default=4000, help="context in `drain`")
     parser.add_argument("--streams", type=int, default=16, help="drained streams")
-    parser.add_argument("--restarted", type=int, default=3, help="streams during restarts")
     parser.add_argument("--allow-busy", action="store_true")
     return parser.parse_args(arguments)
 
@@ -302,10 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts = provenance()
     require_quiet(facts, allow_busy=args.allow_busy)
     for found in measure(args):
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({**facts, **found}, indent=1)
-            args.json.write_text(text + "\n", encoding="utf-8")
+        write_results(args.json, {**facts, **found})
 
 
 if __name__ == "__main__":

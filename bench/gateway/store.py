@@ -35,7 +35,6 @@ from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
-from draftgate.loadgen.report.html import html_table
 from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 
 LANES: Final = (1, 4, 16)
@@ -252,7 +251,7 @@ def difference(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench store`."""
-    parser = bench_parser("store", __doc__, device=False)
+    parser = bench_parser("store", __doc__)
     parser.add_argument("--redis", required=True, help="URL of a Redis server, as for --join")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -268,6 +267,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **found,
     }
     print(*(f"{name}={value}" for name, value in found["commands"].items()))
-    columns = list(found["rows"][0])
-    table = html_table(columns, [[str(one[name]) for name in columns] for one in found["rows"]])
-    write_results(args, results, "What the state store costs a request", [table])
+    write_results(args.json, results)

@@ -58,7 +58,7 @@ STAGES: Final = (
     Stage("sampling", "Greedy steps against temperature, top-k and top-p at batch 1, 8B"),
     Stage("drafts", "Chains of a 1B draft model by the host, with separate launches and in graphs"),
     Stage("trees", "Trees of growing size, and whether a new size compiles a kernel"),
-    Stage("shipped", "The shipped model end to end with every proposer, and transformers"),
+    Stage("shipped", "The shipped model end to end with every proposer"),
     Stage("exact", "Cost of exact mode, 1B"),
     Stage("transformers", "Steps of transformers in the same run, 1B"),
 )

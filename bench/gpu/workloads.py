@@ -14,7 +14,7 @@ from bench.engine.serving import BATCHES
 from bench.engine.speedup import Replayed, measure_speedups
 from bench.gpu.setting import Setting
 from draftgate.backends.checkpoints import SHIPPED_MODEL
-from draftgate.backends.sim.recording import load_recording
+from draftgate.lab.sim.recording import load_recording
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
 
 RECORDING: Final = "llama-3.1-8b"
@@ -45,7 +45,7 @@ def run_replay(setting: Setting) -> dict[str, Any]:
 
 
 def run_shipped(setting: Setting) -> dict[str, Any]:
-    """Return the speed of the shipped model with every proposer, and of `transformers`."""
+    """Return the speed of the shipped model with every proposer."""
     model = StoredModel("shipped", SHIPPED_MODEL, setting.dtype, setting.device)
     new_tokens, rounds = (4, 1) if setting.tiny else (64, ROUNDS)
     longest = MOST_PROMPT + new_tokens

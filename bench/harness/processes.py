@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -89,12 +90,6 @@ def on_core(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def pin(pid: int, core: int) -> None:
-    """Pin a running process with all its threads to a core."""
-    for thread in (_PROC / str(pid) / "task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
-
-
 def start(
     command: Sequence[str], core: int | None, log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
@@ -109,7 +104,6 @@ class Helper:
     """A module of the benchmarks as a process that answers each line with a line."""
 
     def __init__(self, module: str, core: int | None) -> None:
-        """Start the process on a core."""
         with on_core(core):
             self.process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", f"bench.edge.{module}"],
@@ -140,14 +134,19 @@ def answer_lines(question_type: type[Q], answer: Callable[[Q], msgspec.Struct]) 
         sys.stdout.buffer.flush()
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> None:
+def wait_until_up(
+    process: subprocess.Popen[bytes], url: str, body: bytes | None, timeout_s: float = START_S
+) -> None:
     """Wait until a server responds to a request.
 
+    Args:
+        body: the body to post, or None to get the URL.
+
     Raises:
-        RuntimeError: the server ended, or did not respond within `START_S`.
+        RuntimeError: the server ended, or did not respond in time.
     """
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
-    deadline_s = time.monotonic() + START_S
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s and process.poll() is None:
         with (
             suppress(urllib.error.URLError, OSError),
@@ -159,15 +158,30 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> No
     raise RuntimeError(
         "the server ended"
         if process.poll() is not None
-        else f"the server did not respond within {START_S:g} s"
+        else f"the server did not respond within {timeout_s:g} s"
     )
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server that this process started."""
+def stop(process: subprocess.Popen[bytes], timeout_s: float = STOP_S) -> None:
+    """Stop a server that this process started, and kill the descendants that outlive it."""
+    started = {pid: _start_ticks(pid) for pid in process_tree(process.pid)}
     process.terminate()
     try:
-        process.wait(STOP_S)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    for pid, ticks in started.items():
+        # The kernel may have given the number to another process since.
+        if ticks is not None and _start_ticks(pid) == ticks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, or None if it has ended."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from draftgate.backends.tokenizer import Tokenizer
 from training.corpus import held_out_files
@@ -16,12 +17,19 @@ def held_out_prompts(
 ) -> list[tuple[int, ...]]:
     """Return `count` prompts of `least` to `most` tokens, identical for the same seed."""
     rng = random.Random(seed)
-    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in held_out_files()]
-    texts = [text for text in texts if len(text) > _LEAST_CHARACTERS]
+    windows = held_out_windows(rng)
     prompts = []
     for _ in range(count):
-        text = rng.choice(texts)
-        begin = rng.randrange(len(text) - _WINDOW_CHARACTERS)
-        tokens = tokenizer.encode(text[begin : begin + _WINDOW_CHARACTERS])
+        tokens = tokenizer.encode(next(windows))
         prompts.append(tuple(tokens[: rng.randint(least, most)]))
     return prompts
+
+
+def held_out_windows(rng: random.Random) -> Iterator[str]:
+    """Yield windows of 1,000 characters of the held-out files, without end."""
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for path in held_out_files()]
+    texts = [text for text in texts if len(text) > _LEAST_CHARACTERS]
+    while True:
+        text = rng.choice(texts)
+        begin = rng.randrange(len(text) - _WINDOW_CHARACTERS)
+        yield text[begin : begin + _WINDOW_CHARACTERS]

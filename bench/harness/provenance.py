@@ -9,12 +9,11 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgate import __version__
-from draftgate.loadgen.report.html import html_page
 
 if TYPE_CHECKING:
     import torch
@@ -23,25 +22,14 @@ BUSY_LIMIT = 0.1
 """Share of the machine that other processes may use before a measurement is marked disturbed."""
 
 
-def bench_parser(
-    name: str, description: str | None, *, device: bool = True
-) -> argparse.ArgumentParser:
-    """Return a parser with the common arguments of simulated studies.
-
-    Args:
-        name: name of the benchmark.
-        description: description for `--help`.
-        device: whether to add `--profile` for the simulated device.
-    """
-    parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
-    if device:
-        parser.add_argument(
-            "--profile",
-            default="h100-8b",
-            help="simulated device, as the name of a shipped profile or as a file",
-        )
+def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark, with `--json`."""
+    parser = argparse.ArgumentParser(
+        prog=f"draftgate bench {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", type=Path, help="write the results to this JSON file")
-    parser.add_argument("--html", type=Path, help="write an HTML page to this file")
     return parser
 
 
@@ -92,14 +80,11 @@ def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
         )
 
 
-def write_results(
-    args: argparse.Namespace, results: dict[str, Any], title: str, body: Iterable[str]
-) -> None:
-    """Write the JSON file and the page that `args` request."""
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if args.html is not None:
-        args.html.write_text(html_page(title, body), encoding="utf-8")
+def write_results(path: Path | None, results: dict[str, Any]) -> None:
+    """Write the JSON file of a benchmark, if there is a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,10 +1,14 @@
 """Compare speculation policies from an idle worker to a saturated worker, by workload.
 
-    draftgate bench policies --json OUT --html OUT
+    draftgate bench policies --json OUT
+    draftgate bench policies --attribute --json OUT
 
 The study simulates a single worker. Rates are fractions of its throughput without speculation when
 all requests arrive simultaneously. All policies get the same requests, texts and noise for each
 seed, so differences are paired. Policies start with cost estimates that are 30% off.
+
+With `--attribute`, variants of `auto` that know one or more true values (`sim.oracle.Knowledge`)
+take the place of the baselines, so the difference to the oracle has names.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
-from bench.simulation.policies_report import body
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.recording import Recording, load_recording
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.experiment import Outcome, Setup, run_experiment
-from draftgate.gateway.cli.simulate.report import compared, estimates
+from draftgate.lab.sim.recording import Recording, load_recording
+from draftgate.lab.simulate.experiment import Outcome, Setup, run_experiment
+from draftgate.lab.simulate.intervals import differences, estimate
+from draftgate.lab.simulate.report import compared, estimates
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 
@@ -38,7 +42,7 @@ REQUESTS: Final = {"code": 400, "chat": 1200, "long_document": 200, "mixed": 500
 """Number of requests per run, enough to keep a saturated worker's batch full for most of the run.
 """
 
-SHARES: Final = (0.02, 0.3, 0.6, 0.85, 1.0, 1.2)
+SHARES: Final = (0.02, 0.3, 0.6, 0.85, 1.0, 1.2, 1.6)
 """Fractions of the highest rate without speculation, from idle to overloaded."""
 
 BURST_RPS: Final = 1e5
@@ -51,6 +55,18 @@ on, 3 from 8, 1 from 32, 0 from 64)."""
 FIXED: Final = ("fixed:1", "fixed:2", "fixed:4", "fixed:8")
 OTHERS: Final = ("smartspec", f"threshold_by_batch:{BATCH_TIERS}", "adaptive_verification")
 POLICIES: Final = ("off", *FIXED, *OTHERS, "auto", "oracle")
+
+INFORMED: Final = (
+    "auto+cost",
+    "auto+drafts",
+    "auto+cost+drafts",
+    "auto+rates",
+    "auto+acceptance",
+    "auto+acceptance+cost+drafts",
+)
+"""Variants of `auto` that know true values."""
+
+ATTRIBUTED: Final = ("off", "auto", *INFORMED, "oracle")
 
 COMPARED_METRIC: Final = "latency_s.mean"
 """The metric by which policies are compared."""
@@ -66,23 +82,27 @@ class Study:
     Attributes:
         recording: the texts whose drafts are replayed.
         share: fraction of `REQUESTS` in each run.
+        policies: compared policies.
     """
 
     config: WorkerConfig
     recording: Recording
     share: float
     seeds: int
+    policies: Sequence[str] = POLICIES
 
     def cell(self, workload: str, rate_rps: float) -> dict[str, Any]:
         """Simulate all policies under a load, and compare their metrics with `auto`."""
-        setup = self._setup(workload, rate_rps, POLICIES, self.seeds, SERVICE_LEVELS[workload])
+        slo = SERVICE_LEVELS[workload]
+        setup = self._setup(workload, rate_rps, self.policies, self.seeds, slo)
         outcomes = run_experiment(setup).outcomes
         by_name = {_short_name(outcome.policy): outcome for outcome in outcomes}
         return {
             "workload": workload,
             "rate_rps": rate_rps,
             "policies": {name: _figures(outcome) for name, outcome in by_name.items()},
-            "auto": findings(by_name),
+            "auto": findings(by_name) if "fixed:1" in by_name else None,
+            "shares": shares_of_oracle(by_name),
         }
 
     def saturated_rps(self, workload: str) -> float:
@@ -97,7 +117,9 @@ class Study:
     ) -> Setup:
         requests = max(int(self.share * REQUESTS[workload]), 1)
         load = Load(workload=workload, rate_rps=rate_rps, requests=requests, slo=slo)
-        return Setup(load, self.config, tuple(policies), repeat=seeds, recording=self.recording)
+        # The survivals that `auto+rates` knows are those of the replayed texts alone.
+        recording = self.recording if workload == "mixed" else self.recording.replayed_by(workload)
+        return Setup(load, self.config, tuple(policies), repeat=seeds, recording=recording)
 
 
 def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
@@ -110,18 +132,31 @@ def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
     means = {name: estimates(outcome)[COMPARED_METRIC].mean for name, outcome in outcomes.items()}
     best = min(FIXED, key=means.__getitem__)
     auto = outcomes["auto"]
-    differences = {
+    to_others = {
         name: compared(auto, outcomes[name])[COMPARED_METRIC] for name in outcomes if name != "auto"
     }
     gain = means["off"] - means["oracle"]
     return {
         "best_fixed": best,
-        "to_envelope": differences[best],
-        "at_envelope": _no_worse(differences[best], WITHIN),
-        "at_off": _no_worse(differences["off"], WITHIN / 2),
-        "differences": differences,
+        "to_envelope": to_others[best],
+        "at_envelope": _no_worse(to_others[best], WITHIN),
+        "at_off": _no_worse(to_others["off"], WITHIN / 2),
+        "differences": to_others,
         "share_of_oracle": (means["off"] - means["auto"]) / gain if gain > 0 else None,
     }
+
+
+def shares_of_oracle(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """Return each policy's share of the gain of the oracle over `off`, with its interval."""
+    samples = {name: one.samples[COMPARED_METRIC] for name, one in outcomes.items()}
+    gains = differences(samples["off"], samples["oracle"])
+    shares = {}
+    for name, own in samples.items():
+        pairs = zip(differences(samples["off"], own), gains, strict=True)
+        share = estimate([gained / gain for gained, gain in pairs if gain > 0.0])
+        if share is not None and name not in {"off", "oracle"}:
+            shares[name] = share.as_dict()
+    return shares
 
 
 def _no_worse(difference: dict[str, Any], within: float) -> bool:
@@ -139,17 +174,23 @@ def _short_name(policy: str) -> str:
     return f"{name}:{Path(argument).name}" if "/" in argument else policy
 
 
-def cells(study: Study, workloads: Sequence[str]) -> Iterator[dict[str, Any]]:
+def cells(
+    study: Study, workloads: Sequence[str], shares: Sequence[float]
+) -> Iterator[dict[str, Any]]:
     """Simulate all loads, and print a line for each load."""
     for workload in workloads:
         saturated_rps = study.saturated_rps(workload)
-        for share in SHARES:
+        for share in shares:
             cell = {"share": share, **study.cell(workload, share * saturated_rps)}
-            print(workload, share, _line(cell["auto"]), flush=True)
+            print(workload, share, _line(cell), flush=True)
             yield cell
 
 
-def _line(auto: dict[str, Any]) -> str:
+def _line(cell: dict[str, Any]) -> str:
+    auto = cell["auto"]
+    if auto is None:
+        shares = {name: f"{one['mean']:.1%}" for name, one in cell["shares"].items()}
+        return f"of oracle {shares}"
     to = {name: f"{value['relative']:+.1%}" for name, value in auto["differences"].items()}
     return f"best {auto['best_fixed']}, auto against {to}, of oracle {auto['share_of_oracle']}"
 
@@ -157,12 +198,25 @@ def _line(auto: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench policies`."""
     parser = bench_parser("policies", __doc__)
+    parser.add_argument("--profile", default="h100-8b", help="simulated device, by name or file")
     parser.add_argument("--workloads", default=",".join(REQUESTS))
     parser.add_argument(
         "--requests", type=float, default=1.0, help="fraction of the default number of requests"
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--shares",
+        default=",".join(map(str, SHARES)),
+        help="rates as fractions of the highest without speculation",
+    )
     parser.add_argument("--proposer", default="ngram")
+    parser.add_argument(
+        "--attribute", action="store_true", help="compare variants of auto that know true values"
+    )
+    parser.add_argument(
+        "--tuning", action="store_true", help="replay the texts that are not held out"
+    )
+    parser.add_argument("--recording", help="name or file (default: the recording of the profile)")
     args = parser.parse_args(arguments)
     config = WorkerConfig(
         profile=args.profile,
@@ -171,8 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_num_seqs=256,
         max_step_tokens=2048,
     )
-    recording = load_recording(load_profile(args.profile).recording).held_out()
-    study = Study(config, recording, args.requests, args.seeds)
+    recorded = load_recording(args.recording or load_profile(args.profile).recording)
+    recording = recorded.tuning() if args.tuning else recorded.held_out()
+    policies = ATTRIBUTED if args.attribute else POLICIES
+    study = Study(config, recording, args.requests, args.seeds, policies)
     results = {
         "format": "policies/1",
         **simulated_provenance("policies", arguments),
@@ -184,9 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "proposer": args.proposer,
             "promised": {name: [slo.ttft_s, slo.tpot_s] for name, slo in SERVICE_LEVELS.items()},
         },
-        "cells": list(cells(study, args.workloads.split(","))),
+        "cells": list(
+            cells(study, args.workloads.split(","), [float(x) for x in args.shares.split(",")])
+        ),
     }
-    write_results(args, results, "Speculation policies, simulated", body(results))
+    write_results(args.json, results)
 
 
 if __name__ == "__main__":

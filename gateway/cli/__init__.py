@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import draftgate
+from draftgate.extensions import extensions
 from draftgate.gateway.cli.options import (
     BAD_USAGE,
     ModelSettingsCommand,
@@ -24,14 +25,38 @@ from draftgate.gateway.cli.options import (
     config_from,
     fail,
 )
-from draftgate.gateway.cli.plan import app as plan_app
 from draftgate.gateway.cli.ray import app as ray_app
-from draftgate.gateway.cli.simulate.command import simulate
 from draftgate.loadgen.command_line import HelpGroup, PlainTyper
+
+COMMAND_GROUP: Final = "draftgate.commands"
+
+
+class CommandGroup(HelpGroup):
+    """The commands of this module, and those that entry points in `draftgate.commands` add.
+
+    An entry point is a `typer.Typer`. The group imports them when it lists its commands or lacks
+    the named one, so a server imports none.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._add_installed()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in self.commands:
+            self._add_installed()
+        return super().get_command(ctx, name)
+
+    def _add_installed(self) -> None:
+        for name, entry in extensions(COMMAND_GROUP).items():
+            if name not in self.commands:
+                self.commands[name] = typer.main.get_command(entry.load())
+
 
 app = PlainTyper(
     "A gateway for LLM inference that decides, per request, whether and how far to speculate.",
     name="draftgate",
+    cls=CommandGroup,
 )
 
 PASS_THROUGH: Final = {
@@ -105,48 +130,16 @@ def load(context: typer.Context) -> None:
     loadgen(context.args, prog_name="draftgate load")
 
 
-app.command()(simulate)
-
-
 BENCHES: Final = {
-    "engine": "bench.engine",
-    "operators": "bench.engine.operators",
-    "adapters": "bench.engine.adapters",
-    "host": "bench.engine.host",
-    "streams": "bench.engine.streams",
+    "engine": "bench.engine.command",
     "kernels": "bench.engine.kernels",
-    "kv": "bench.engine.kv",
-    "retrieval": "bench.engine.retrieval",
-    "simulator": "bench.simulation.prediction",
     "policies": "bench.simulation.policies",
     "evidence": "bench.simulation.evidence",
-    "capacity": "bench.simulation.capacity",
-    "gaps": "bench.simulation.gaps",
-    "long-context": "bench.simulation.long_context",
-    "herd": "bench.simulation.herd",
-    "routing": "bench.simulation.routing",
-    "rescheduling": "bench.simulation.rescheduling",
-    "unlike-workers": "bench.simulation.unlike_workers",
-    "move-gaps": "bench.simulation.move_gaps",
-    "mixes": "bench.simulation.mixes",
-    "mix-solver": "bench.simulation.mix_solver",
-    "scale": "bench.simulation.scale",
-    "overload": "bench.simulation.overload",
-    "placement": "bench.simulation.placement",
-    "pools": "bench.simulation.pools",
-    "tracing": "bench.gateway.tracing",
+    "priors": "bench.simulation.priors",
     "edge": "bench.edge.command",
-    "batching": "bench.gateway.batching",
-    "phases": "bench.gateway.phases",
+    "field": "bench.field.command",
     "moves": "bench.gateway.moves",
-    "readers": "bench.gateway.readers",
-    "client-paths": "bench.gateway.client_paths",
-    "rag": "bench.gateway.rag",
-    "reindexing": "bench.gateway.reindexing",
     "store": "bench.gateway.store",
-    "speculation": "bench.gateway.speculation",
-    "sweep": "bench.gateway.sweep",
-    "tool-comparison": "bench.tool_comparison.command",
 }
 
 
@@ -237,7 +230,6 @@ def collect_env(
 
 config_app = PlainTyper("Show the configuration.")
 app.add_typer(config_app, name="config")
-app.add_typer(plan_app, name="plan")
 app.add_typer(ray_app, name="ray")
 
 

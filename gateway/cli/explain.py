@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import msgspec
 import typer
 
+from draftgate.addresses import mask_url, read_server_url
 from draftgate.gateway.cli.options import fail
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
 from draftgate.policies.protocols import SpeculationPolicy
@@ -34,7 +36,7 @@ def run_explain(
     except (OSError, ValueError) as error:
         fail(error)
     if not chosen:
-        fail(f"no matching decision in {source}")
+        fail(f"no matching decision in {mask_url(source)}")
     for decision in chosen:
         replayed = None if other is None else decision.under(other)
         typer.echo(_as_json(decision, replayed) if as_json else _as_text(decision, replayed))
@@ -52,12 +54,14 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
         OSError: the file cannot be read, or the server does not respond.
         ValueError: the content is not a list of decisions.
     """
-    if not source.startswith(("http://", "https://")):
+    if "://" not in source and not _looks_like_server(source):
         return read_decisions(Path(source))
+    address = read_server_url(source)
+    source = mask_url(address)
     key = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(
-            f"{source.rstrip('/')}/decisions",
+            f"{address}/decisions",
             params={"limit": KEPT},
             headers=key,
             timeout=TIMEOUT_S,
@@ -71,6 +75,11 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
     except msgspec.MsgspecError:
         status = answer.status_code
         raise ValueError(f"{source} has no /decisions: it responded with status {status}") from None
+
+
+def _looks_like_server(source: str) -> bool:
+    """Return whether a source without a scheme is an address, such as `localhost:8000`."""
+    return not Path(source).exists() and re.fullmatch(r"[^/]+:[0-9]+(/.*)?", source) is not None
 
 
 def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:

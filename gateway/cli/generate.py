@@ -14,11 +14,11 @@ from draftgate.backends.errors import BackendError
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams, SpeculationOutcome
 from draftgate.gateway.app import StartError, build_node, start_workers
-from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cli.options import fail
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import GatewayError, InvalidRequest
+from draftgate.gateway.loading import loading_shown
 from draftgate.gateway.node import Node
 from draftgate.policies.speculation.repetition import repetition
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn, get_origin
 
 import typer
 
@@ -17,6 +17,8 @@ from draftgate.gateway.config import (
     settings,
 )
 from draftgate.loadgen.command_line import HelpCommand, reason
+
+_NAMES: Final = "--served-model-name"
 
 FAILED: Final = 1
 BAD_USAGE: Final = 2
@@ -44,6 +46,9 @@ class SettingsCommand(HelpCommand):
             self.params += _setting_options(self.server)
         return super().get_params(ctx)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        return super().parse_args(ctx, with_repeated_names(args))
+
     def invoke(self, ctx: Any) -> Any:
         names = ("config", *(setting.name for setting in settings()))
         ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
@@ -54,6 +59,23 @@ class ModelSettingsCommand(SettingsCommand):
     """A `SettingsCommand` without the settings that concern only the server."""
 
     server = False
+
+
+def with_repeated_names(args: list[str]) -> list[str]:
+    """Return arguments in which `--served-model-name A B` is a repeated option, as vLLM has it.
+
+    The arguments must begin with MODEL, so that no further name can be meant as MODEL.
+    """
+    if _NAMES not in args or not args or args[0].startswith("-"):
+        return args
+    found: list[str] = []
+    in_names = False
+    for argument in args:
+        in_names = argument == _NAMES or (in_names and not argument.startswith("-"))
+        if in_names and found and found[-2:-1] == [_NAMES] and argument != _NAMES:
+            found.append(_NAMES)
+        found.append(argument)
+    return found
 
 
 def config_from(context: typer.Context) -> EffectiveConfig:
@@ -101,7 +123,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         opposite = bare.removeprefix("no-") if bare.startswith("no-") else f"no-{bare}"
         info = typer.Option(f"{setting.flag}/--{opposite}", **shared)
         return _keyword(setting.name, Annotated[bool | None, info])
-    several = setting.kind in {"hosts", "list", "models", "origins", "shares", "urls"}
+    several = get_origin(setting.type) is tuple
     info = typer.Option(setting.flag, metavar=metavar(setting), **shared)
     return _keyword(setting.name, Annotated[list[str] | None if several else str | None, info])
 
@@ -142,6 +164,8 @@ _METAVARS: Final = {
     "origins": "ORIGIN",
     "urls": "URL",
     "url": "URL",
+    "collector": "URL",
+    "variable": "NAME",
     "store": "URL",
     "pool": "NAME",
     "backend": "NAME",

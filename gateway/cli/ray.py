@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
+from draftgate.addresses import read_server_url
 from draftgate.gateway.cli.options import BAD_USAGE, FAILED, SettingsCommand, config_from, fail
 from draftgate.gateway.config import ConfigError, EffectiveConfig
+from draftgate.gateway.config.values import read_list
 from draftgate.loadgen.command_line import PlainTyper
 
 app = PlainTyper("Run the workers of a pool on the machines of a Ray cluster.")
@@ -72,8 +74,12 @@ def start(  # noqa: PLR0913, PLR0917 - each is a flag
         fail("--max-workers and --gateway need each other", BAD_USAGE)
     if max_workers is not None and (max_workers < workers or detach):
         fail("--max-workers must be at least --workers, and excludes --detach", BAD_USAGE)
+    try:
+        gateways = [read_server_url(str(url)) for url in cast(list[str], read_list(gateway or []))]
+    except ValueError as error:
+        fail(f"--gateway: {error}", BAD_USAGE)
     key = None if gateway_key_env is None else os.environ.get(gateway_key_env)
-    _run(address, lambda: _start(given, workers, need, max_workers, gateway or [], key))
+    _run(address, lambda: _start(given, workers, need, max_workers, gateways, key))
 
 
 @app.command()

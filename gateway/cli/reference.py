@@ -2,20 +2,28 @@
 
     python -m draftgate.gateway.cli.reference docs/reference
 
-The command writes `settings.md` and `metrics.md` into that folder (`make docs`). A test compares
-the committed pages with the generated ones.
+The command writes `settings.md`, `metrics.md` and `request-fields.md` into that folder (`make
+docs`). A test compares the committed pages with the generated ones.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from draftgate.gateway.cli.options import metavar, shown_default
 from draftgate.gateway.config import Setting, settings
 from draftgate.gateway.config.schema import PANELS
+from draftgate.gateway.http.requests.inventory import (
+    EMBEDDING,
+    GENERATION,
+    SCORING,
+    TOKENS,
+    FieldLists,
+)
 from draftgate.gateway.telemetry.metric_definitions import METRICS, MetricDefinition
 from draftgate.gateway.telemetry.metrics import shown_name
 
@@ -28,8 +36,11 @@ variable overrides the file, and the file overrides the default. Unknown keys an
 `DRAFTGATE_*` variables are errors. `draftgate config show` prints the effective values and their
 origins, with secrets masked. `draftgate config show --json` prints them as JSON.
 
-To give a list, repeat the option, use a YAML list, or write a comma-separated string. Sizes accept
-units (`512MiB`, `2GB`).
+To give a list, repeat the option, use a YAML list, or write a comma-separated string. All of
+them mean the same, and a comma always separates. A key with a comma belongs into `--api-keys-file`,
+and `%2C` is a comma in a URL. Sizes accept units (`512MiB`, `2GB`).
+
+Addresses of servers begin with `http://` or `https://`. A final `/v1` is not part of an address.
 
 `DRAFTGATE_CPU_ISA` exists only as a variable. The values `sse4`, `avx2` and `avx512` limit a CPU
 worker to that instruction set, for tests and comparisons of machines.
@@ -97,9 +108,48 @@ def _code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|") if text else ""
 
 
+_FIELDS = """\
+# Request fields
+
+The server implements the fields that `/openapi.json` describes. This page lists the other fields
+of OpenAI, Anthropic, vLLM, SGLang and llama.cpp's server: other names of implemented fields, fields
+that the server refuses with status 400, and fields that cannot change a response. An implemented
+field takes precedence over these lists. The path `*.name` means the field of any nested object.
+"""
+
+_ENDPOINTS: Final = {
+    "Endpoints that generate text": GENERATION,
+    "Embeddings": EMBEDDING,
+    "Reranking and scores": SCORING,
+    "Tokens": TOKENS,
+}
+
+
+def fields_page(lists: Mapping[str, FieldLists]) -> str:
+    """Return the page about request fields that are not implemented, in Markdown."""
+    sections = []
+    for title, one in lists.items():
+        rows = [
+            (f"`{name}`", f"the same as {' or '.join(f'`{usual}`' for usual in names)}", "")
+            for name, names in sorted(one.aliases.items())
+        ]
+        rows += [
+            (f"`{name}`", f"refused: {advice}", " ".join(f"`{json.dumps(v)}`" for v in neutral))
+            for name, (advice, neutral) in sorted(one.refused.items())
+        ]
+        rows += [
+            (f"`{name}`", f"harmless: {reason}", "")
+            for name, reason in sorted(one.harmless.items())
+        ]
+        head = ("field", "effect", "accepted values besides null")
+        sections.append(f"\n## {title}\n\n{_table(head, rows)}")
+    return _FIELDS + "".join(sections)
+
+
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": lambda: settings_page(settings()),
     "metrics.md": lambda: metrics_page(METRICS),
+    "request-fields.md": lambda: fields_page(_ENDPOINTS),
 }
 """Functions that return the text of each page, by file name."""
 

@@ -19,8 +19,8 @@ from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.gateway.fleet import Fleet, FleetWorker, PeerWorker
+from draftgate.gateway.logs import log
 from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
-from draftgate.gateway.telemetry.logs import log
 
 READ_S: Final = 1.0
 """Interval of reading the store, which equals the interval of the workers' reports."""

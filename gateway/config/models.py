@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from draftgate.backends.checkpoints import checkpoint_id, named_checkpoints
+from draftgate.backends.generation_defaults import AUTO, NONE
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
 
@@ -48,9 +49,10 @@ def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
         ValueError: the settings contradict each other.
     """
     more = [*named_checkpoints(config.models), *named_checkpoints(config.embedders)]
-    first = config.served_model_name or checkpoint_id(config.model)
+    first = config.first_name or checkpoint_id(config.model)
     names = [first, *(name for name, _ in more)]
-    _check_names([*names, *(name for name, _ in named_checkpoints(config.loras))])
+    further = config.served_model_name[1:]
+    _check_names([*names, *further, *(name for name, _ in named_checkpoints(config.loras))])
     if not more:
         if config.memory_shares:
             raise ValueError("--memory-share needs --model or --embedder")
@@ -114,14 +116,20 @@ def _shares(entries: Sequence[str]) -> dict[str, float]:
     return {name: float(share) for name, _, share in (each.rpartition("=") for each in entries)}
 
 
+def _of_every_model(generation_config: str) -> str:
+    """Return a value of `--generation-config` for a further model, whose file no path names."""
+    return generation_config if generation_config in NONE else AUTO
+
+
 def _for_model(config: ServeConfig, name: str, path: str) -> ServeConfig:
     """Return the settings of a further model."""
     return replace(
         config,
         model=path,
         loras=(),
-        served_model_name=name,
+        served_model_name=(name,),
         max_model_len=None,
+        generation_config=_of_every_model(config.generation_config),
         proposer=None,
         draft_model=None,
         draft_window_tokens=None,

@@ -22,19 +22,21 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from draftgate.addresses import MASK, mask_url
 from draftgate.backends.engine.cpu_isa import VARIABLE as CPU_ISA_VARIABLE
 from draftgate.backends.worker_config import WorkerSettings
 from draftgate.gateway.config.schema import MODEL_PANELS, PANELS, ServeConfig
 from draftgate.gateway.config.values import (
-    MASK,
-    mask_url,
+    is_variable,
     read_bytes,
+    read_collector,
     read_hosts,
     read_indices,
+    read_list,
     read_models,
     read_origins,
     read_shares,
-    read_texts,
+    read_url,
     read_urls,
 )
 
@@ -50,12 +52,14 @@ _KUBERNETES_LINK: Final = re.compile(
 
 _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "bytes": read_bytes,
+    "collector": read_collector,
     "hosts": read_hosts,
     "indices": read_indices,
-    "list": read_texts,
+    "list": read_list,
     "models": read_models,
     "origins": read_origins,
     "shares": read_shares,
+    "url": read_url,
     "urls": read_urls,
 }
 """Functions that convert a value before the type check, by kind of setting."""
@@ -63,7 +67,7 @@ _READERS: Final[Mapping[str, Callable[[object], object]]] = {
 _CHECKS: Final = {
     "backend": "draftgate.gateway.config.values:check_backend",
     "pool": "draftgate.gateway.config.values:check_pool",
-    "url": "draftgate.gateway.config.values:check_url",
+    "variable": "draftgate.gateway.config.values:check_variable",
     "store": "draftgate.gateway.state.redis.url:read_redis_url",
     "speculation": "draftgate.policies.registry:speculation_policy",
     "batching": "draftgate.policies.registry:batching_policy",
@@ -137,10 +141,21 @@ class Setting:
         return self.panel not in MODEL_PANELS
 
     def public(self, value: Any) -> Any:
-        """Return a value with its secrets masked."""
-        if self.kind == "store" and value is not None:
-            return mask_url(str(value))
-        return MASK if self.secret and value not in (None, ()) else value
+        """Return a value, valid or not, with its secrets masked.
+
+        Everything that shows a setting shows this value.
+        """
+        if isinstance(value, dict):  # valid only as pairs, and otherwise of unknown meaning
+            pairs = self.kind in {"models", "shares"}
+            return {key: self.public(item) if pairs else MASK for key, item in value.items()}
+        if isinstance(value, list | tuple) and not self.secret:
+            return type(value)(map(self.public, value))
+        if value in (None, ()) or isinstance(value, bool):
+            return value
+        if self.secret or (self.kind == "variable" and not is_variable(str(value))):
+            return MASK
+        is_url = self.kind in {"store", "url", "urls", "collector"}
+        return mask_url(value) if isinstance(value, str) and (is_url or "://" in value) else value
 
     def shown(self, value: object) -> str:
         """Return a value as flag text, masked if the setting is secret, or `-` for None."""
@@ -280,9 +295,12 @@ def _read_file(path: Path, known: set[str]) -> dict[str, object]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not YAML: {reason}") from None
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, which may have keys
+        mark = error.problem_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}: not YAML{line}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ConfigError(f"{path}: not YAML") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

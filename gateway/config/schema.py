@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
+from draftgate.addresses import mask_url, split_credentials
 from draftgate.backends.worker_config import (
     Amount,
     Count,
@@ -26,6 +27,10 @@ from draftgate.backends.worker_config import (
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 
+MAX_REQUEST_TOKENS: Final = 2 << 20
+"""The default of the setting. A request of 128 choices may have 16384 tokens in each, and a
+batch of short prompts 2048 prompts."""
+
 
 class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Every setting of a node."""
@@ -34,7 +39,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Backend that runs requests: engine, sim, openai, peer, or an installed plugin."""
 
     devices: Annotated[tuple[int, ...], kind("indices")] = (0,)
-    """Indices of devices, such as 0,1. Each device runs a worker."""
+    """Indices of devices, such as 0,1. Each device runs a worker. Repeatable."""
 
     models: Annotated[tuple[str, ...], kind("models")] = ()
     """Also serve this model on the same devices: a checkpoint, or NAME=CHECKPOINT with a name for
@@ -68,6 +73,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Phases policy, which picks the workers for the prompt and the output of a request: together,
     apart, splitwise, auto, ..."""
 
+    no_acceptance_cache: bool = False
+    """Neither store counts of accepted drafts for later workers of the checkpoint on this machine,
+    nor read them."""
+
     max_queued: Count = 1024
     """Maximum queued prompts."""
 
@@ -85,7 +94,8 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     with their KV blocks."""
 
     upstream: Annotated[tuple[str, ...], kind("urls")] = ()
-    """Address of a server that runs requests, for the backends openai and peer. Repeatable."""
+    """Address of a server that runs requests, for the backends openai and peer, such as
+    http://gpu-1:8000 or https://USER:PASSWORD@gpu-1. Repeatable."""
 
     upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
     """An --upstream that drafts for every request (default: read from its metrics). Repeatable."""
@@ -138,20 +148,32 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     tls_client_ca_file: str | None = None
     """Require client certificates of the CAs in this PEM file. Probes and other nodes need none."""
 
-    served_model_name: str | None = None
-    """Model name for clients (default: the model's own)."""
+    served_model_name: Annotated[tuple[str, ...], kind("list")] = ()
+    """Model name for clients (default: the model's own). Repeatable, also as --served-model-name A
+    B after MODEL. Responses and metrics have the first name."""
+
+    no_tool_prompt: bool = False
+    """Refuse tools for a model whose chat template has none in a known format, instead of
+    describing them in the prompt."""
 
     api_keys_file: str | None = None
     """YAML file of API keys and their limits."""
 
     api_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
-    """API keys without limits. Prefer the environment variable."""
+    """API key without limits. Prefer the environment variable. Repeatable."""
 
     metrics_keys: Annotated[tuple[str, ...], kind("list", secret=True)] = ()
-    """Keys that can only read /metrics. Prefer the environment variable."""
+    """Key that can only read /metrics. Prefer the environment variable. Repeatable."""
+
+    strict: bool = False
+    """Refuse files of API keys and certificates that other users may change, instead of warning."""
 
     max_body_bytes: Size = 8 << 20
     """Largest request body, such as 8MiB."""
+
+    max_request_tokens: Count = MAX_REQUEST_TOKENS
+    """Maximum tokens of all prompts and choices of a request together, with the alternatives of
+    their log probabilities. One choice may always fill the context."""
 
     body_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Time that a client has to send the body of a request, in seconds."""
@@ -182,9 +204,14 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     audit_file: str | None = None
     """Append refused requests and the use of API keys to this JSON lines file."""
 
-    otlp_endpoint: Annotated[str, kind("url")] | None = None
+    otlp_endpoint: Annotated[str, kind("collector")] | None = None
     """Send a trace of each request to this OTLP/HTTP collector, such as http://127.0.0.1:4318
     (default: OTEL_EXPORTER_OTLP_ENDPOINT, otherwise none)."""
+
+    @property
+    def first_name(self) -> str | None:
+        """The name of the first model in responses, or None for its own."""
+        return next(iter(self.served_model_name), None)
 
     @property
     def scheme(self) -> str:
@@ -211,9 +238,17 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
             if self.no_worker:
                 raise ValueError(f"{option} cannot be combined with --no-worker")
+        shared = {"--upstream with --backend peer": self.upstream if self.backend == "peer" else ()}
+        if self.advertise is not None:
+            shared["--advertise"] = (self.advertise,)
+        for option, urls in shared.items():
+            if any(split_credentials(url)[1] for url in urls):
+                raise ValueError(f"{option} takes no credentials: set --peer-secret-env")
         for url in self.upstream_speculates:
             if url not in self.upstream:
-                raise ValueError(f"--upstream-speculates: {url} is not one of the --upstream URLs")
+                raise ValueError(
+                    f"--upstream-speculates: {mask_url(url)} is not one of the --upstream URLs"
+                )
         if self.no_worker:
             return ()
         if self.upstream:
@@ -236,7 +271,8 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     def _worker_config(self, **own: Any) -> WorkerConfig:
         shared = {name: getattr(self, name) for name in WorkerSettings.__struct_fields__}
-        return WorkerConfig(**{**shared, **own})
+        cached = not self.no_acceptance_cache
+        return WorkerConfig(**{**shared, **own, "acceptance_cache": cached})
 
     def _threads(self) -> int | None:
         """Return the threads of a worker: the setting, or its share of the cores."""
@@ -253,15 +289,16 @@ def _usable_cores() -> int:
 
 
 _PANELS: Final = {
-    "Model": "model backend max_model_len dtype exact",
+    "Model": "model backend max_model_len generation_config dtype exact",
     "LoRA adapters": "loras max_loras",
     "Further models": "models embedders memory_shares",
     "HTTP and limits": "host port processes tls_certfile tls_keyfile tls_client_ca_file "
-    "allowed_hosts cors_origins served_model_name api_keys_file api_keys metrics_keys "
-    "max_body_bytes body_timeout_s keepalive_timeout_s embedding_cache_bytes response_store_bytes "
-    "response_store_ttl_s drain_timeout_s",
-    "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_tokens "
-    "sparse_budget_tokens sparse_sink_tokens verify decisions_file",
+    "allowed_hosts cors_origins served_model_name no_tool_prompt api_keys_file api_keys "
+    "metrics_keys strict max_body_bytes max_request_tokens body_timeout_s keepalive_timeout_s "
+    "embedding_cache_bytes "
+    "response_store_bytes response_store_ttl_s drain_timeout_s",
+    "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_bytes "
+    "sparse_budget_tokens sparse_sink_tokens verify no_acceptance_cache decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",
     "Queueing and routing": "ordering admission routing rescheduling phases max_queued "
     "queue_timeout_s shed_priority max_resumes no_moves",
@@ -269,6 +306,7 @@ _PANELS: Final = {
     "own_process",
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
+    "upstream_max_pause_s "
     "upstream_retry_share upstream_retries_per_s",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "
     "record_acceptance_share record_acceptance_proposers record_acceptance_tenants "

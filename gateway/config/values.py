@@ -5,16 +5,42 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from typing import Final
-from urllib.parse import urlsplit
+
+from draftgate.addresses import read_server_url, same_server
+
+
+def read_list(value: object) -> object:
+    """Return the texts of a list, each without surrounding space.
+
+    Flags, variables and YAML give a text with commas or a list of such texts. A comma always
+    separates, so that all of them mean the same. A blank text is an empty list. Any other value is
+    returned unchanged for the type check.
+
+    Raises:
+        ValueError: one of several texts is empty.
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        return value
+    found = [
+        item.strip() if isinstance(item, str) else item
+        for text in texts
+        for item in (text.split(",") if isinstance(text, str) else [text])
+    ]
+    if found == [""]:
+        return []
+    if "" in found:
+        raise ValueError("expected texts separated by commas, without empty texts")
+    return found
 
 
 def read_indices(value: object) -> list[int]:
-    """Return distinct indices from the text `0,1`, one number, or a list of numbers.
+    """Return distinct indices from a list such as `0,1`, or from one number.
 
     Raises:
         ValueError: the value is not a list of distinct indices.
     """
-    items = value.split(",") if isinstance(value, str) else value
+    items = read_list(value)
     try:
         found = [int(str(item)) for item in (items if isinstance(items, list) else [items])]
     except ValueError:
@@ -24,94 +50,88 @@ def read_indices(value: object) -> list[int]:
     return found
 
 
-def read_texts(value: object) -> object:
-    """Return a list of texts from one text with commas.
-
-    Any other value, such as a list, is returned unchanged for the type check.
-
-    Raises:
-        ValueError: one of the texts is empty.
-    """
-    if not isinstance(value, str):
-        return value
-    found = [item.strip() for item in value.split(",")] if value.strip() else []
-    if "" in found:
-        raise ValueError("expected texts separated by commas, without empty texts")
-    return found
-
-
 def read_models(value: object) -> object:
-    """Return `NAME=CHECKPOINT` texts from a list, a text with commas, or a mapping in YAML.
+    """Return `NAME=CHECKPOINT` texts from a list, or from a mapping in YAML.
 
     Raises:
         ValueError: a name or a checkpoint is empty.
     """
-    if isinstance(value, dict):
-        value = [f"{name}={path}" for name, path in value.items()]
-    found = read_texts(value)
-    if isinstance(found, list | tuple) and not all(all(str(one).split("=", 1)) for one in found):
-        raise ValueError("expected NAME=CHECKPOINT, or a checkpoint alone")
-    return found
+    return _checked(_pairs(value), r"[^=]+(=.+)?", "NAME=CHECKPOINT, or a checkpoint alone")
 
 
 def read_shares(value: object) -> object:
-    """Return `NAME=SHARE` texts from a list, a text with commas, or a mapping in YAML.
+    """Return `NAME=SHARE` texts from a list, or from a mapping in YAML.
 
     Raises:
         ValueError: a share is not a number.
     """
-    if isinstance(value, dict):
-        value = [f"{name}={share}" for name, share in value.items()]
-    found = read_texts(value)
-    pattern = re.compile(r".+=[0-9]*\.?[0-9]+")
-    if isinstance(found, list | tuple) and not all(pattern.fullmatch(str(one)) for one in found):
-        raise ValueError("expected NAME=SHARE, such as chat=0.6")
-    return found
+    return _checked(_pairs(value), r".+=[0-9]*\.?[0-9]+", "NAME=SHARE, such as chat=0.6")
 
 
-def read_urls(value: object) -> list[str]:
-    """Return server addresses from a text with commas or a list.
-
-    Raises:
-        ValueError: an entry is not an HTTP address, or occurs twice.
-    """
-    items = value if isinstance(value, list | tuple) else str(value).split(",")
-    found = [str(item).strip().rstrip("/") for item in items]
-    for item in found:
-        parts = urlsplit(item)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
-            raise ValueError("expected addresses such as http://localhost:8001")
-    if len(set(found)) < len(found):
-        raise ValueError("expected distinct addresses")
-    return found
-
-
-def read_hosts(value: object) -> list[str]:
-    """Return host names in lower case from a text with commas or a list.
+def read_hosts(value: object) -> object:
+    """Return host names in lower case from a list.
 
     Raises:
         ValueError: an entry is not a host name, or has a port.
     """
-    return _matching(value, r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", "host names such as api.example.com")
+    pattern, expected = r"[a-z0-9._-]+|\[[0-9a-f:.]+\]", "host names such as api.example.com"
+    return _checked(_lower(read_list(value)), pattern, expected)
 
 
-def read_origins(value: object) -> list[str]:
-    """Return origins of web pages in lower case from a text with commas or a list.
+def read_origins(value: object) -> object:
+    """Return origins of web pages in lower case from a list.
 
     Raises:
         ValueError: an entry is not an origin, or has a path.
     """
-    pattern = r"[a-z][a-z0-9+.-]*://[^\s/?#*]+"
-    return _matching(value, pattern, "origins such as https://example.com")
+    pattern, found = r"[a-z][a-z0-9+.-]*://[^\s/?#*@]+", _lower(read_list(value))
+    if isinstance(found, list):
+        found = [origin.removesuffix("/") for origin in found]
+    return _checked(found, pattern, "origins such as https://example.com")
 
 
-def _matching(value: object, pattern: str, expected: str) -> list[str]:
-    items = value if isinstance(value, list | tuple) else [value]
-    texts = (text.strip().lower() for item in items for text in str(item).split(","))
-    found = [text for text in texts if text]
-    if not all(re.fullmatch(pattern, item) for item in found):
-        raise ValueError(f"expected {expected}")
+def read_urls(value: object) -> object:
+    """Return server addresses from a list, as `read_server_url` does.
+
+    Raises:
+        ValueError: an entry is not an HTTP address, or occurs twice.
+    """
+    items = read_list(value)
+    if not isinstance(items, list):
+        return value
+    found = [read_server_url(str(item)) for item in items]
+    if len(set(map(same_server, found))) < len(found):
+        raise ValueError("expected distinct addresses")
     return found
+
+
+def read_url(value: object) -> object:
+    """Return a server address as `read_server_url` does. None is returned unchanged."""
+    return value if value is None else read_server_url(str(value))
+
+
+def read_collector(value: object) -> object:
+    """Return the address of an OTLP collector, also from the whole address for traces."""
+    return read_url(value if value is None else str(value).rstrip("/").removesuffix("/v1/traces"))
+
+
+def _pairs(value: object) -> object:
+    """Return `NAME=VALUE` texts from a mapping, whose values may have commas, or read a list."""
+    if isinstance(value, dict):
+        return [f"{name}={item}" for name, item in value.items()]
+    return read_list(value)
+
+
+def _lower(value: object) -> object:
+    return [str(item).lower() for item in value] if isinstance(value, list) else value
+
+
+def _checked(value: object, pattern: str, expected: str) -> object:
+    """Return a list whose texts all match, or any other value for the type check."""
+    items = value if isinstance(value, list) else []
+    if not all(re.fullmatch(pattern, str(item), re.DOTALL) for item in items):
+        raise ValueError(f"expected {expected}")
+    return value
 
 
 _UNITS: Final = {
@@ -137,21 +157,6 @@ def read_bytes(value: object) -> object:
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
-def check_url(text: str) -> None:
-    """Check that a text is the address of an HTTP server.
-
-    Raises:
-        ValueError: the text is not such an address.
-    """
-    try:
-        parts = urlsplit(text)
-        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port, or an unclosed bracket
-        valid = False
-    if not valid:
-        raise ValueError("expected an address such as http://127.0.0.1:4318")
-
-
 def check_pool(text: str) -> None:
     """Check the name of a pool, which becomes part of keys in Redis.
 
@@ -174,19 +179,16 @@ def check_backend(name: str) -> None:
         raise ValueError(f"expected one of {', '.join(backend_names())}")
 
 
-MASK: Final = "********"
-"""The text shown in place of a secret."""
+def is_variable(text: str) -> bool:
+    """Return whether a text can be the name of an environment variable."""
+    return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None
 
 
-def mask_url(text: str) -> str:
-    """Return an address, valid or not, with its passwords masked.
+def check_variable(name: str) -> None:
+    """Check the name of an environment variable, in place of which users sometimes give its value.
 
-    The mask covers everything between the scheme and the last `@`, because a password may contain
-    `@`. It also covers the value of each query option whose name contains `password`.
+    Raises:
+        ValueError: the text cannot be such a name.
     """
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        scheme, rest = "", text
-    secret, at, visible = rest.rpartition("@")
-    shown = f"{scheme}{separator}{MASK}@{visible}" if at and secret else text
-    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", rf"\g<1>{MASK}", shown, flags=re.IGNORECASE)
+    if not is_variable(name):
+        raise ValueError("expected the name of an environment variable, not its value")

@@ -296,7 +296,7 @@ class AdmissionController:
         prompt_tokens = sum(need.prompt_tokens for need in request.needs)
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         sequences = sum(need.sequences for need in request.needs)
-        pool = totals.view(prompt_tokens + output_tokens)
+        pool = totals.view(prompt_tokens / len(request.needs) + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
             ticket = self._ticket(request, own_s / self._pool_scale(totals), now_s)
@@ -383,8 +383,8 @@ def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
             "max_tokens" if request.max_tokens else "prompt",
         )
     return QuotaExceeded(
-        f"the key's quota of {shortage.limit} does not allow {what} before "
-        f"{shortage.retry_after_s:.1f} s from now",
+        f"the key's quota allows {shortage.most} {shortage.limit} at once, and {what} do not fit "
+        f"before {shortage.retry_after_s:.1f} s from now",
         shortage.retry_after_s,
         f"quota_{shortage.limit}",
     )

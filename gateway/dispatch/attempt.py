@@ -27,7 +27,7 @@ from draftgate.gateway.telemetry.span_attributes import (
     describe_reservation,
     record_route,
 )
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans, open_dispatch
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.values import replace
@@ -292,7 +292,11 @@ class Attempt:
     def _send(self) -> AsyncGenerator[Delta, None]:
         """Send the request to its worker, and return its deltas."""
         run, worker, request = self._run, self._worker, self.placed.request
-        self._span = open_dispatch(run.span, worker.server)
+        placed: Attributes = {
+            "draftgate.prompt": self._index,
+            "draftgate.prompt_tokens": len(request.prompt_ids),
+        }
+        self._span = open_dispatch(run.span, worker.worker_id, worker.server, placed)
         if self._span.recording:
             self._spans = WorkerSpans(self._span)
             request = self._spans.carried(request)
@@ -324,6 +328,9 @@ class Attempt:
                 self._parts.watchdog.unwatch(self.reading)
                 await self._deltas.aclose()
         finally:
+            if self._begun and not self._output.is_complete:
+                # The worker reports no outcome of a choice that is cancelled, lost or moved.
+                self._parts.placer.record_unfinished(self.placed, self._output.unfinished)
             if self._spans is not None:
                 self._spans.end()
             if error is not None:

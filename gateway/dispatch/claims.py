@@ -58,7 +58,6 @@ class Claims:
     """
 
     def __init__(self, fleet: Fleet, store: Store) -> None:
-        """Start without claims."""
         self._fleet = fleet
         self._store = store
         self._waiters: dict[str, _Waiter] = {}

@@ -16,6 +16,7 @@ import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.telemetry.json_lines import JsonLinesFile
+from draftgate.gateway.telemetry.recent_drafts import RecentDrafts
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
@@ -105,10 +106,10 @@ class RecentMove(msgspec.Struct, frozen=True):
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True):
-    """The result of a plan, summed over the choices that have ended.
+    """The result of a plan, summed over all choices.
 
     Attributes:
-        choices: number of choices that have ended.
+        choices: number of choices that have finished.
         spec_steps: number of steps that verified at least one draft token.
         drafted_tokens, accepted_tokens: numbers of verified and accepted draft tokens.
     """
@@ -119,14 +120,14 @@ class DecisionOutcome(msgspec.Struct, frozen=True):
     accepted_tokens: int = 0
     revisions: tuple[RevisionRecord, ...] = ()
 
-    def plus(self, outcome: SpeculationOutcome) -> DecisionOutcome:
-        """Return the sum with the outcome of another choice."""
+    def plus(self, outcome: SpeculationOutcome, choices: int = 1) -> DecisionOutcome:
+        """Return the sum with the outcome of another choice, or of an unfinished one with 0."""
         revised = tuple(
             RevisionRecord(one.on, one.cause, one.output_tokens, one.reason)
             for one in outcome.revisions
         )
         return DecisionOutcome(
-            self.choices + 1,
+            self.choices + choices,
             self.spec_steps + outcome.num_spec_steps,
             self.drafted_tokens + outcome.num_drafted_tokens,
             self.accepted_tokens + outcome.num_accepted_tokens,
@@ -190,9 +191,15 @@ class OutcomeLine(msgspec.Struct, frozen=True):
 
 
 class DecisionList(msgspec.Struct):
-    """The response of `/decisions`, newest first."""
+    """The response of `/decisions`.
+
+    Attributes:
+        decisions: the latest decisions, newest first.
+        drafts: what drafts brought the requests that ended in the last minutes.
+    """
 
     decisions: list[Decision]
+    drafts: RecentDrafts
 
 
 class Decisions:
@@ -244,9 +251,15 @@ class Decisions:
             self._file.append(decision)
         return decision
 
-    def add_outcome(self, decision: Decision, outcome: SpeculationOutcome) -> None:
-        """Record the outcome of a choice that has ended."""
-        decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome)
+    def add_outcome(
+        self, decision: Decision, outcome: SpeculationOutcome, *, choices: int = 1
+    ) -> None:
+        """Record the outcome of some choices.
+
+        Args:
+            choices: 1 for a choice that has finished, or 0 for the drafts of unfinished choices.
+        """
+        decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome, choices)
         if self._changed is not None:
             self._changed.add(id(decision))
         if self._file is not None:

@@ -146,7 +146,7 @@ class RunningJob:
         job, prompt = self._job, self._failover.deltas
         with self._span.child("admit") as admit:
             await self._failover.until_served()
-            requests = await self._placer.size(job)
+            requests = await self._placer.size(job, admit)
             if job.flow is None:
                 hop = None
                 entry = await self._admission.admit(_admission_request(job, requests), leases=True)

@@ -21,7 +21,7 @@ from draftgate.backends.errors import (
     WorkerLeft,
     WorkerStalled,
 )
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
@@ -33,7 +33,7 @@ from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.dispatch.suspects import Suspects
-from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.span_attributes import describe_claim
 from draftgate.policies.moves import MoveEnd
@@ -115,6 +115,7 @@ class Failover:
         Raises:
             QueueTimeout: the prompt waited too long for its first worker.
             BackendFailed: the prompt has no worker and cannot continue.
+            OutputCut: the grammar of the prompt allows no continuation of an incomplete output.
         """
         stream = Stream(run, index, self._parts.admission.waiting(run.entry, index))
         request, waiting, output = run.requests[index], stream.waiting, stream.output
@@ -136,6 +137,9 @@ class Failover:
                         reading.waiting = True
                         async for delta in deltas:
                             attempt.observe(delta)
+                            if delta.finish_reason is FinishReason.ABORT:
+                                # Every worker would end the output here, so none can continue it.
+                                raise OutputCut(output.tokens)
                             yield output.counted(delta)
                             stream.check_moved()
                             reading.waiting = True

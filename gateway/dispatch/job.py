@@ -40,6 +40,8 @@ class Job:
         sampling: the requested parameters. Sizing the job sets `max_tokens`.
         max_tokens: output limit per choice, or 0 to compute only the prompts. None generates until
             the context is full.
+        usual_max_tokens: output limit if `max_tokens` is None, as far as the context has room, or
+            None without one.
         n: choices per prompt.
         mode, max_draft_tokens: the requested speculation.
         grammar: the grammar that every choice must match, or None.
@@ -56,6 +58,7 @@ class Job:
         cache_salt: `GenerationRequest.cache_salt`.
         second_segments: `GenerationRequest.second_segment` of each prompt, empty if all are 0.
         adapter: digest of the LoRA adapter to use, or empty for the model alone.
+        corpus: `GenerationRequest.corpus`.
     """
 
     request_id: str
@@ -79,3 +82,5 @@ class Job:
     second_segments: tuple[int, ...] = ()
     cache_salt: str = ""
     adapter: str = ""
+    usual_max_tokens: int | None = None
+    corpus: bool = True

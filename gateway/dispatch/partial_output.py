@@ -10,6 +10,7 @@ from draftgate.backends.types import (
     Delta,
     GenerationRequest,
     ResumedChoice,
+    SpeculationOutcome,
     outcome_of,
 )
 from draftgate.policies.values import replace
@@ -19,7 +20,6 @@ class PartialOutput:
     """The output of a prompt's choices so far, from all workers that ran them."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        """Start with the output that the request resumes from."""
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
         self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the present worker
@@ -57,6 +57,11 @@ class PartialOutput:
             self._open[delta.choice].extend(delta.token_ids)
         else:
             self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
+
+    @property
+    def unfinished(self) -> SpeculationOutcome:
+        """The drafts of the present worker for the open choices."""
+        return outcome_of([draft for choice in self._open for draft in self._drafts[choice]])
 
     def lose_worker(self) -> None:
         """Keep the drafts of the open choices, whose outcome the worker no longer reports."""

@@ -15,6 +15,7 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.telemetry.tracing import Span
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import RouteView
@@ -108,10 +109,11 @@ class Placer:
         self._history = history
         self._usual = MeanNeed()
 
-    async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
+    async def size(self, job: Job, span: Span) -> tuple[GenerationRequest, ...]:
         """Return a sized and checked request for each prompt of a job, without a plan.
 
-        A thread compiles grammars, and checks and hashes long prompts.
+        A thread compiles grammars, and checks and hashes long prompts. The compilation of a grammar
+        has a span of its own, below `span`.
 
         Raises:
             InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
@@ -127,7 +129,8 @@ class Placer:
             raise AdapterFailed(NO_ADAPTER)
         unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
-            return await offload(_all_sized, job, workers, unhashed)
+            with span.child("grammar", {"draftgate.grammar.kind": job.grammar.kind.value}):
+                return await offload(_all_sized, job, workers, unhashed)
         if len(job.prompts) > INLINE_PROMPTS or sum(map(len, job.prompts)) > INLINE_TOKENS:
             return await offload(_all_sized, job, workers[:1], unhashed)
         return _all_sized(job, workers[:1], unhashed)
@@ -201,6 +204,11 @@ class Placer:
                 drafted=outcome.num_drafted_tokens,
                 histogram=outcome.acceptance_histogram,
             )
+
+    def record_unfinished(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+        """Record what a worker drafted for choices that it did not finish."""
+        if placed.decision is not None and outcome.num_spec_steps:
+            self._decisions.add_outcome(placed.decision, outcome, choices=0)
 
     def record_move(self, job: Job, index: int, source: Placement, move: MoveRecord) -> None:
         """Record that a prompt has moved from its placement, or could not move."""
@@ -288,12 +296,14 @@ def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationReques
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
     """Return the checked request of one prompt.
 
-    The output may fill the context if `max_tokens` is None.
+    The output may fill the context if the job limits it in neither way.
     """
     prompt = job.prompts[index]
     if job.max_tokens is not None:
         return _checked(job, index, job.max_tokens, worker)
     limit = max(1, worker.backend.card.max_model_len - len(prompt))
+    if job.usual_max_tokens is not None:
+        limit = min(limit, job.usual_max_tokens)
     try:
         return _checked(job, index, limit, worker)
     except RequestRejected as error:
@@ -329,6 +339,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         second_segment=job.second_segments[index] if job.second_segments else 0,
         cache_salt=job.cache_salt,
         adapter=job.adapter,
+        corpus=job.corpus,
     )
     worker.generating.check(request)
     return request

@@ -8,12 +8,17 @@ other request reserves its quota before it waits, in a call of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 from draftgate.gateway.dispatch.leases import LEASE_S
+from draftgate.gateway.state.calls import DEADLINE_S
 from draftgate.gateway.state.quota_store import QuotaStore
+from draftgate.gateway.state.store import StoreError
 from draftgate.policies.quotas import (
+    Limit,
     Quota,
+    QuotaLevel,
     QuotaReservation,
     Settlement,
     Shortage,
@@ -83,6 +88,21 @@ class Quotas:
             self._short_until_s[account] = self._now_s() + shortage.retry_after_s
         return shortage
 
+    async def levels(self, tenant: str) -> dict[Limit, QuotaLevel]:
+        """Return the state of each limit of a tenant.
+
+        It is empty without a quota, and while the store does not answer within `DEADLINE_S`.
+        """
+        quota = self._quotas.get(tenant)
+        if quota is None or not quota.is_limited:
+            return {}
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                found = await self._store.levels(quota_account(tenant, self._model()))
+        except (StoreError, TimeoutError):
+            return {}
+        return found.of(quota)
+
     async def settle(self, request_id: str, used_tokens: int) -> None:
         """Charge the tokens that a request used, and release the rest."""
         await self._end(Settlement(request_id, used_tokens))
@@ -92,8 +112,12 @@ class Quotas:
         await self._end(release_of(request_id))
 
     async def renew(self) -> None:
-        """Renew the reservations of all open requests."""
-        await self._store.renew(tuple(self._held.values()), LEASE_S)
+        """Renew the reservations of all open requests.
+
+        The call counts this node among those that share the quotas, even without reservations.
+        """
+        if self._held or any(quota.is_limited for quota in self._quotas.values()):
+            await self._store.renew(tuple(self._held.values()), LEASE_S)
 
     def change(self, quotas: Mapping[str, Quota]) -> None:
         """Replace all quotas.

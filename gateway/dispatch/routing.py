@@ -38,7 +38,7 @@ MOST_COMPARED: Final = 64
 
 A comparison takes about 20 us of CPU time per worker, so 1,000 workers would take 20 ms per
 request. Of 64 random workers, at least 8 (`leases.MOST_OFFERS`) are among the best quarter of the
-pool in 99% of all draws. (`draftgate bench scale`, AMD EPYC Zen 3, 2026-11-23.)"""
+pool in 99% of all draws. (bench/results/scheduling.md, AMD EPYC Zen 3, 2026-11-23.)"""
 
 TOGETHER: Final = OneWorker()
 

@@ -157,7 +157,6 @@ class Run:
         span: Span,
         watch: Watch,
     ) -> None:
-        """Start without placements."""
         self.job = job
         self.requests = requests
         self.entry = entry

@@ -30,7 +30,7 @@ SOON_S: Final = 0.05
 
 Two gateways at 24 times the capacity lost 3% of the goodput with 0.05 and 5% with a second, after
 which the pool was idle for 15 s while clients waited for their appointments (simulated,
-bench/simulation/overload_servers.py, ten seeds, 2026-11-23). Shorter times cost the store more
+tests/policies/overload_servers.py, ten seeds, 2026-11-23). Shorter times cost the store more
 calls."""
 
 

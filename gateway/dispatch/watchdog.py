@@ -16,7 +16,7 @@ from draftgate.backends.errors import BackendFailed, WorkerStalled
 from draftgate.backends.types import Pace
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 from draftgate.policies.resilience.liveness import StreamSilence, WorkerSilence
 from draftgate.policies.types import WorkerLoad
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from msgspec import UNSET, UnsetType
 
@@ -32,6 +33,11 @@ from draftgate.policies.speculation.revision import PlanRevision
 
 StoreReply = Callable[[bytes], Awaitable[bool]]
 """A function that stores the JSON of a response, and returns whether the response is stored."""
+
+
+INLINE_CHOICES: Final = 64
+"""Responses with more choices are rendered in a thread. 2048 choices take 150 ms (one core of a
+busy Intel Xeon, 2026-11-28)."""
 
 
 class Answer:
@@ -183,7 +189,8 @@ class Answer:
         job, end = self.parsed.job, (self.usage(), self.metrics())
         sampling = job.sampling
         brief = sampling.logprobs is None and sampling.prompt_logprobs is None
-        if brief and not job.traced:
+        few = job.n * len(job.prompts) <= INLINE_CHOICES
+        if brief and few and not job.traced:
             return render(*collected, *end)
         # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
         return await offload(render, *collected, *end)
@@ -218,6 +225,8 @@ def speculation_reply(
     """
     plan = placed.request.speculation
     reason = f"{plan.reason}; {path_reason}" if path_reason else plan.reason
+    steps, drafted = outcome.num_spec_steps, outcome.num_drafted_tokens
+    accepted = outcome.num_accepted_tokens
     return SpeculativeDecoding(
         plan.policy,
         plan.mode,
@@ -226,10 +235,15 @@ def speculation_reply(
         plan.cause.value,
         reason,
         plan.price,
-        outcome.num_spec_steps,
-        outcome.num_drafted_tokens,
-        outcome.num_accepted_tokens,
+        steps,
+        drafted,
+        accepted,
         outcome.acceptance_histogram,
+        round(outcome.saved_s, 6),
+        drafted,
+        accepted,
+        1.0 + accepted / max(steps, 1),
+        accepted / max(drafted, 1),
         [_revision_reply(one) for one in outcome.revisions] or UNSET,
     )
 

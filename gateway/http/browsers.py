@@ -20,7 +20,8 @@ from draftgate.backends.peer.channel import PREFIX
 from draftgate.gateway.cluster.access import is_loopback
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import ForbiddenHost, ForbiddenOrigin
-from draftgate.gateway.http.context import REQUEST_ID_HEADER
+from draftgate.gateway.http.context import ANTHROPIC_ID_HEADER, REQUEST_ID_HEADER
+from draftgate.gateway.http.rate_limits import RATE_LIMIT_HEADERS
 
 EXEMPT_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths for probes, which may use any address and name of the node."""
@@ -28,7 +29,12 @@ EXEMPT_PATHS: Final = frozenset({"/health", "/ready"})
 PREFLIGHT_S: Final = 600
 """Time for which a browser may reuse the response to a preflight, in seconds."""
 
-_EXPOSED: Final = f"{REQUEST_ID_HEADER}, Retry-After, retry-after-ms"
+_EXPOSED: Final = ", ".join(
+    (
+        *(REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER, "Retry-After", "retry-after-ms"),
+        *RATE_LIMIT_HEADERS,
+    )
+)
 """Headers that scripts of listed origins can read."""
 
 

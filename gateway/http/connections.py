@@ -9,37 +9,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from draftgate.gateway.errors import (
     GatewayError,
     HeadersTooLarge,
+    InvalidHttp,
     InvalidRequest,
     RequestTimeout,
+    UnsupportedTransferEncoding,
     as_gateway_error,
 )
 from draftgate.gateway.http.context import (
-    REQUEST_ID,
+    ANTHROPIC_ID_HEADER,
+    BODY,
     REQUEST_ID_HEADER,
-    client_request_id,
     error_format,
+    is_anthropic,
     new_id,
+    request_id_of,
 )
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
+from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.audit import AuditLog
-from draftgate.gateway.telemetry.logs import log
 
 LONGEST_HEADER_BYTES: Final = (32 << 10) + 256
 """Maximum bytes of the request line, and of a header with its name. Proxies that authenticate users
 add long headers, so values of 32 KiB pass."""
 
+
+_HOST: Final = re.compile(r"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]+)(:[0-9]*)?")
+"""A host with an optional port (RFC 3986, section 3.2.2)."""
 
 LAST_RESPONSE_S: Final = 1.0
 """Time for a client to read the response to incomplete headers, in seconds. A close at once would
@@ -126,10 +134,17 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response. A bad `Expect` is an error that the middlewares have not seen."""
+        """Send a response, and ignore the rest of a body if the response is the last one."""
         if isinstance(resp, web.HTTPException):
-            resp = error_response(convert_http_error(resp, request), error_format(request))
-        return await super().finish_response(request, resp, start_time)
+            # The middlewares have not seen the error of a bad `Expect`.
+            error = convert_http_error(resp, request)
+            resp = error_response(error, error_format(request), request_id_of(request))
+        sent = await super().finish_response(request, resp, start_time)
+        if not resp.keep_alive and not request.content.is_eof():
+            self.close()  # aiohttp then waits until the client has read the response and closes
+            if self.transport is not None and self.transport.can_write_eof():
+                self.transport.write_eof()
+        return sent
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Log an exception, but not that the rest of a body is broken after the response."""
@@ -150,6 +165,7 @@ def connection_factory(
     options: dict[str, Any] = {
         "access_log": None,
         "audit": audit,
+        "auto_decompress": False,  # `content_encoding` decodes the bodies of admitted requests
         "keepalive_timeout": keepalive_s,
         "max_line_size": LONGEST_HEADER_BYTES,
         "max_field_size": LONGEST_HEADER_BYTES,
@@ -160,10 +176,38 @@ def connection_factory(
 def add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """Add the headers of every response, streamed or not."""
     # aiohttp rejects a bad `Expect` before the middlewares have run.
-    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
+    response.headers[REQUEST_ID_HEADER] = request_id = request_id_of(request)
+    if is_anthropic(request):
+        response.headers[ANTHROPIC_ID_HEADER] = request_id
     response.headers.pop("Server", None)  # aiohttp's names its version
     if response.keep_alive is False and response.status != 101:
         response.headers["Connection"] = "close"
+
+
+def check_framing(request: web.BaseRequest) -> None:
+    """Check what aiohttp accepts although the request is not valid HTTP/1.0 or HTTP/1.1.
+
+    A proxy may see other requests in the same bytes.
+
+    Raises:
+        InvalidHttp: the version, `Host` or `Transfer-Encoding` is invalid.
+        UnsupportedTransferEncoding: the body has another transfer coding than chunked.
+    """
+    version, host = request.version, request.headers.get("Host", "")
+    if version not in {HttpVersion10, HttpVersion11}:
+        sent = f"HTTP/{version.major}.{version.minor}"
+        raise InvalidHttp(f"{sent} is not supported on this connection; use HTTP/1.1")
+    if host and not _HOST.fullmatch(host):
+        raise InvalidHttp("the header Host is not the name or address of a server")
+    if not host and version == HttpVersion11:
+        raise InvalidHttp("the header Host is empty")
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is None:
+        return
+    if version == HttpVersion10:  # RFC 9112, 6.1: the length of the body is not reliable
+        raise InvalidHttp("Transfer-Encoding needs HTTP/1.1")
+    if coding.lower() != "chunked":
+        raise UnsupportedTransferEncoding("the only supported Transfer-Encoding is chunked")
 
 
 def ends_connection(
@@ -178,14 +222,14 @@ def ends_connection(
         return False  # a peer uses the connection
     if request.version < HttpVersion11 and "Content-Length" not in response.headers:
         return True  # the end of the connection is the end of the response
+    if "Content-Encoding" in request.headers and request.body_exists and BODY not in request:
+        return True  # the body is broken, or it belongs to a refused request and is not decoded
     body = request.content
     if body.is_eof() and body.exception() is None:
         return False
-    # aiohttp reads the rest of the body after the response. The rest may be endless or broken,
-    # unless the client has stated its length and has not encoded it.
+    # The rest of the body may be endless or broken, unless the client has stated its length.
     length = request.content_length
-    encoded = "Content-Encoding" in request.headers
-    return encoded or length is None or length > most_bytes or body.exception() is not None
+    return length is None or length > most_bytes or body.exception() is not None
 
 
 def _end_unless_unread(transport: asyncio.BaseTransport) -> bool:
@@ -223,7 +267,5 @@ def _described(error: BaseException | None) -> GatewayError:
         return as_gateway_error(RuntimeError())
     if isinstance(error, LineTooLong):
         return HeadersTooLarge(f"the request line or a header exceeds {LONGEST_HEADER_BYTES} bytes")
-    if isinstance(error, ContentEncodingError):
-        return InvalidRequest("the Content-Encoding is not supported; use gzip or deflate")
     reason = " ".join(error.message.split())
-    return InvalidRequest(f"the request is not valid HTTP: {reason}")
+    return InvalidHttp(f"the request is not valid HTTP: {reason}")

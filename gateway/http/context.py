@@ -10,8 +10,10 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from draftgate.backends.header_numbers import header_count
 from draftgate.backends.types import Task
 from draftgate.gateway.accounts import Account
+from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import (
     BodyTooLarge,
     ErrorFormat,
@@ -21,6 +23,7 @@ from draftgate.gateway.errors import (
     Starting,
     invalid,
 )
+from draftgate.gateway.http.content_encoding import DECODING, body_encoding, read_decoded
 from draftgate.gateway.http.readers import Readers
 from draftgate.gateway.lifecycle import RETRY_STARTING_S
 from draftgate.gateway.model_service import ModelService
@@ -38,10 +41,21 @@ REQUEST_ID: Final = web.RequestKey("request_id", str)
 MESSAGES_PATH: Final = "/v1/messages"
 """The path of Anthropic's API, below which errors have Anthropic's format."""
 
+BODY: Final = web.RequestKey("body", bytes)
+"""The decoded body of a request. Only requests whose body has been read have this key."""
+
 ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+
+ANTHROPIC_ID_HEADER: Final = "request-id"
+"""The name of `REQUEST_ID_HEADER` in Anthropic's API, whose clients read only this one."""
+
+_MODELS_PATH: Final = "/v1/models"
+"""A path of both APIs. The headers of Anthropic's clients choose the format."""
+
+_ANTHROPIC_HEADERS: Final = ("anthropic-version", "x-api-key")
 
 
 class _Naming(msgspec.Struct):
@@ -63,10 +77,25 @@ def client_request_id(request: web.BaseRequest) -> str:
     return new_id()
 
 
+def request_id_of(request: web.BaseRequest) -> str:
+    """Return the id of a request, which does not change from the first call on."""
+    found = request.get(REQUEST_ID)
+    if found is None:
+        found = request[REQUEST_ID] = client_request_id(request)
+    return found
+
+
+def is_anthropic(request: web.BaseRequest) -> bool:
+    """Return whether a request is one of Anthropic's API, by its path or by its headers."""
+    path = f"{request.path}/"
+    if path.startswith(f"{_MODELS_PATH}/"):
+        return any(name in request.headers for name in _ANTHROPIC_HEADERS)
+    return path.startswith(f"{MESSAGES_PATH}/")
+
+
 def error_format(request: web.BaseRequest) -> ErrorFormat:
-    """Return the format of the errors of a request, which depends on its path."""
-    is_message = f"{request.path}/".startswith(f"{MESSAGES_PATH}/")
-    return ErrorFormat.ANTHROPIC if is_message else ErrorFormat.OPENAI
+    """Return the format of the errors of a request."""
+    return ErrorFormat.ANTHROPIC if is_anthropic(request) else ErrorFormat.OPENAI
 
 
 def new_id() -> str:
@@ -84,24 +113,37 @@ def fingerprint(tenant: str, body: bytes) -> int:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Return the body.
+    """Return the body, decoded.
 
     Raises:
         BodyTooLarge: the body exceeds the limit.
+        UnsupportedEncoding: the body has an encoding that the server does not decode.
         InvalidRequest: the transfer or content encoding of the body is broken.
         RequestTimeout: the body did not arrive in time.
     """
-    config = request.app[NODE].config
+    body = request.get(BODY)
+    if body is None:
+        body = request[BODY] = await _read_in_time(request, request.app[NODE].config)
+    return body
+
+
+async def _read_in_time(request: web.Request, config: ServeConfig) -> bytes:
+    """Return the body, as `read_body` does for its first call."""
+    most, encoding = config.max_body_bytes, body_encoding(request.headers)
+    if (request.content_length or 0) > most:
+        raise BodyTooLarge(most)
     try:
-        if request.content.is_eof():
+        if encoding is None and request.content.is_eof():
             return await request.read()
         async with asyncio.timeout(config.body_timeout_s):
-            return await request.read()
+            if encoding is None:
+                return await request.read()
+            return await read_decoded(request.content, encoding, most, request.app[DECODING])
     except TimeoutError:
         seconds = f"{config.body_timeout_s:g} s"
         raise RequestTimeout(f"the body did not arrive within {seconds}") from None
     except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge(f"the body exceeds {config.max_body_bytes} bytes") from None
+        raise BodyTooLarge(most) from None
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split()).removeprefix("400, message: ")
         raise InvalidRequest(f"the body cannot be read: {reason}") from None
@@ -147,8 +189,9 @@ def query_number(request: web.Request, name: str, default: int, most: int) -> in
         InvalidRequest: the number is not between 1 and `most`.
     """
     text = request.query.get(name, str(default))
-    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
-        return int(text)
+    number = header_count(text)
+    if number is not None and 1 <= number <= most:
+        return number
     raise invalid(name, f"must be a whole number from 1 to {most}, not {text!r}")
 
 

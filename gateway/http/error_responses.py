@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from draftgate.gateway.errors import (
     ErrorFormat,
     ExpectationFailed,
     GatewayError,
+    InvalidHttp,
     InvalidRequest,
     MethodNotAllowed,
     RequestTimeout,
@@ -23,16 +24,19 @@ class ErrorResponse(web.Response):
         self.headers.pop("Server", None)
 
 
-def error_response(error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI) -> web.Response:
+def error_response(
+    error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI, request_id: str = ""
+) -> web.Response:
     """Return the response to an error, whose JSON has the wanted format."""
     response = ErrorResponse(
         status=error.status,
-        body=error.body(wanted),
+        body=error.body(wanted, request_id),
         content_type="application/json",
         headers=error.headers(),
     )
-    if isinstance(error, RequestTimeout):
-        response.force_close()  # RFC 9110, 15.5.9: the rest of the request is not awaited
+    # RFC 9110, 15.5.9 and RFC 9112, 6.3: the rest of such a request is not awaited.
+    if isinstance(error, RequestTimeout | InvalidHttp):
+        response.force_close()
     return response
 
 
@@ -42,7 +46,8 @@ def convert_http_error(error: web.HTTPException, request: web.BaseRequest) -> Ga
         return RouteNotFound(f"the path {request.path} does not exist")
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowed(
-            f"{request.path} does not accept {request.method}", sorted(error.allowed_methods)
+            f"{request.path} does not accept {request.method}",
+            sorted({*error.allowed_methods, hdrs.METH_OPTIONS}),
         )
     if isinstance(error, web.HTTPExpectationFailed):
         return ExpectationFailed("the only supported value of Expect is 100-continue")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -11,14 +13,16 @@ from aiohttp import web
 
 from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
+from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.upstreams.answer import UpstreamAnswer
+from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.dispatch.upstreams.forwarding import ForwardJob, RunningForward
 from draftgate.gateway.errors import (
     ErrorFormat,
-    NotOffered,
     UpstreamBroken,
+    UpstreamRejection,
     as_gateway_error,
 )
 from draftgate.gateway.http.context import (
@@ -31,6 +35,7 @@ from draftgate.gateway.http.context import (
     fingerprint,
     new_id,
     read_body,
+    request_id_of,
 )
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
@@ -52,6 +57,7 @@ from draftgate.gateway.http.requests.headers import (
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
+from draftgate.gateway.telemetry.answer_scan import AnswerScan
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
@@ -88,7 +94,7 @@ class _UpstreamError(UpstreamBroken):
         super().__init__("the upstream responded with an error")
         self._json = json
 
-    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
+    def body(self, wanted: ErrorFormat = ErrorFormat.OPENAI, request_id: str = "") -> bytes:
         """Return the upstream's JSON."""
         return self._json
 
@@ -106,11 +112,13 @@ async def forward(
         ConnectionResetError: the client has disconnected.
     """
     account = request[ACCOUNT]
+    flow_of(request.headers)  # an invalid header is an error before the body is read
+    wanted = service_level(request.headers)
     fields, body = await _read(request, model, account)
     if not generates:
-        fields = replace(fields, stream=False, n=1, max_tokens=0)
-    choices = fields.n if generates else 0
-    job = _job(request, body, fields)
+        fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
+    choices = fields.prompts * fields.n if generates else 0
+    job = _job(request, body, fields, wanted)
     service = job.request.service
     watch.forwarding(fields.model or "", account.name, service, choices, stream=fields.stream)
     running = model.forwarder.run(job, watch.span)
@@ -121,14 +129,15 @@ async def forward(
     return events.response if whole is None else whole
 
 
-async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.StreamResponse:
+async def pass_on(
+    request: web.Request, convert: Callable[[bytes], bytes] = lambda body: body
+) -> web.StreamResponse:
     """Respond through an upstream to a request that generates nothing, such as `/v1/models`.
 
     Args:
-        missing: HTTP statuses of an engine without the endpoint.
+        convert: a function that returns the body for the client. It gets that of a success.
 
     Raises:
-        NotOffered: the engine does not have the endpoint.
         GatewayError: no upstream responds, and the client has not received anything.
     """
     model = request.app[NODE].models[0]  # a node with upstreams has one model
@@ -136,9 +145,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
         _, body = await _read(request, model, ANONYMOUS)
         call = _call(request, body, service_level(request.headers))._replace(sequences=0)
         async with model.forwarder.run_uncounted(call) as answer:
-            if answer.status in missing:
-                raise NotOffered(f"the upstream does not support {request.path}")
-            return await _send_whole(request, answer)
+            return await _send_whole(request, answer, convert=convert)
 
 
 async def _send(
@@ -177,7 +184,7 @@ async def _respond(
             await _send_events(events, answer, watch)
             return None
         if events.begun:
-            raise await _error_after_comments(answer)
+            raise await _error_after_comments(request, answer)
         return await _send_whole(request, answer, watch)
     finally:
         watch.settled(answer.usage())
@@ -187,29 +194,46 @@ async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: Reque
     if not events.begun:
         events.response.headers.update({**answer.headers, **UNBUFFERED})
     events.reader.watch(None, lambda: answer.exchange.outputs)
+    scan = AnswerScan() if watch.span.recording else None
     async for block in answer.blocks:
+        if scan is not None:
+            scan.read_events(block)
         # A comment means that the upstream itself waits. Events before the first output, such as
         # `response.created`, are no output.
         if answer.exchange.outputs and not block.startswith(b":"):
             watch.progressed(answer.exchange.outputs)
         await events.write(block)
         await events.coalesced()
+    if scan is not None:
+        watch.answered(scan)
     if answer.exchange.error_sent:
         reason = UpstreamFailed("the upstream sent an error event")
         watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)
 
 
 async def _send_whole(
-    request: web.Request, answer: UpstreamAnswer, watch: RequestWatch | None = None
+    request: web.Request,
+    answer: UpstreamAnswer,
+    watch: RequestWatch | None = None,
+    convert: Callable[[bytes], bytes] = lambda body: body,
 ) -> web.StreamResponse:
     body = bytearray()
     async for block in answer.blocks:
         body += block
         if len(body) > WHOLE_BYTES:
             return await _send_large(request, answer, body, watch)
-    if watch is not None:
-        watch.progressed(answer.exchange.outputs)
-    response = web.Response(status=answer.status, headers=answer.headers, body=bytes(body))
+    headers, sent = answer.headers, bytes(body)
+    if watch is not None and watch.span.recording and not answer.is_error:
+        scan = AnswerScan()
+        scan.read_whole(sent)
+        watch.answered(scan)
+    if not answer.is_error:
+        sent = convert(sent)
+    else:
+        sent = _in_own_form(request, answer.status, sent)
+        headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
+        headers["Content-Type"] = "application/json"
+    response = web.Response(status=answer.status, headers=headers, body=sent)
     await response.prepare(request)
     await response.write_eof()
     return response
@@ -224,8 +248,6 @@ async def _send_large(
     """
     response = web.StreamResponse(status=answer.status, headers=answer.headers)
     await response.prepare(request)
-    if watch is not None:
-        watch.progressed(answer.exchange.outputs)
     try:
         await response.write(begun)
         async for block in answer.blocks:
@@ -241,18 +263,32 @@ async def _send_large(
     return response
 
 
-async def _error_after_comments(answer: UpstreamAnswer) -> UpstreamBroken:
+def _in_own_form(request: web.Request, status: int, body: bytes) -> bytes:
+    """Return an error of the upstream unchanged, or in the form of the API if it has another."""
+    wanted, found = error_format(request), read_error(body)
+    is_openai = wanted is ErrorFormat.OPENAI
+    if is_openai and found.has_openai_form:
+        return body
+    if not is_openai and found.has_anthropic_form:
+        named = {**msgspec.json.decode(body), "request_id": request_id_of(request)}
+        return msgspec.json.encode(named)
+    message, code = found.message or f"the upstream responded with status {status}", found.code
+    if is_missing_endpoint(status, found):
+        message = f"the upstream does not support {request.method} {request.path}"
+        code = "not_found" if status == HTTPStatus.NOT_FOUND else "not_offered"
+    error = UpstreamRejection(message, status, kind=found.kind, param=found.param, code=code)
+    return error.body(wanted, request_id_of(request))
+
+
+async def _error_after_comments(request: web.Request, answer: UpstreamAnswer) -> UpstreamBroken:
     """Return the error for a response that is not a stream, after comments have been sent."""
     body = bytearray()
     async for block in answer.blocks:
         body += block
         if len(body) > WHOLE_BYTES:
             break
-    try:
-        found = msgspec.json.decode(body)
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and found.get("error"):
+    if answer.is_error or read_error(bytes(body)).has_openai_form:
+        found = msgspec.json.decode(_in_own_form(request, answer.status, bytes(body)))
         return _UpstreamError(msgspec.json.encode(_with_retry(found, answer)))
     return UpstreamBroken(
         f"the upstream responded with status {answer.status} instead of a stream of events"
@@ -261,10 +297,10 @@ async def _error_after_comments(answer: UpstreamAnswer) -> UpstreamBroken:
 
 def _with_retry(found: dict[str, Any], answer: UpstreamAnswer) -> dict[str, Any]:
     """Return an error with the delay of a refusal, because the headers have been sent."""
-    delay_s, error = answer.headers.get("Retry-After", ""), found["error"]
-    if not (delay_s.isdecimal() and isinstance(error, dict)):
+    delay_s = header_count(answer.headers.get("Retry-After", ""))
+    if delay_s is None:
         return found
-    return {**found, "error": {**error, "retry_after_s": float(delay_s)}}
+    return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
 
 
 async def _read(
@@ -285,19 +321,22 @@ def _read_fields(
     if not body:
         return fields, body
     names = (model.config.served_model_name, card.model_id)
+    model.fleet.upstream_models.check(fields.model)
     return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
-def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJob:
+def _job(
+    request: web.Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel
+) -> ForwardJob:
     """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
-    flow_of(request.headers)  # an invalid header is an error here, too
-    wanted = service_level(request.headers)
     if fields.priority:
         wanted = replace(wanted, priority=fields.priority)
     service = account.capped(wanted)
     prompt, output = fields.prompt_tokens, fields.max_tokens
-    need = CapacityNeed(fields.n, prompt, (prompt + output) * fields.n, service.tpot_s)
+    choices = fields.prompts * fields.n
+    most_tokens = prompt * fields.n + output * choices
+    need = CapacityNeed(choices, prompt, most_tokens, service.tpot_s)
     admission = AdmissionRequest(
         new_id(),
         (need,),
@@ -308,7 +347,7 @@ def _job(request: web.Request, body: bytes, fields: ForwardedFields) -> ForwardJ
         fingerprint(account.name, body),
         retry_count(request.headers),
     )
-    call = _call(request, body, service)._replace(sequences=fields.n)
+    call = _call(request, body, service)._replace(sequences=choices)
     speculation = fields.mode, fields.max_draft_tokens
     view = RequestView(prompt, output, fields.temperature, *speculation, service)
     return ForwardJob(admission, call, view)
@@ -319,9 +358,9 @@ def _call(request: web.Request, body: bytes, service: ServiceLevel) -> UpstreamC
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     client_service = service_level(request.headers)
     if service.ttft_s is not None and service.ttft_s != client_service.ttft_s:
-        headers[TTFT_HEADER] = f"{service.ttft_s * 1e3:g}"
+        headers[TTFT_HEADER] = header_text(service.ttft_s * 1e3)
     if service.tpot_s is not None and service.tpot_s != client_service.tpot_s:
-        headers[TPOT_HEADER] = f"{service.tpot_s * 1e3:g}"
+        headers[TPOT_HEADER] = header_text(service.tpot_s * 1e3)
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     path, mark, query = request.rel_url.raw_path_qs.partition("?")
     return UpstreamCall(request.method, f"{path.rstrip('/')}{mark}{query}", headers, body)

@@ -34,6 +34,7 @@ from draftgate.gateway.http.context import (
     requested_model,
 )
 from draftgate.gateway.http.forwarding import forward
+from draftgate.gateway.http.rate_limits import QUOTAS
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import (
@@ -45,11 +46,11 @@ from draftgate.gateway.http.requests.headers import (
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
+from draftgate.gateway.logs import add_about_request
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.telemetry.logs import add_about_request
 from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.flows.types import HopKind
@@ -76,11 +77,13 @@ class WatchedEndpoint:
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
         task: the task that the model must offer.
+        alternative: another task with which it can respond, or None.
     """
 
     path: str
     operation: str
     task = Task.GENERATE
+    alternative: Task | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Respond to a request, which counts as in flight until its last byte."""
@@ -91,6 +94,7 @@ class WatchedEndpoint:
             with node.dispatcher.counted():
                 model = await requested_model(request, node, self.task)
                 watch.use(model.request_series)
+                request[QUOTAS] = model.dispatcher.admission.quotas
                 response = await self._routed(request, model, watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
@@ -120,7 +124,7 @@ class WatchedEndpoint:
             generates = self.task is Task.GENERATE
             return await forward(request, model, watch, generates=generates)
         offered = model.fleet.card.capabilities.tasks
-        if self.task not in offered:
+        if self.task not in offered and self.alternative not in offered:
             raise UnsupportedTask(refusal(self.task, offered))
         return await self.respond(request, model, watch)
 
@@ -165,6 +169,7 @@ class Endpoint(WatchedEndpoint):
         with RenamedParams(self.params):
             parsed = await self.parsed(request, model.served, watch)
             rendering = self.rendering(parsed, int(time.time()))
+            watch.responds(rendering.response_id)
             answer = Answer(parsed, rendering, watch, self.store(request.app[NODE], parsed))
             running = model.dispatcher.run(parsed.job, watch.span, watch)
             if parsed.stream:
@@ -205,9 +210,9 @@ async def parse_request(
     account = request[ACCOUNT]
     flow = _flow_tag(request, served.name)
     client_rate_tps(request.headers)  # an invalid header is an error without a stream, too
+    service, retries = service_level(request.headers), retry_count(request.headers)
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
-    service, retries = service_level(request.headers), retry_count(request.headers)
 
     def work() -> ParsedRequest:
         hashed = fingerprint(account.name, body)

@@ -38,7 +38,8 @@ CHECK_S: Final = 0.01
 """Interval of the checks whether connections still need a response."""
 
 _SO_ATTACH_FILTER: Final = 26
-"""From Linux's `asm-generic/socket.h`. Python's `socket` does not define it."""
+_SO_DETACH_FILTER: Final = 27
+"""From Linux's `asm-generic/socket.h`. Python's `socket` does not define them."""
 
 _FILTER: Final = b"".join(
     struct.pack("=HBBI", *instruction)
@@ -118,6 +119,18 @@ def _accepting_earlier_clients(
         finally:
             loop.remove_reader(own)
             accept_all()
+
+
+def accept_new_clients(listener: int) -> None:
+    """Let a listener that outlives its process accept new clients again, if they were ignored.
+
+    Args:
+        listener: file descriptor of the listening socket.
+    """
+    if sys.platform != "linux":
+        return
+    with socket.socket(fileno=os.dup(listener)) as own, suppress(OSError):  # nothing to detach
+        own.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def _ignore_new_clients(listener: socket.socket) -> None:

@@ -25,7 +25,7 @@ from aiohttp.abc import AbstractStreamWriter
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.http.requests.headers import client_rate_tps
 from draftgate.gateway.http.tcp_info import TcpInfo, tcp_info
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 from draftgate.policies.pacing import (
     CHECK_INTERVAL_S,
     CHUNK_BYTES,

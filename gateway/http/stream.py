@@ -19,6 +19,7 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.context import request_id_of
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
 from draftgate.gateway.offload import offload
@@ -60,6 +61,11 @@ class EventStream:
         self._writer: AbstractStreamWriter | None = None
         self._chunked = False
         self._beginning = asyncio.Lock()
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return request_id_of(self._request)
 
     @property
     def begun(self) -> bool:
@@ -225,12 +231,15 @@ class OneEnding:
     """
 
     def __init__(
-        self, events: EventStream, watch: RequestWatch, failure: Callable[[GatewayError], bytes]
+        self,
+        events: EventStream,
+        watch: RequestWatch,
+        failure: Callable[[GatewayError, str], bytes],
     ) -> None:
         """Begin a context.
 
         Args:
-            failure: a function that renders the error event.
+            failure: a function that renders the error event of a request with an id.
         """
         self._events = events
         self._watch = watch
@@ -254,7 +263,7 @@ class OneEnding:
                     return False
                 shown = as_gateway_error(error)
                 self._watch.fail(Ending.FAILED, shown.status, error)
-                await events.write(self._failure(shown))
+                await events.write(self._failure(shown, events.request_id))
         finally:
             events.reader.left()
         if events.begun:

@@ -36,7 +36,6 @@ class WorkerActor:
     """
 
     def __init__(self, order: bytes) -> None:
-        """Start the child at the address of this Ray node, without waiting for its load."""
         given = Order.decoded(order)
         context = ray.get_runtime_context()
         self._host = str(ray.util.get_node_ip_address())

@@ -10,6 +10,7 @@ from typing import Final
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftgate.addresses import mask_url
 from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 
 READ_S: Final = 10.0
@@ -76,13 +77,13 @@ class GatewayAdvice:
 
     async def _read_one(self, http: aiohttp.ClientSession, url: str) -> None:
         try:
-            async with http.get(f"{url.rstrip('/')}/metrics", raise_for_status=True) as response:
+            async with http.get(f"{url}/metrics", raise_for_status=True) as response:
                 found = list(advised_workers(await response.text(), self._pool))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if url not in self._silent:
                 self._silent.add(url)
                 reason = str(error) or type(error).__name__
-                self._show(f"cannot read the scaling advice of {url}: {reason}")
+                self._show(f"cannot read the scaling advice of {mask_url(url)}: {reason}")
             return
         self._silent.discard(url)
         if found:

@@ -68,7 +68,6 @@ class Actor:
     """An actor, which Ray may not have placed yet."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        """Wrap a Ray handle."""
         self.name = name
         self._handle = handle
 

@@ -26,14 +26,14 @@ import msgspec
 import uvloop
 
 from draftgate.gateway.app import Inherited, Listening, NodeFailed, StartError, serve
-from draftgate.gateway.cli.loading import loading_shown
-from draftgate.gateway.cli.server import banner
+from draftgate.gateway.banner import banner
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.loading import loading_shown
+from draftgate.gateway.logs import configure
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.processes.siblings import Siblings
-from draftgate.gateway.telemetry.logs import configure
 
 FAILED: Final = 1
 
@@ -73,17 +73,18 @@ def _run(order: Order, notices: _NoticeWriter) -> None:
         watching = set[asyncio.Task[None]]()
 
         def on_ready(where: Listening) -> None:
-            _set_siblings(where.node, order)
             watching.add(asyncio.create_task(_report(where, notices)))
 
-        runner.run(serve(config, partial(_loading, config), on_ready, _inherited(order)))
+        runner.run(serve(config, partial(_loading, order), on_ready, _inherited(order)))
 
 
 def _inherited(order: Order) -> Inherited | None:
-    """Return the listener that the parent has opened, or None without one."""
+    """Return the listeners that the parent has opened, or None without one."""
     if order.listener is None:
         return None
-    return Inherited(socket.socket(fileno=order.listener), accepts_early=not order.restarted)
+    others = tuple(socket.socket(fileno=number) for number in order.others)
+    own = socket.socket(fileno=order.listener)
+    return Inherited(own, accepts_early=not order.restarted, others=others)
 
 
 def _set_siblings(node: Node, order: Order) -> None:
@@ -93,8 +94,13 @@ def _set_siblings(node: Node, order: Order) -> None:
         node.siblings = Siblings(Path(order.parent), order.process, *shown)
 
 
-def _loading(config: ServeConfig, node: Node) -> AbstractAsyncContextManager[None]:
-    """Show the progress of loading in the process with the workers."""
+def _loading(order: Order, node: Node) -> AbstractAsyncContextManager[None]:
+    """Show the progress of loading in the process with the workers.
+
+    A front already responds while it loads, so it shows the whole node from the beginning.
+    """
+    _set_siblings(node, order)
+    config = order.config
     return nullcontext() if config.no_worker else loading_shown(node, config)
 
 

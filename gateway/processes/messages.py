@@ -16,6 +16,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     Attributes:
         secret: the value of `config.peer_secret_env`, or None if the child has the variable.
         listener: file descriptor of the listening socket, or None to open one.
+        others: file descriptors of the listeners of the other processes that share the port.
         restarted: whether an earlier process with this order has served. Its successor accepts
             connections only when it is ready.
         parent: path of the socket with the parent's stores, or None without such a parent.
@@ -25,6 +26,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     config: ServeConfig
     secret: str | None = None
     listener: int | None = None
+    others: tuple[int, ...] = ()
     restarted: bool = False
     parent: str | None = None
     process: str = ""

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGHUP, SIGTERM
+from signal import Signals as SignalNumber
 from typing import Final
 
 import msgspec
@@ -19,12 +20,13 @@ from msgspec.structs import replace
 
 from draftgate.gateway.app import Signals, StartError
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.http.last_requests import accept_new_clients
+from draftgate.gateway.logs import log
 from draftgate.gateway.processes.listeners import open_listeners
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.processes.plan import Plan, plan_processes
 from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.telemetry.logs import log
 
 PAUSE_S: Final = 1.0
 """Pause before a process that died starts again, in seconds. A process that dies at once would
@@ -66,6 +68,8 @@ class ChildProcess:
             if not self._was_ready:
                 raise StartError(self.notice.failure or f"a process exited with status {status}")
             log(logging.ERROR, "a process exited", process=self._order.process, status=status)
+            if self._order.listener is not None:
+                accept_new_clients(self._order.listener)
             self._order = replace(self._order, restarted=True)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
@@ -73,15 +77,27 @@ class ChildProcess:
     def stop(self) -> None:
         """Drain the process. A second call stops it immediately."""
         self._stopping.set()
+        self._send(SIGTERM)
+
+    def reload(self) -> None:
+        """Let the process read its API keys and certificates again.
+
+        A process that is not ready has just read them, and could not handle the signal yet.
+        """
+        if self.notice.url:
+            self._send(SIGHUP)
+
+    def _send(self, number: SignalNumber) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
-                self._process.send_signal(SIGTERM)
+                self._process.send_signal(number)
 
     async def _run_once(self) -> int:
         """Run the process until it ends, and return its exit status.
 
         The process is killed if this call is cancelled.
         """
+        self.notice = Notice()
         process = self._process = await self._start()
         try:
             await self._read_notices(process)
@@ -91,14 +107,14 @@ class ChildProcess:
                 process.kill()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        listener = self._order.listener
+        listener, others = self._order.listener, self._order.others
         # A session of its own protects the child from the Ctrl-C of a terminal.
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "draftgate.gateway.processes.child"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LONGEST_NOTICE_BYTES,
-            pass_fds=() if listener is None else (listener,),
+            pass_fds=() if listener is None else (listener, *others),
             start_new_session=True,
         )
 
@@ -123,7 +139,7 @@ class _NodeProcesses:
         plan: Plan,
         listeners: Sequence[socket.socket],
         path: Path,
-        on_ready: Callable[[str], None],
+        on_ready: Callable[[Notice], None],
     ) -> None:
         secret = secrets.token_hex(32)
         orders = [
@@ -131,6 +147,7 @@ class _NodeProcesses:
                 config=front,
                 secret=secret,
                 listener=listener.fileno(),
+                others=tuple(other.fileno() for other in set(listeners) - {listener}),
                 parent=str(path),
                 process=f"front {number}",
             )
@@ -141,7 +158,7 @@ class _NodeProcesses:
         if plan.worker is not None:
             order = Order(config=plan.worker, secret=secret, parent=str(path), process="worker")
             self.workers = [ChildProcess(order, self._changed)]
-        self._on_ready: Callable[[str], None] | None = on_ready
+        self._on_ready: Callable[[Notice], None] | None = on_ready
 
     async def run(self, signals: Signals, close_listeners: Callable[[], None]) -> None:
         """Run the processes until a signal arrives, and drain the fronts before the workers.
@@ -156,6 +173,7 @@ class _NodeProcesses:
             workers = [running.create_task(process.run()) for process in self.workers]
             fronts = [running.create_task(process.run()) for process in self.fronts]
             hurrying = running.create_task(self._hurry(signals))
+            signals.on_reload = self._reload
             await signals.first.wait()
             close_listeners()
             await _stop(self.fronts, fronts)
@@ -168,12 +186,17 @@ class _NodeProcesses:
         for process in (*self.fronts, *self.workers):
             process.stop()
 
+    def _reload(self) -> None:
+        """Let all processes read their API keys and certificates again."""
+        for process in (*self.fronts, *self.workers):
+            process.reload()
+
     def _changed(self) -> None:
         """Report once that all processes are ready."""
         notices = [process.notice for process in (*self.fronts, *self.workers)]
         if self._on_ready is not None and all(notice.url for notice in notices):
             on_ready, self._on_ready = self._on_ready, None
-            on_ready(self.fronts[0].notice.banner)
+            on_ready(self.fronts[0].notice)
 
 
 async def _stop(processes: Sequence[ChildProcess], running: Sequence[asyncio.Task[None]]) -> None:
@@ -183,11 +206,11 @@ async def _stop(processes: Sequence[ChildProcess], running: Sequence[asyncio.Tas
     await asyncio.gather(*running)
 
 
-async def serve_processes(config: ServeConfig, on_ready: Callable[[str], None]) -> None:
+async def serve_processes(config: ServeConfig, on_ready: Callable[[Notice], None]) -> None:
     """Serve with several processes until SIGTERM or SIGINT.
 
     Args:
-        on_ready: a callback with the banner of a process, once all processes are ready.
+        on_ready: a callback with the notice of a process, once all processes are ready.
 
     Raises:
         ValueError: the settings do not allow several processes.

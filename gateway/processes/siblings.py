@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.logs import log
 from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecision
 from draftgate.gateway.state.local.client import Client
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
-from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
@@ -23,7 +23,8 @@ from draftgate.gateway.telemetry.worker_list import ProcessStreams
 class Siblings:
     """The other processes of a node, as one of them sees them.
 
-    What it returns is at most about a second old, and empty if the parent does not respond.
+    What it returns is at most about a second old. Except for the metrics, it is empty if the parent
+    does not respond.
     """
 
     def __init__(
@@ -63,8 +64,17 @@ class Siblings:
             log(logging.WARNING, "cannot share metrics with other processes", reason=str(error))
 
     async def metrics(self) -> list[list[Row]]:
-        """Return the metrics of the others."""
-        return await self._found("metrics", self._process)
+        """Return the metrics of all processes, as the parent knows them.
+
+        Consecutive scrapes reach different processes. A counter would decrease if each process
+        added its present value to older values of the others. The process therefore sends its own
+        metrics first, and shows only values that the parent has.
+
+        Raises:
+            StoreError: the parent does not respond.
+        """
+        await self.share()
+        return list(await self._client.call("snapshots.metrics"))
 
     async def activities(self) -> list[Activity]:
         """Return the activities of the others."""

@@ -59,10 +59,9 @@ class SharedSnapshots:
         while len(self._decisions) > KEPT:
             del self._decisions[next(iter(self._decisions))]
 
-    async def metrics(self, process: str) -> list[list[Row]]:
-        """Return the metrics of all other processes, and of runs that have ended."""
-        others = [snapshot.metrics for snapshot in self._others(process)]
-        return [self._ended, *others] if self._ended else others
+    async def metrics(self) -> list[list[Row]]:
+        """Return the metrics of all processes, and of runs that have ended."""
+        return [self._ended, *(snapshot.metrics for _, snapshot in self._latest.values())]
 
     async def activities(self, process: str) -> list[Activity]:
         """Return the activities of all other processes."""

@@ -16,8 +16,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from draftgate.gateway.logs import log
 from draftgate.gateway.state.store import StoreError
-from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
 T = TypeVar("T")
@@ -30,6 +30,13 @@ A round trip with a script takes less than a millisecond in a data centre, and a
 while the server forks. A delay of 20 ms is a tenth of the usual time to first token. (Chosen, not
 tuned, 2026-11-22.)"""
 
+QUOTA_DEADLINE_S: Final = 0.5
+"""Deadline of a call that reserves, renews or settles quotas.
+
+It exceeds `DEADLINE_S`, because a wrong lease only delays sequences, but a wrong grant is not taken
+back. It is half of the time after which the client closes a connection. (Chosen, not tuned,
+2026-11-28.)"""
+
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0)
 """The limits at which the breaker opens, and the pauses between its probes.
 
@@ -40,11 +47,13 @@ gateways from all requests. A probe is cheap, and a failover takes some seconds.
 MOST_CALLS: Final = 64
 """Maximum calls in flight, including those that missed their deadline.
 
-The limit is 64,000 calls a second at a millisecond per call, so only a hung server reaches it.
-Further calls fail immediately."""
+The limit is 64,000 calls a second at a millisecond per call, so only a hung server or a burst
+reaches it. Further calls fail immediately, or wait for their turn."""
 
 JITTER: Final = 0.5
 """Maximum random extension of pauses, as a share, so that gateways do not return together."""
+
+_TOO_MANY: Final = "too many calls wait for the state store"
 
 _STALL_S: Final = 0.005
 """Delay of a timer that shows a stall of the event loop, since no callback may take 5 ms."""
@@ -61,20 +70,24 @@ class GuardedCalls:
         probe: Call[object],
         on_recovery: Call[None],
         *,
+        purpose: str,
         clock: Callable[[], float],
         uniform: Callable[[], float],
         patience: Patience = PATIENCE,
         deadline_s: float = DEADLINE_S,
+        takes_turns: bool = False,
     ) -> None:
         """Start with a closed breaker.
 
         Args:
             probe: the call that tests whether the server has recovered.
             on_recovery: a callback after the server has recovered.
+            purpose: the purpose of the calls, for log lines.
             clock: a monotonic clock, in seconds.
             uniform: a function that draws from [0, 1), for jitter.
             patience: the limits of the breaker.
             deadline_s: deadline of a call, in seconds.
+            takes_turns: whether calls beyond `MOST_CALLS` wait for their turn. Otherwise they fail.
         """
         self._probe = probe
         self._on_recovery = on_recovery
@@ -82,6 +95,9 @@ class GuardedCalls:
         self._uniform = uniform
         self._first_pause_s = patience.first_pause_s
         self._deadline_s = deadline_s
+        self._purpose = purpose
+        self._takes_turns = takes_turns
+        self._turns = asyncio.Semaphore(MOST_CALLS)
         self._breaker = Breaker(patience)
         self._calls: set[asyncio.Task[Any]] = set()
         self._recovering: asyncio.Task[None] | None = None
@@ -102,8 +118,10 @@ class GuardedCalls:
         """
         if self.outage is not None:
             raise StoreError(self.outage)
+        if self._takes_turns:
+            return await self._run(partial(self._in_turn, call, self._clock()), when_late)
         if len(self._calls) >= MOST_CALLS:
-            raise StoreError("too many calls wait for the state store")
+            raise StoreError(_TOO_MANY)
         return await self._run(call, when_late)
 
     async def close(self) -> None:
@@ -115,6 +133,17 @@ class GuardedCalls:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _in_turn(self, call: Call[T], begin_s: float) -> T:
+        """Make a call once fewer than `MOST_CALLS` others are in flight.
+
+        Raises:
+            StoreError: the deadline passed before, so that the result is not needed.
+        """
+        async with self._turns:
+            if self._clock() - begin_s > 2 * self._deadline_s:  # the wait may have been repeated
+                raise StoreError(_TOO_MANY)
+            return await call()
 
     async def _run(self, call: Call[T], when_late: Callable[[], None]) -> T:
         task = asyncio.create_task(call())
@@ -159,13 +188,16 @@ class GuardedCalls:
     async def _probe_until_up(self) -> None:
         """Probe until the server responds."""
         since_s = self._clock()
-        log(logging.WARNING, "state store is unavailable", reason=self.outage)
+        log(
+            logging.WARNING, "state store is unavailable", reason=self.outage, purpose=self._purpose
+        )
         while self.outage is not None:
             pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
             await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
             with suppress(StoreError):
                 await self._run(self._probe, lambda: None)
-        log(logging.INFO, "state store recovered", after_s=round(self._clock() - since_s, 3))
+        after_s = round(self._clock() - since_s, 3)
+        log(logging.INFO, "state store recovered", after_s=after_s, purpose=self._purpose)
 
 
 def _on_late_result(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
+from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, QUOTA_DEADLINE_S, GuardedCalls
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.guarded_flows import GuardedFlows
 from draftgate.gateway.state.guarded_quotas import GuardedQuotas
@@ -70,6 +70,7 @@ class GuardedStore:
         uniform: Callable[[], float] = random.random,
         patience: Patience = PATIENCE,
         deadline_s: float = DEADLINE_S,
+        quota_deadline_s: float = QUOTA_DEADLINE_S,
     ) -> None:
         """Wrap a store, which is closed together with this store.
 
@@ -78,6 +79,7 @@ class GuardedStore:
             uniform: a function that draws from [0, 1), for jitter.
             patience: the limits of the circuit breaker.
             deadline_s: deadline of a call, in seconds.
+            quota_deadline_s: deadline of a call that reserves, renews or settles quotas.
         """
         self._remote = remote
         self._clock = clock
@@ -88,18 +90,30 @@ class GuardedStore:
         self._calls = GuardedCalls(
             self._probe,
             self._restore_leases,
+            purpose="leases",
             clock=clock,
             uniform=uniform,
             patience=patience,
             deadline_s=deadline_s,
         )
-        self.quotas = GuardedQuotas(remote.quotas, self._calls, clock)
+        self.quotas = GuardedQuotas(
+            remote.quotas,
+            clock=clock,
+            uniform=uniform,
+            patience=patience,
+            deadline_s=max(deadline_s, quota_deadline_s),
+        )
         self.flows = GuardedFlows(remote.flows, self._calls, clock)
 
     @property
     def outage(self) -> str | None:
         """The reason why the remote store is not used, or None while it works."""
         return self._calls.outage
+
+    async def warm_up(self) -> None:
+        """Connect to the remote store, as `Store.warm_up` describes, unless it is unavailable."""
+        with suppress(StoreError):
+            await self._remote.warm_up()
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
@@ -295,9 +309,8 @@ class GuardedStore:
         await self._remote.renew((), self._ttl_s)
 
     async def _restore_leases(self) -> None:
-        """Update the remote store with the leases of this gateway, and settle its reservations."""
+        """Update the remote store with the leases of this gateway."""
         self._start_releases()
-        self.quotas.start_sending()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
 

@@ -46,6 +46,7 @@ class GuardedResponseStore:
         self._calls = GuardedCalls(
             partial(remote.get, "", ""),
             _do_nothing,
+            purpose="responses",
             clock=clock,
             uniform=uniform,
             patience=PATIENCE,

@@ -75,6 +75,9 @@ class MemoryStore:
         self._moves: dict[str, tuple[str, float]] = {}  # move and end of its slot, by worker
         self._exchange = MemoryExchange(clock)
 
+    async def warm_up(self) -> None:
+        """Do nothing, because the store is in this process."""
+
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
         return self.add_report(report, 0.0)

@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from draftgate.gateway.state.expiries import Expiries
-from draftgate.policies.quotas import QuotaLedger, QuotaReservation, Settlement, Shortage, Totals
+from draftgate.policies.quotas import (
+    Levels,
+    QuotaLedger,
+    QuotaReservation,
+    Settlement,
+    Shortage,
+    Totals,
+)
 
 
 class QuotaStore(Protocol):
@@ -41,7 +48,8 @@ class QuotaStore(Protocol):
         Therefore pass all open reservations.
 
         Returns:
-            The number of gateways that share the quotas, including this gateway.
+            The number of gateways that have called this method recently, including this gateway.
+            They share the quotas.
         """
         ...
 
@@ -54,6 +62,10 @@ class QuotaStore(Protocol):
 
     async def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, which are zero for an unknown tenant."""
+        ...
+
+    async def levels(self, tenant: str) -> Levels:
+        """Return what a tenant uses now."""
         ...
 
 
@@ -100,6 +112,10 @@ class MemoryQuotas:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
         self._prune()
         return self._ledger.totals(tenant)
+
+    async def levels(self, tenant: str) -> Levels:
+        """Return what a tenant uses now, as `QuotaStore.levels` describes."""
+        return self._ledger.levels(tenant, self._prune())
 
     def _prune(self) -> float:
         """Charge expired reservations in full, and return the time in seconds."""

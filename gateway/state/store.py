@@ -206,6 +206,10 @@ class Store(Protocol):
         """The flows of tenants."""
         ...
 
+    async def warm_up(self) -> None:
+        """Prepare for the first requests, so that none of them waits for a new connection."""
+        ...
+
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, and return False for a late report or an old epoch."""
         ...

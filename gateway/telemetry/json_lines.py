@@ -10,12 +10,13 @@ import logging
 import os
 from collections import deque
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 
 MOST_UNWRITTEN: Final = 100_000
 """Maximum records kept while the file cannot be written. Older records are dropped."""
@@ -56,7 +57,7 @@ class JsonLinesFile:
 
         Raises:
             OSError: the file cannot be written. The records are kept, and the file has no part of
-                them.
+                them, if it can be shortened.
         """
         taken = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
         data = b"".join(msgspec.json.encode(record) + b"\n" for record in taken)
@@ -84,12 +85,32 @@ class JsonLinesFile:
 
     def _write(self, data: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
-            begin = file.seek(0, os.SEEK_END)
+            if self._is_cut():
+                data = b"\n" + data
+            rest = memoryview(data)
             try:
-                rest = memoryview(data)
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
-                with suppress(OSError):  # a device has no length
-                    file.truncate(begin)
+                self._remove(file, len(data) - len(rest))
                 raise
+
+    def _is_cut(self) -> bool:
+        """Return whether the file ends within a line, for example after a crash of the machine."""
+        with suppress(OSError):
+            if self._path.is_file() and self._path.stat().st_size:  # other files may block
+                with self._path.open("rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    return file.read(1) != b"\n"
+        return False
+
+    @staticmethod
+    def _remove(file: FileIO, count: int) -> None:
+        """Remove the last bytes that this process wrote, unless another process wrote after them.
+
+        A part of a line that stays is completed by a line break before the next record.
+        """
+        with suppress(OSError):  # a device has no length
+            end = file.tell()
+            if count and os.fstat(file.fileno()).st_size == end:
+                file.truncate(end - count)

@@ -17,6 +17,12 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
+from draftgate.gateway.telemetry.recent_drafts import (
+    DraftSums,
+    DraftTimes,
+    RecentDrafts,
+    recent_drafts,
+)
 from draftgate.policies.scaling import ScalingAdvice, ScalingReason
 from draftgate.policies.types import WorkerLoad
 
@@ -82,6 +88,7 @@ class Recent:
     Attributes:
         requests: number of requests that have ended since the start.
         tokens: number of tokens generated since the start. Callers increase it.
+        draft_times: the time that drafts saved in the last minutes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,6 +99,7 @@ class Recent:
         """
         self.requests = 0
         self.tokens = 0
+        self.draft_times = DraftTimes(clock)
         self._ttft_s = _Window[float](clock)
         self._tpot_s = _Window[float](clock)
         self._steps = _Window[tuple[int, int]](clock)  # decode steps, and their drafted tokens
@@ -153,6 +161,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
         ttft_s, tpot_s: values of the last minute's requests.
         desired_workers, scaling_reason: its scaling advice, or 0 and an empty text without advice.
         model: name of the model.
+        drafts: the time that drafts saved in the last minutes.
     """
 
     queued: int = 0
@@ -165,6 +174,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     desired_workers: int = 0
     scaling_reason: str = ""
     model: str = ""
+    drafts: DraftSums = {}
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -286,6 +296,7 @@ class ActivityMeter:
             0 if advice is None else advice.workers,
             "" if advice is None else advice.reason.value,
             self._model(),
+            recent.draft_times.sums(),
         )
 
 
@@ -312,6 +323,7 @@ class Live:
             now_s: the clock, in Unix time.
         """
         self.activities: list[Activity] = []
+        self._others: Sequence[Activity] = ()
         self._loads = loads
         self._meters = meters
         self._now_s = now_s
@@ -328,6 +340,7 @@ class Live:
         """
         now_s = self._now_s()
         self.activities = [meter.measure(now_s) for meter in self._meters()]
+        self._others = others
         loads = [load for load in self._loads() if load is not None]
         if not loads:
             return
@@ -335,6 +348,11 @@ class Live:
         self._samples.append(msgspec.json.encode(sample))
         self._taken += 1
         self._wake()
+
+    def recent_drafts(self, tenant: str | None) -> RecentDrafts:
+        """Return what drafts brought a tenant, or all tenants, up to the last sample."""
+        activities = [*self.activities, *self._others]
+        return recent_drafts((one.drafts for one in activities), tenant)
 
     def close(self) -> None:
         """End the streams of all readers."""

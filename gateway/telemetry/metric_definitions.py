@@ -311,6 +311,11 @@ DRAFTED: Final = _counter(
 ACCEPTED: Final = _counter(
     "draftgate_accepted_tokens", "Draft tokens accepted", "vllm:spec_decode_num_accepted_tokens"
 )
+DRAFT_TIME: Final = _counter(
+    "draftgate_draft_seconds",
+    "Time that drafts saved or lost for requests, by tenant (empty without API keys)",
+    labels=("tenant", "outcome"),
+)
 ACCEPTED_AT: Final = _counter(
     "draftgate_accepted_tokens_per_pos",
     "Draft tokens accepted, by position",

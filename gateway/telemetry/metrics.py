@@ -186,13 +186,7 @@ class Metrics:
         found = self._all_rows()
         if others:
             found = _with_others(found, others)
-        page = _Page(found)
-        kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
-        if "application/openmetrics-text" not in kinds:
-            return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
-        # The names need no escaping, and the default escaping replaces the colon of vllm:*.
-        write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
-        return write, openmetrics.CONTENT_TYPE_LATEST
+        return _rendering(found, accept)
 
     def _bounded(self, metric: MetricDefinition, values: Labels) -> Labels:
         """Return label values, with `OTHER` for each value beyond the limit."""
@@ -231,6 +225,27 @@ class Metrics:
         return [(model, values, one.copy()) for values, one in series.items()]
 
 
+def page_of(snapshots: Iterable[Sequence[Row]], accept: str) -> tuple[Callable[[], bytes], str]:
+    """Return the function that renders the sum of snapshots, with its content type.
+
+    Args:
+        accept: as in `Metrics.page`.
+    """
+    return _rendering(_with_others([(metric, []) for metric in METRICS], snapshots), accept)
+
+
+def _rendering(
+    rows: list[tuple[MetricDefinition, Rows]], accept: str
+) -> tuple[Callable[[], bytes], str]:
+    page = _Page(rows)
+    kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
+    if "application/openmetrics-text" not in kinds:
+        return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
+    # The names need no escaping, and the default escaping replaces the colon of vllm:*.
+    write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
+    return write, openmetrics.CONTENT_TYPE_LATEST
+
+
 def _as_snapshot(rows: Iterable[tuple[MetricDefinition, Rows]]) -> list[Row]:
     return [
         (model, metric.name, labels, series.numbers)
@@ -240,7 +255,7 @@ def _as_snapshot(rows: Iterable[tuple[MetricDefinition, Rows]]) -> list[Row]:
 
 
 def _with_others(
-    own: list[tuple[MetricDefinition, Rows]], others: Sequence[Sequence[Row]]
+    own: list[tuple[MetricDefinition, Rows]], others: Iterable[Sequence[Row]]
 ) -> list[tuple[MetricDefinition, Rows]]:
     """Return the series of a model in this process together with other series."""
     by_name: defaultdict[str, Rows] = defaultdict(list)

@@ -176,7 +176,5 @@ def otlp_tracing(endpoint: str | None) -> OtelTracing:
     Args:
         endpoint: address of the collector, or None for the address in the environment.
     """
-    if endpoint is not None:
-        base = endpoint.rstrip("/")
-        endpoint = base if base.endswith(TRACES_PATH) else base + TRACES_PATH
-    return OtelTracing(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    traces = None if endpoint is None else endpoint + TRACES_PATH
+    return OtelTracing(BatchSpanProcessor(OTLPSpanExporter(traces)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 
@@ -39,3 +40,27 @@ class RequestSeries:
         self.metrics.recent.tokens += self.new_tokens
         self.gaps.observe_all(self.new_gaps_s)
         self.new_tokens, self.new_gaps_s = 0, []
+
+    def count_speculation(self, outcome: SpeculationOutcome, tenant: str, decode_s: float) -> None:
+        """Count the drafts of a request.
+
+        Args:
+            decode_s: seconds of decoding to which the time saved by drafts refers, summed over the
+                finished choices.
+        """
+        if decode_s:
+            self.metrics.recent.draft_times.add(
+                tenant, outcome.saved_s, decode_s, outcome.num_drafted_tokens
+            )
+        if outcome.saved_s:
+            saved = "saved" if outcome.saved_s > 0.0 else "lost"
+            self.metrics.add(metric.DRAFT_TIME, abs(outcome.saved_s), tenant, saved)
+        if not outcome.num_spec_steps:
+            return
+        self.metrics.add(metric.SPEC_STEPS, outcome.num_spec_steps)
+        self.metrics.add(metric.DRAFTED, outcome.num_drafted_tokens)
+        self.metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
+        beyond = sum(outcome.acceptance_histogram)
+        for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
+            beyond -= steps  # number of steps that accepted more than `position` tokens
+            self.metrics.add(metric.ACCEPTED_AT, beyond, str(position))

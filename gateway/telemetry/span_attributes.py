@@ -17,7 +17,7 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
 def job_attributes(job: Job) -> Attributes:
-    """Return the parameters of a request, without any of its text."""
+    """Return the parameters of a request, without any of its text except its stop texts."""
     found: dict[str, AttributeValue] = {
         "draftgate.priority": job.service.priority,
     }
@@ -33,8 +33,15 @@ def job_attributes(job: Job) -> Attributes:
             "gen_ai.request.top_p": job.sampling.top_p,
             "gen_ai.request.seed": str(job.sampling.seed),  # a seed may exceed an attribute's int64
             "gen_ai.request.choice.count": job.n,
+            "gen_ai.request.frequency_penalty": job.sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": job.sampling.presence_penalty,
+            "draftgate.request.repetition_penalty": job.sampling.repetition_penalty,
             "draftgate.speculation.mode": job.mode.value,
         }
+        if job.sampling.top_k:
+            found["gen_ai.request.top_k"] = job.sampling.top_k
+        if job.sampling.stop:
+            found["gen_ai.request.stop_sequences"] = list(job.sampling.stop)
     return found
 
 

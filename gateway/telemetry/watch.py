@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task
+from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task, outcome_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
+from draftgate.gateway.logs import is_logged, log
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.logs import is_logged, log
+from draftgate.gateway.telemetry.answer_scan import AnswerScan
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.span_attributes import (
     decision_attributes,
@@ -47,7 +49,8 @@ class RequestWatch:
     Attributes:
         workers: ids of the workers that ran the request, in order.
         plan: the speculation plan of its first prompt.
-        outcome: the outcome of speculation, summed over its choices.
+        outcome: the outcome of speculation, summed over the choices that have finished, and after
+            the end over all choices.
     """
 
     def __init__(
@@ -83,7 +86,10 @@ class RequestWatch:
         self._last_s = self._arrival_s  # time of the last output of an upstream
         self._ttft_s: float | None = None
         self._latest_s: dict[int, float] = {}  # time of the last output, by choice
-        self._first_token_s: dict[int, float] = {}  # recorded by the worker, by choice
+        self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the open choices
+        # Times of the first token on each of its workers, by choice, as the workers record them.
+        self._first_tokens_s = defaultdict[int, list[float]](list)
+        self._decode_s = 0.0  # on the last worker, of the finished choices
         self._generates = False
         self._n = 1  # choices per prompt
         self._choices = 0  # choices of all prompts, 0 before dispatch
@@ -113,11 +119,15 @@ class RequestWatch:
                 {
                     "gen_ai.request.model": model,
                     "gen_ai.request.stream": stream,
-                    "gen_ai.response.id": job.request_id,
                     "gen_ai.response.model": model,
                     **job_attributes(job),
                 }
             )
+
+    def responds(self, response_id: str) -> None:
+        """Record the id of the response, as the client gets it."""
+        if self.span.recording:
+            self.span.set({"gen_ai.response.id": response_id})
 
     def forwarding(
         self, model: str, tenant: str, service: ServiceLevel, choices: int, *, stream: bool
@@ -226,14 +236,18 @@ class RequestWatch:
         if latest_s is not None:
             series.new_gaps_s.append(now_s - latest_s)
         self._latest_s[choice] = now_s
+        if delta.drafts:
+            self._drafts[choice] += delta.drafts
         if self._ttft_s is None and delta.text:
             self._first_output(now_s)
 
     def progressed(self, output_events: int) -> None:
-        """Record that bytes of an upstream's response pass to the client.
+        """Record that events of an upstream's stream pass to the client.
+
+        A response that is not streamed has no TTFT, because the upstream does not report it.
 
         Args:
-            output_events: number of events with output so far.
+            output_events: number of events with output so far, at least 1.
         """
         if not self._generates:
             return
@@ -242,6 +256,14 @@ class RequestWatch:
         self._output_events = output_events
         if self._ttft_s is None:
             self._first_output(self._last_s)
+
+    def answered(self, answer: AnswerScan) -> None:
+        """Record the id, the model and the finish reasons of an upstream's response."""
+        self._finish_reasons += answer.finish_reasons
+        if answer.response_id is not None:
+            self.responds(answer.response_id)
+        if answer.model is not None:
+            self.span.set({"gen_ai.response.model": answer.model})
 
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's response, once, after its end."""
@@ -269,6 +291,8 @@ class RequestWatch:
         self._ended = True
         if self._failure is not None:
             ending, status, error = self._failure
+        for drafts in self._drafts.values():  # the output of unfinished choices counts as well
+            self.outcome += outcome_of(drafts)
         seconds = self._clock() - self._arrival_s
         self._count_end(ending, seconds, error)
         if self.span.recording:
@@ -291,8 +315,7 @@ class RequestWatch:
     def _observe_phases(self, choice: int, phases: Phases) -> None:
         self._series.worker_queue.observe(phases.scheduled_s - phases.queued_s)
         self._series.prefill.observe(phases.first_token_s - phases.scheduled_s)
-        # A resumed choice has phases on each of its workers. Its decoding began on the first.
-        self._first_token_s.setdefault(choice, phases.first_token_s)
+        self._first_tokens_s[choice].append(phases.first_token_s)
 
     def _finish_choice(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
         self._finish_reasons.append(reason.value)
@@ -301,11 +324,14 @@ class RequestWatch:
         if delta.choice % self._n == 0:
             self.cached_tokens += delta.cached_tokens
             self._series.cached_tokens.value += delta.cached_tokens
+        self._drafts.pop(delta.choice, None)
         if delta.outcome is not None:
             self.outcome += delta.outcome
-        first_token_s = self._first_token_s.get(delta.choice)
-        if first_token_s is not None:
-            self._series.decode.observe(now_s - first_token_s)
+        first_tokens_s = self._first_tokens_s.get(delta.choice)
+        if first_tokens_s:
+            self._series.decode.observe(now_s - first_tokens_s[0])
+            # Only the last worker reports the time that drafts saved.
+            self._decode_s += now_s - first_tokens_s[-1]
 
     def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
         metrics = self._metrics
@@ -318,7 +344,12 @@ class RequestWatch:
         if isinstance(error, TooMany):
             metrics.add(metric.REFUSED, 1, error.kind)
         tpot_s = self._tpot_s()
-        met = self._met_targets(ending, tpot_s)
+        met: bool | None = None
+        if ending is Ending.FAILED:
+            met = False if self._service.has_targets else None
+        # A response of an upstream that was not streamed has unknown times.
+        elif ending is Ending.FINISHED and not (self._generates and self._ttft_s is None):
+            met = self._service.are_met(self._ttft_s, tpot_s)
         if met is not None:
             self._recent.add_judged(met=met)
         elif isinstance(error, Overloaded | QueueTimeout):
@@ -336,7 +367,7 @@ class RequestWatch:
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
         self._recent.add_ended(tpot_s, self.output_tokens, self.outcome)
-        self._count_speculation()
+        self._series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
 
     def _count_tenant(
         self,
@@ -359,37 +390,17 @@ class RequestWatch:
         if met is not None:
             metrics.add(metric.TENANT_SLO, 1, tenant, "met" if met else "missed")
 
-    def _met_targets(self, ending: Ending, tpot_s: float | None) -> bool | None:
-        """Return whether an ended request met its latency targets, or None if it had none."""
-        service = self._service
-        if service.ttft_s is None and service.tpot_s is None:
-            return None
-        if ending not in {Ending.FINISHED, Ending.FAILED}:
-            return None
-        return ending is Ending.FINISHED and all(
-            target is None or found is None or found <= target
-            for found, target in ((self._ttft_s, service.ttft_s), (tpot_s, service.tpot_s))
-        )
-
-    def _count_speculation(self) -> None:
-        outcome = self.outcome
-        if not outcome.num_spec_steps:
-            return
-        self._metrics.add(metric.SPEC_STEPS, outcome.num_spec_steps)
-        self._metrics.add(metric.DRAFTED, outcome.num_drafted_tokens)
-        self._metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
-        beyond = sum(outcome.acceptance_histogram)
-        for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
-            beyond -= steps  # number of steps that accepted more than `position` tokens
-            self._metrics.add(metric.ACCEPTED_AT, beyond, str(position))
-
     def _tpot_s(self) -> float | None:
-        """Return the mean time between the tokens of a choice."""
+        """Return the mean time between the tokens of a choice.
+
+        It is None if all tokens arrived at the same time, because nothing was measured.
+        """
         gaps = self.output_tokens / max(self._choices, 1) - 1
         if self._ttft_s is None or gaps <= 0:
             return None
         last_s = max(self._latest_s.values(), default=self._last_s)
-        return (last_s - self._arrival_s - self._ttft_s) / gaps
+        seconds = last_s - self._arrival_s - self._ttft_s
+        return seconds / gaps if seconds > 0 else None
 
     def _end_attributes(self, ending: Ending, status: int) -> Attributes:
         found: dict[str, AttributeValue] = {

@@ -17,7 +17,7 @@ from yarl import URL
 
 from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.gateway.telemetry.span_attributes import outcome_attributes, revision_attributes
-from draftgate.gateway.telemetry.tracing import AttributeValue, Span
+from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.values import replace
 
 MOST_CHOICES: Final = 8
@@ -28,20 +28,22 @@ MOST_CHUNKS: Final = 32
 `draftgate.prefill.chunks` counts all chunks. (The SDK's own limit is 128 events.)"""
 
 
-def open_dispatch(parent: Span, server: str | None) -> Span:
+def open_dispatch(
+    parent: Span, worker_id: str, server: str | None, placed: Attributes | None = None
+) -> Span:
     """Start a `dispatch` span, which is a CLIENT span with the address of another server.
 
     Args:
         server: URL of the server, or None for a worker of this process.
+        placed: further attributes.
     """
-    if server is None or not parent.recording:
+    if not parent.recording:
         return parent.child("dispatch")
-    url = URL(server)
-    address: dict[str, AttributeValue] = {
-        "server.address": url.host or "",
-        "server.port": url.port or 0,
-    }
-    return parent.child("dispatch", address, client=True)
+    found: dict[str, AttributeValue] = {"draftgate.worker_id": worker_id, **(placed or {})}
+    if server is not None:
+        url = URL(server)
+        found |= {"server.address": url.host or "", "server.port": url.port or 0}
+    return parent.child("dispatch", found, client=server is not None)
 
 
 class WorkerSpans:

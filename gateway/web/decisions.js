@@ -1,9 +1,10 @@
-/** The table of recent decisions. */
+/** The table of recent decisions, and the time that their drafts saved. */
 
 import { getJson } from "/web/client.js";
 import { byId, figure, make, percent } from "/web/dom.js";
 import { isPaused } from "/web/live.js";
 import { describeMove } from "/web/moves.js";
+import { showSaved } from "/web/saved.js";
 
 const EVERY_MS = 3000;
 const SHOWN = 50;
@@ -38,7 +39,9 @@ async function refresh() {
   const only = byId("only-last").checked;
   let found;
   try {
-    found = (await getJson(`/decisions?limit=${only ? KEPT : SHOWN}`)).decisions;
+    const { decisions, drafts } = await getJson(`/decisions?limit=${only ? KEPT : SHOWN}`);
+    showSaved(drafts);
+    found = decisions;
   } catch {
     return; // the header shows the state of the node
   }

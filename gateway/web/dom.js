@@ -27,7 +27,7 @@ export function duration(seconds) {
   return seconds < 1 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds)} s`;
 }
 
-export const percent = (share) => `${Math.round(share * 100)} %`;
+export const percent = (share) => `${Math.round(share * 100)}%`;
 
 /** Change the content of a box, and scroll to its end unless the user has scrolled up. */
 export function followEnd(box, change) {

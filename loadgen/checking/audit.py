@@ -135,6 +135,7 @@ class _Chunk(Struct):
     id: str | None = None
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None
     error: Any = None
 
 
@@ -213,6 +214,12 @@ class StreamAudit(Audit):
         characters = sum(map(self._add_choice, choices))
         if chunk.metrics is not None:
             self.metrics = chunk.metrics
+        elif chunk.timings is not None and "draft_n" in chunk.timings:  # llama.cpp's server
+            drafts = {
+                "num_drafted_tokens": chunk.timings["draft_n"],
+                "num_accepted_tokens": chunk.timings.get("draft_n_accepted"),
+            }
+            self.metrics = {"speculative_decoding": drafts}
         tokens = None
         if chunk.usage is not None:
             tokens = self._add_usage(chunk.usage, alone=not choices)

@@ -14,6 +14,7 @@ import typer
 import uvloop
 from rich.console import Console
 
+from draftgate.addresses import mask_url
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.checking.lossless import LosslessCheck
 from draftgate.loadgen.cli.flags import (
@@ -94,11 +95,11 @@ def run(
     server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up
     or was interrupted. Refused requests (429, 503) without a worse failure give 4.
     """
-    with _exit_on_error(f"cannot load {url}"):
+    with _exit_on_error(f"cannot load {mask_url(url)}"):
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
         load = schedule.load(request)
         ran, check = uvloop.run(run_load(load, target, Console(stderr=True)))
-        _print_reports([RunReport(url, ran, check)], output)
+        _print_reports([RunReport(mask_url(url), ran, check)], output)
     raise typer.Exit(exit_status(ran, check))
 
 
@@ -183,7 +184,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
         unmoded = replace(request, speculation=None)
         base = unmoded.load(rate_rps=at[0], arrival=arrival, duration_s=duration)
         cells = tuple(shuffled_cells(targets, at, rounds, base.seed))
-        planned = Sweep(cells, base, server.target(""), warm_up, events_out)
+        planned = Sweep(cells, base, server.target(targets[0].url), warm_up, events_out)
         done = uvloop.run(run_sweep(planned, Console(stderr=True)))
         if not done:
             raise ValueError("interrupted before the first cell was done")
@@ -212,7 +213,7 @@ def search(
         line = search_report.describe_probe(probed, result)
         errors.print(line, markup=False, highlight=False)
 
-    with _exit_on_error(f"cannot search {url}"):
+    with _exit_on_error(f"cannot search {mask_url(url)}"):
         load = request.load(rate_rps=rate, arrival=arrival)
         searching = search_load(load, server.target(url), print_probe, **wanted.goal())
         found = uvloop.run(searching)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 
+from draftgate.addresses import read_server_url
 from draftgate.loadgen.other_tools import Tool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from draftgate.loadgen.report.html import NEEDS_PLOTLY
@@ -211,8 +212,12 @@ class ServerFlags:
     timeout_s: Annotated[float, typer.Option(help="Time limit of one request, in seconds.")] = 300.0
 
     def target(self, url: str, **more: Any) -> Target:
-        """Return the target at a URL, with further fields of `Target`."""
-        return Target(url.rstrip("/"), **_values(self), **more)
+        """Return the target at a URL, with further fields of `Target`.
+
+        Raises:
+            ValueError: the text is not the address of a server.
+        """
+        return Target(read_server_url(url), **_values(self), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

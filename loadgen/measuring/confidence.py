@@ -9,9 +9,10 @@ Patton, Politis and White, ibid. 28, 2009).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, log, log10, sqrt
-from statistics import NormalDist
+from math import ceil, exp, inf, log, log10, sqrt
+from statistics import NormalDist, fmean, stdev
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,6 +35,14 @@ SIGNIFICANT: Final = 2.0
 class Interval(NamedTuple):
     """An interval of a share. Both ends are between 0 and 1."""
 
+    low: float
+    high: float
+
+
+class Ratio(NamedTuple):
+    """A geometric mean of ratios, with the ends of its 95% interval."""
+
+    mean: float
     low: float
     high: float
 
@@ -77,6 +86,22 @@ def student_quantile(freedom: float, share: float = 0.975) -> float:
     """
     z = NormalDist().inv_cdf(share) * (8 * freedom + 3) / (8 * freedom + 1)
     return sqrt(freedom * (exp(z * z / freedom) - 1)) * (1 if z >= 0 else -1)
+
+
+def mean_ratio(ratios: Sequence[float]) -> Ratio:
+    """Return the geometric mean of positive ratios, with Student's interval of their logarithms.
+
+    The interval of a single ratio is from 0 to infinity.
+
+    Raises:
+        ValueError: there are no ratios, or one is not positive.
+    """
+    logarithms = [log(ratio) for ratio in ratios]
+    if not logarithms:
+        raise ValueError("a mean needs at least one ratio")
+    count, mean = len(logarithms), fmean(logarithms)
+    half = student_quantile(count - 1) * stdev(logarithms) / sqrt(count) if count > 1 else inf
+    return Ratio(exp(mean), exp(mean - half), exp(mean + half))
 
 
 def block_length(values: Floats) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import aiohttp
 from msgspec.json import encode
 
+from draftgate.addresses import mask_url
 from draftgate.loadgen.checking.audit import StreamAudit, VectorAudit, Verdict
 from draftgate.loadgen.sending.clock import Clock, start_clock
 from draftgate.loadgen.sending.sse import SseParser
@@ -22,6 +23,10 @@ from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChu
 KEEPALIVE_S: Final = 4.0
 """How long to keep idle connections, shorter than servers do (uvicorn: 5 s). A request on a
 connection that the server is closing would fail without a fault of the server."""
+
+STALE_S: Final = 1.0
+"""Seconds within which a connection that the server had closed shows itself. One that breaks later
+is a fault of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         response.raise_for_status()
         listed = (await response.json()).get("data") or []
     if not listed:
-        raise ValueError(f"{url} lists no models")
+        raise ValueError(f"{mask_url(url)} lists no models")
     return str(listed[0]["id"])
 
 
@@ -151,15 +156,11 @@ class HttpExchange:
         client, spec = self._client, self._planned.request
         body = encode(spec.body(client.model))
         latest = asyncio.get_running_loop().time() + client.timeouts.total_s
+        headers = {**_limit_headers(spec), "traceparent": _traceparent()}
         try:
             async with (
                 asyncio.timeout_at(latest) as limit,
-                client.session.post(
-                    client.url + spec.path,
-                    data=body,
-                    headers={**_limit_headers(spec), "traceparent": _traceparent()},
-                    trace_request_ctx=self,
-                ) as response,
+                await self._post(body, headers) as response,
             ):
                 await self._read(response, limit, latest)
         except TimeoutError:
@@ -208,6 +209,25 @@ class HttpExchange:
         """Record that bytes are handed to the network. Only the first call counts."""
         if self._sent_s is None:
             self._sent_s = self._clock()
+
+    async def _post(self, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        """Send the request, and return the response after its head.
+
+        A server may close an idle connection while the request is on its way. The request then goes
+        to the next connection, because nothing of a response has arrived. This ends with a new
+        connection at the latest.
+        """
+        client, path = self._client, self._planned.request.path
+        while True:
+            try:
+                return await client.session.post(
+                    client.url + path, data=body, headers=headers, trace_request_ctx=self
+                )
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError):
+                reused_s = None if self._sent_s is None else self._clock() - self._sent_s
+                if self._connecting_s is not None or reused_s is None or reused_s > STALE_S:
+                    raise
+            self._sent_s = None
 
     async def _read(
         self, response: aiohttp.ClientResponse, limit: asyncio.Timeout, latest: float
@@ -267,7 +287,12 @@ def _limit_headers(spec: RequestSpec) -> dict[str, str]:
         "x-slo-tpot-ms": spec.slo.tpot_s,
         "x-flow-deadline-ms": spec.flow_deadline_s,
     }
-    headers = {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+    # Servers need not accept an exponent, which the format `g` writes from 1e6 on.
+    headers = {
+        name: f"{limit * 1e3:.6f}".rstrip("0").rstrip(".")
+        for name, limit in limits.items()
+        if limit is not None
+    }
     return headers | ({"x-flow-id": spec.flow_id} if spec.flow_id else {})
 
 

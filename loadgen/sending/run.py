@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import to_builtins
 from rich.console import Console
 
+from draftgate.addresses import mask_url
 from draftgate.loadgen.checking.lossless import LosslessCheck, check_lossless
 from draftgate.loadgen.events import EventWriter
 from draftgate.loadgen.planning.corpus import TextCorpus
@@ -120,7 +121,7 @@ def describe_settings(
 ) -> dict[str, Any]:
     """Return all settings needed to repeat a run, without the API key, which must not be stored."""
     return {
-        "url": target.url,
+        "url": mask_url(target.url),
         "model": server.model,
         "server_version": server.version,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

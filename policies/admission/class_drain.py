@@ -49,12 +49,12 @@ If the flow lasts longer, a client that returns is refused again. If the flow en
 the pool is idle, because no server can recall its clients. With 0.1, a pool with three classes
 leaves 7% of its time unused, and refuses a client 1.2 to 1.5 times. With 0.25, these values are
 14% and 1.2 to 1.3 times. With 1.5, they are 49% and 1.1 times (simulated,
-bench/simulation/overload_servers.py, two seeds, 2026-11-23)."""
+tests/policies/overload_servers.py, two seeds, 2026-11-23)."""
 
 LEAST_STRICT: Final = 0.5
 """Share of the pool below which waits vary no more, because `fair` serves pressing requests of
 lower classes. Without this limit, goodput is 1 to 4% higher, but half as many clients again are
-refused three times (simulated, bench/simulation/overload_servers.py, 2026-11-23)."""
+refused three times (simulated, tests/policies/overload_servers.py, 2026-11-23)."""
 
 _LEAST: Final = 1.0 / OVERDUE_EVERY
 

@@ -24,21 +24,21 @@ from draftgate.policies.values import immutable, replace
 TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
 The rest is a margin for clients that find more work ahead than predicted. With 0.5, three times the
-capacity by five tenants had 2% less goodput (simulated, bench/simulation/overload_servers.py, three
+capacity by five tenants had 2% less goodput (simulated, tests/policies/overload_servers.py, three
 seeds, 2026-11-23)."""
 
 LOW_WATER_SHARE: Final = 0.25
 """Low water mark, as a share of the longest sure wait. While the waiting requests take less time,
 the pool admits any request, despite bookings. So the pool is never idle because of clients that
 may not return. If no client returns, goodput at three times the capacity is within 4% of its
-peak (simulated, bench/simulation/overload_servers.py, 2026-11-21)."""
+peak (simulated, tests/policies/overload_servers.py, 2026-11-21)."""
 
 PACE: Final = 0.95
 """Share of the pool's time for appointments.
 
 The rest is for clients that the pool refuses again. When no new requests arrive, the pool may be
 idle for this rest. With 0.97 and a `TARGET_SHARE` of 0.5, five tenants lost goodput (simulated,
-bench/simulation/overload_servers.py, one run, 2026-11-23)."""
+tests/policies/overload_servers.py, one run, 2026-11-23)."""
 
 LEAST_RETRY_S: Final = 0.05
 """Minimum delay of a client, in seconds."""
@@ -120,7 +120,10 @@ class Deadline:
             or shed(view, outlook.low_water_s)
         )
         if refused is None and not outlook.admits(on_time=on_time):
-            refused = not_in_time(view, predicted, 0.0 if on_time else outlook.booked_s)
+            booked_s, bound_s = outlook.booked_s, outlook.sure_s
+            if on_time:
+                booked_s, bound_s = 0.0, outlook.likely_s
+            refused = not_in_time(view, predicted, booked_s, bound_s)
         if booking is None:
             # Count a new request in the flow of its class, weighted by the chance that it is
             # served.

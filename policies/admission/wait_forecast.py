@@ -31,7 +31,7 @@ percentile of a normal error)."""
 Z_LIKELY: Final = 0.674
 """Certainty of the deadline of a request that keeps its appointment: one wait in four is longer.
 Few such requests find so much work ahead. 97 to 99% of all admitted requests still meet their
-deadlines (simulated, bench/simulation/overload_servers.py, 2026-11-21)."""
+deadlines (simulated, tests/policies/overload_servers.py, 2026-11-21)."""
 
 _FIRST_LESSONS: Final = 20
 _LASTING_LESSONS: Final = 480
@@ -39,7 +39,7 @@ _MOST_SURPRISE: Final = 2.0
 """Gain of the correction. The n-th wait moves it by 1 / (20 + n) of its error, and by at least 1 /
 500. A wait counts as at most twice its forecast. Each 3% of error moves an appointment a minute
 ahead by 2 s, so the correction must change slowly. With a constant 1 / 33, clients could not
-keep one appointment in four (simulated, bench/simulation/overload_servers.py, 2026-11-21)."""
+keep one appointment in four (simulated, tests/policies/overload_servers.py, 2026-11-21)."""
 
 _MOST_CORRECTION: Final = 20.0
 """Largest correction factor, in either direction."""

@@ -33,7 +33,6 @@ class SpeedMeter:
     """
 
     def __init__(self, cost: StepCost, step_tokens: int) -> None:
-        """Start with the predicted times of a lone decode and of a step full of prompt tokens."""
         self._step_tokens = step_tokens
         self._decodes = _Means(cost.seconds(1, 1, 1), 1.0)
         self._prompts = _Means(cost.seconds(step_tokens, step_tokens, 1), step_tokens)

@@ -20,21 +20,25 @@ class StepSize(NamedTuple):
         sequences: number of sequences in the batch.
         pairs: number of pairs of a computed token, except the first of its sequence, and a KV token
             that it attends to.
+        sampled: number of computed tokens after which a token is sampled: decodes, draft slots and
+            the last token of a prompt.
     """
 
     tokens: int
     kv_tokens: int
     sequences: int
     pairs: int
+    sampled: int = 0
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class StepCost:
     """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
 
-    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs`. Tokens
-    that fit into a bucket (a CUDA graph, a tile of padded rows) are free, so the table is a
-    staircase. It continues beyond the last bucket with the slope of the last stair.
+    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs
+    + sample_s * sampled`. Tokens that fit into a bucket (a CUDA graph, a tile of padded rows) are
+    free, so the table is a staircase. It continues beyond the last bucket with the slope of the
+    last stair.
 
     Attributes:
         token_buckets: ascending token counts, not empty.
@@ -43,6 +47,8 @@ class StepCost:
         sequence_s: seconds per sequence of the batch.
         pair_s: seconds per pair (`StepSize.pairs`), because each token multiplies the KV that a
             sequence reads once. 0 if reading hides that time.
+        sample_s: seconds per sampled token: its logits over the vocabulary, and the choice of the
+            token. Draft slots need them, and prompt tokens do not.
 
     Raises:
         ValueError: the table is empty, not ascending, falling, or of unequal lengths.
@@ -53,6 +59,7 @@ class StepCost:
     kv_token_s: float = 0.0
     sequence_s: float = 0.0
     pair_s: float = 0.0
+    sample_s: float = 0.0
     _slope_s: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -71,13 +78,28 @@ class StepCost:
     def seconds(self, tokens: int, kv_tokens: int = 0, sequences: int = 0, slots: int = 0) -> float:
         """Return the predicted seconds of a step.
 
+        Every sequence samples a token. Only the first chunks of a long prompt do not.
+
         Args:
             slots: number of draft tokens among the tokens. Each attends to the mean number of KV
                 tokens per sequence.
         """
-        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
-        pairs = slots * kv_tokens / sequences if sequences else 0.0
-        return self._table_s(tokens) + linear_s + self.pair_s * pairs
+        slots_s = slots * self.slot_s(kv_tokens, sequences)
+        return self._table_s(tokens) + self._linear_s(kv_tokens, sequences) + slots_s
+
+    def slot_s(self, kv_tokens: int, sequences: int) -> float:
+        """Return the seconds of a draft slot in addition to those of the table."""
+        pairs = kv_tokens / sequences if sequences else 0.0
+        return self.pair_s * pairs + self.sample_s
+
+    def size_s(self, size: StepSize) -> float:
+        """Return the predicted seconds of a step of this size."""
+        sampled_s = self.sample_s * (size.sampled - size.sequences)
+        linear_s = self._linear_s(size.kv_tokens, size.sequences) + sampled_s
+        return self._table_s(size.tokens) + linear_s + self.pair_s * size.pairs
+
+    def _linear_s(self, kv_tokens: int, sequences: int) -> float:
+        return self.kv_token_s * kv_tokens + (self.sequence_s + self.sample_s) * sequences
 
     def slots_s(
         self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
@@ -100,17 +122,18 @@ class StepCost:
                 self.step_s[-1] + self._slope_s * beyond,
             )
         )
-        seconds += self.kv_token_s * kv_tokens + self.sequence_s * sequences
-        if self.pair_s and sequences:
-            seconds += self.pair_s * kv_tokens / sequences * np.arange(most_slots + 1)
+        seconds += self._linear_s(kv_tokens, sequences)
+        slot_s = self.slot_s(kv_tokens, sequences)
+        if slot_s:
+            seconds += slot_s * np.arange(most_slots + 1)
         return seconds
 
     def few_slots_s(
         self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
     ) -> list[float]:
         """Return the values of `slots_s` up to rounding, faster for a few dozen slots."""
-        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
-        pair_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
+        linear_s = self._linear_s(kv_tokens, sequences)
+        slot_s = self.slot_s(kv_tokens, sequences)
         buckets, steps, last = self.token_buckets, self.step_s, len(self.token_buckets) - 1
         place = bisect_left(buckets, tokens)
         seconds = []
@@ -121,7 +144,7 @@ class StepCost:
                 stair_s = steps[place]
             else:
                 stair_s = steps[last] + self._slope_s * (tokens + slots - buckets[last])
-            seconds.append(stair_s + linear_s + pair_s * slots)
+            seconds.append(stair_s + linear_s + slot_s * slots)
         return seconds
 
     def edges_up_to(self, tokens: int) -> list[int]:

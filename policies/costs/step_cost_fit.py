@@ -24,9 +24,10 @@ OWN_ERROR: Final = 0.3
 RISE_ERROR: Final = 0.01
 """Error of a stair without a rise in the profile, as a share of its height."""
 # Errors of the linear terms that a profile omits, as shares of its shortest step: per sequence, per
-# KV token read, per pair. (Measured on Zen 4 with the shipped model, 2026-11-21: 0, 2e-4 and 2e-5.
-# Published values for an H100 with 8B parameters: 0, 7e-6 and 0.)
-SEQUENCE_SHARE, KV_TOKEN_SHARE, PAIR_SHARE = 2e-3, 5e-6, 1e-6
+# KV token read, per pair, per sampled token. (Measured on Zen 4 with the shipped model, 2026-11-21:
+# 0, 2e-4 and 2e-5 of the first three. Published values for an H100 with 8B parameters: 0, 7e-6 and
+# 0. The head of that model computes a token in 3e-4 of a step by its data sheet.)
+SEQUENCE_SHARE, KV_TOKEN_SHARE, PAIR_SHARE, SAMPLE_SHARE = 2e-3, 5e-6, 1e-6, 1e-3
 
 
 class StepCostFit:
@@ -40,20 +41,19 @@ class StepCostFit:
     """
 
     def __init__(self, seed: StepCost) -> None:
-        """Start with a measured or saved profile."""
         self.cost = seed
         self._buckets = np.asarray(seed.token_buckets)
         table = np.asarray(seed.step_s)
         rises = np.diff(table, prepend=0.0)
-        linear = np.array([seed.kv_token_s, seed.sequence_s, seed.pair_s])
+        linear = np.array([seed.kv_token_s, seed.sequence_s, seed.pair_s, seed.sample_s])
         least_s = max(float(table[0]), float(table[-1]) / len(table), 1e-9)
-        shares = np.array([KV_TOKEN_SHARE, SEQUENCE_SHARE, PAIR_SHARE])
+        shares = np.array([KV_TOKEN_SHARE, SEQUENCE_SHARE, PAIR_SHARE, SAMPLE_SHARE])
         rise_errors = OWN_ERROR * rises + RISE_ERROR * np.maximum(table, least_s)
         self._regression = NonNegativeRegression(
             np.concatenate((rises, linear)),
             np.concatenate((rise_errors, OWN_ERROR * linear + shares * least_s)),
         )
-        self._measured: list[tuple[int, int, int, int, float]] = []
+        self._measured: list[tuple[int, int, int, int, int, float]] = []
 
     @property
     def relative_error(self) -> float:
@@ -85,12 +85,12 @@ class StepCostFit:
         )
 
     def _features(self, measured: Array) -> Array:
-        """Return the factor of each rise and linear term, [steps, stairs + 3]."""
-        tokens, kv_tokens, sequences, pairs, _ = measured.T
+        """Return the factor of each rise and linear term, [steps, stairs + 4]."""
+        tokens, kv_tokens, sequences, pairs, sampled, _ = measured.T
         buckets, last = self._buckets, self._buckets[-1]
         reached = np.searchsorted(buckets, tokens)
         stairs = (np.arange(len(buckets)) <= reached[:, None]).astype(np.float64)
         # The last rise continues beyond the table.
         width = last - (buckets[-2] if len(buckets) > 1 else 0)
         stairs[:, -1] += np.maximum(tokens - last, 0.0) / width
-        return np.column_stack((stairs, kv_tokens, sequences, pairs))
+        return np.column_stack((stairs, kv_tokens, sequences, pairs, sampled))

@@ -36,7 +36,7 @@ LAG_S: Final = 0.5
 """Maximum difference in service, in seconds of work per share, at which tenants are even. The
 earliest deadline among even tenants is next. With strict turns, new requests overtake a second
 request with a promised time. Clients then kept 92 to 97% of the promises, and 97 to 99% with the
-lag (simulated, bench/simulation/overload_servers.py, 2026-11-21)."""
+lag (simulated, tests/policies/overload_servers.py, 2026-11-21)."""
 
 MOST_ABSENT_TENANTS: Final = 4096
 """Maximum number of remembered tenants without waiting requests, about half a megabyte. The tenants

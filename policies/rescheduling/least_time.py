@@ -58,8 +58,8 @@ HORIZON_S: Final = 5.0
 """Time in seconds for which the present load of a worker lasts. Afterwards, arrivals and ends have
 evened out the loads of the pool. Without this limit, many moves of long outputs do not save any
 time: on 16 simulated workers with 8 requests/s, 330 of 2,500 requests moved, and the mean TPOT
-became 4% longer. With it, 99 moved, and it became 2% longer. (`draftgate bench rescheduling`, seed
-0, 2026-11-24.)"""
+became 4% longer. With it, 99 moved, and it became 2% longer. (Simulated,
+seed 0, 2026-11-24.)"""
 
 MOST_PAIRS: Final = 4
 """Pairs of workers that one call compares, as many as the moves of a gateway. (Chosen, not tuned,

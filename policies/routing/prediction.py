@@ -27,7 +27,7 @@ average. A worker with an empty load can therefore have a negative score. Subtra
 work in the load is worse if workers have pauses, and no better otherwise. With reports 0 to 1 s old
 and leases, the mean work ahead falls from 32 to 11 ms at a load of 0.1. It falls from 147 to 71 at
 0.3 and from 756 to 707 at 0.7. Without leases it changes from 3.5 to 2.9, from 75 to 41, and from
-747 to 755 (`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
+747 to 755 (bench/results/herd.json, ten bursts, 2026-11-22).
 """
 
 from __future__ import annotations

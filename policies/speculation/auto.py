@@ -57,8 +57,9 @@ class Auto:
         expected = forecast_drafts(request, load, proposer)
         paying = expected.paying_slots(load.price, self.max_draft_tokens)
         figures = _figures(paying, self.max_draft_tokens, expected, request, load)
-        if load.price >= expected.weight and request.mode is SpeculationMode.AUTO:
-            cause = PlanCause.PRICE_TOO_HIGH
+        dear = load.price >= expected.weight
+        if (dear or load.drafts_lose) and request.mode is SpeculationMode.AUTO:
+            cause = PlanCause.PRICE_TOO_HIGH if dear else PlanCause.DRAFTS_LOSE
             off = no_speculation(self.name, request, cause, figures, load.price)
             later = capped(self.max_draft_tokens, request)
             return replace(off, later_proposer=proposer, later_draft_tokens=later)

@@ -21,6 +21,8 @@ class PlanCause(StrEnum):
     SERVER_OFF = "server_off"
     PRICE_TOO_HIGH = "price_too_high"
     """No slot can be worth the price, so the plan is off."""
+    DRAFTS_LOSE = "drafts_lose"
+    """Drafts have cost the worker time, so it drafts nothing for a while."""
     PRICE = "price"
     """The slot after the cap is not worth the price."""
     LONGEST_DRAFT = "longest_draft"
@@ -92,11 +94,15 @@ class PlanFigures(Struct, frozen=True, omit_defaults=True):
 NO_FIGURES: Final = PlanFigures()
 """The figures of a cause that compares nothing."""
 
+LOSS_REASON: Final = "drafts have cost this worker more time than they saved"
+"""Why drafts are stopped on a worker."""
+
 _PHRASES: Final = {
     PlanCause.REQUESTED_OFF: "the request asked for no speculation",
     PlanCause.NO_PROPOSER: "the worker has no proposer",
     PlanCause.MISSING_PROPOSER: "the worker has no proposer {wanted!r}",
     PlanCause.SERVER_OFF: "speculation is off on this server",
+    PlanCause.DRAFTS_LOSE: LOSS_REASON,
     PlanCause.FIXED_LENGTH: "fixed at {cap} draft tokens per step",
     PlanCause.BATCH_TABLE: "up to {cap} draft tokens, by a table of batch sizes",
     PlanCause.BATCH_GOODPUT: "up to {cap} draft tokens, the same for all by goodput",

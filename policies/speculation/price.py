@@ -59,8 +59,9 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
         displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
         added = slots - displaced
         seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, int(added[-1]))[added]
-        if cost.pair_s and step.sequences:
-            seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
+        slot_s = cost.slot_s(step.kv_tokens, step.sequences)
+        if slot_s:
+            seconds += slot_s * displaced
         seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
     seconds[1:] += step.verify_s
     return np.maximum(seconds, LEAST_S)
@@ -140,5 +141,5 @@ def least_slot_price(step: StepView, cost: StepCost) -> float:
         slot_s = float(((seconds[1:] - seconds[0]) / np.arange(1, most + 1)).min())
     else:
         slot_s = cost.least_token_s(step.tokens, most, step.verify_s)
-        slot_s += cost.pair_s * step.kv_tokens / step.sequences
+        slot_s += cost.slot_s(step.kv_tokens, step.sequences)
     return max(slot_s, 0.0) * rate(step, cost)

@@ -3,6 +3,9 @@
 A draft slot is worth at most weight x survival, with the strongest evidence that the sequence may
 still get. Drafting is switched off while this worth is at most the price, and on when it exceeds
 the price by `HYSTERESIS`. The worker reviews its sequences every `REVIEW_STEPS` steps.
+
+A worker whose drafts lose time (`savings`) stops them for all sequences at once, and switches these
+sequences on again when the account has recovered.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import math
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from draftgate.policies.speculation.plan_reason import compare
+from draftgate.policies.speculation.plan_reason import LOSS_REASON, compare
 
 REVIEW_STEPS: Final = 16
 """Steps between two reviews of a sequence, for which the terms of drafting hold in a steady batch
 (`backends.core.draft_plan`). (Chosen, not tuned. With 16 and 64 streams of the shipped model and
 outputs of 64 tokens, up to 12 of 32 requests were switched on, each once, and none was switched
-off: Zen 5, `draftgate bench speculation`, 2026-11-22.)"""
+off: Zen 5, bench/results/speculation.md, 2026-11-22.)"""
 
 LEAST_ON_STEPS: Final = 64
 """Least number of steps between switching drafting on and off again. A request of 1,000 steps then
@@ -32,7 +35,11 @@ HYSTERESIS: Final = 1.25
 vary by a tenth with their lengths. (Chosen, not tuned, 2026-11-22.)"""
 
 MOST_REVISIONS: Final = 64
-"""Maximum number of revisions of a sequence. A trace has at most 128 events per span."""
+"""Maximum number of reported revisions of a sequence, after which only a loss of the worker
+switches drafting. A trace has at most 128 events per span."""
+
+REPAID_REASON: Final = "this worker has made up for the time that drafts cost"
+"""Why drafting is switched on again after a loss."""
 
 _LEAST: Final = 1e-9
 
@@ -43,6 +50,8 @@ class RevisionCause(StrEnum):
     PRICE = "price"
     EVIDENCE = "evidence"
     DEADLINE = "deadline"
+    DRAFTS_LOSE = "drafts_lose"
+    """Drafts have cost the worker time, or have repaid it (`PlanCause.DRAFTS_LOSE`)."""
 
 
 class SlotWorth(NamedTuple):
@@ -72,7 +81,8 @@ class DraftingSwitch(NamedTuple):
         since_step: step of the last revision, or None before the first.
         worth: values at the last revision or first review, or None before.
         unprofitable: number of consecutive reviews that found drafting unprofitable.
-        revisions: number of revisions.
+        revisions: number of revisions, of which `MOST_REVISIONS` are reported.
+        stopped: whether drafting is off because drafts lose time on the worker.
     """
 
     on: bool
@@ -80,13 +90,20 @@ class DraftingSwitch(NamedTuple):
     worth: SlotWorth | None = None
     unprofitable: int = 0
     revisions: int = 0
+    stopped: bool = False
 
-    def review(self, worth: SlotWorth, step: int) -> DraftingSwitch:
+    def review(self, worth: SlotWorth, step: int, *, stops: bool = False) -> DraftingSwitch:
         """Return the state after a review, which switches drafting if its worth has changed.
 
         Args:
-            step: number of the step. Reviews are `REVIEW_STEPS` apart.
+            step: number of the step. Reviews are `REVIEW_STEPS` apart, except for those in which
+                `stops` changes.
+            stops: whether drafts lose time on the worker.
         """
+        if (self.on and stops) or (self.stopped and not stops):
+            return self._switched(worth, step)._replace(stopped=stops)
+        if stops:
+            return self
         first = self if self.worth is not None else self._replace(worth=worth)
         if self.revisions >= MOST_REVISIONS:
             return first
@@ -124,11 +141,14 @@ class PlanRevision(NamedTuple):
     @property
     def reason(self) -> str:
         """The revision in words."""
+        switched = f"drafting switched {'on' if self.on else 'off'} after {self.output_tokens}"
+        if self.cause is RevisionCause.DRAFTS_LOSE:
+            words = REPAID_REASON if self.on else LOSS_REASON
+            return f"{switched} tokens: {words}"
         price, sign, most = compare(self.worth.price, self.worth.most)
-        switched = "on" if self.on else "off"
         return (
-            f"drafting switched {switched} after {self.output_tokens} tokens, by "
-            f"{self.cause.value}: price {price} {sign} {most}, the most that a slot can be worth"
+            f"{switched} tokens, by {self.cause.value}: price {price} {sign} {most}, "
+            "the most that a slot can be worth"
         )
 
 

@@ -98,7 +98,7 @@ async def test_mock_chunks_have_the_fields_of_draftgate() -> None:
 
     body = json.loads(wire.request_body(9, stream=True))
     found = []
-    settings = {"profile": str(INSTANT), "speculation": "off", "served_model_name": wire.MODEL}
+    settings = {"profile": str(INSTANT), "speculation": "off", "served_model_name": (wire.MODEL,)}
     async with running(**settings) as where, client(where) as http:
         found.append(events((await http.post(wire.PATH, json=body)).text))
     async with (

@@ -16,8 +16,7 @@ from bench.engine.device import Rates
 from bench.engine.exact import add_exact, measure_exact
 from bench.engine.goals import GOALS, judged
 from bench.engine.idle import idle_share
-from bench.engine.loading import random_checkpoint
-from bench.engine.models import StoredModel, make_model
+from bench.engine.models import StoredModel, make_model, random_checkpoint
 from bench.engine.profile import profile_of, without_pairs
 from bench.engine.random_model import SHAPES, RandomModel
 from bench.engine.steps import Contender, measure_steps
@@ -371,5 +370,5 @@ def test_goals_are_judged_by_their_bounds() -> None:
         "replay speed-up": True,
         "share of matrix rate": None,
         "--exact over plain": True,
-        "over transformers": None,
+        "steps over transformers": None,
     }

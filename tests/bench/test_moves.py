@@ -8,10 +8,7 @@ import pytest
 
 from bench.gateway.moved_streams import Observed
 from bench.gateway.moves import PART_S, bounded, measure, parse
-from bench.gateway.rolling_restart import measure_restart
 from bench.harness.loop_turns import longest_turn
-from bench.simulation.move_gaps import measure as measure_simulated
-from draftgate.backends.sim.virtual_time import run_virtual
 
 
 @pytest.mark.long
@@ -43,31 +40,6 @@ def test_part_of_the_benchmark_that_hangs_or_fails_has_an_error(
 
     found = asyncio.run(bounded("drain", part()))
     assert found["error"] == ("TimeoutError: " if error is None else f"RuntimeError: {error}")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("moves", [False, True])
-def test_rolling_restart_is_measured(*, moves: bool) -> None:
-    """Streams survive the restart of each node, with moves only if these are enabled."""
-    found = asyncio.run(measure_restart(600, 2, moves=moves, nodes=2))
-    assert not found["failed"]
-    assert found["resumed"] > 0
-    assert bool(found["ends"]) == moves
-    assert found["longest_gap_s"] > 0
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_simulated_gap_does_not_grow_with_the_context(*, exact: bool) -> None:
-    """A moved stream of LLaMA-7B pauses for less than two decode steps at 256 and at 8,192 tokens,
-    while the time to compute its context is 30 times as long."""
-    short, long = (
-        run_virtual(measure_simulated("a10-7b", tokens, 1, exact=exact)) for tokens in (256, 8192)
-    )
-    assert short["moved"] == long["moved"] == 1
-    step_s = short["median_gap_s"]
-    assert short["median_extra_gap_s"] < step_s
-    assert abs(long["median_extra_gap_s"] - short["median_extra_gap_s"]) < step_s / 2
-    assert long["median_compute_s"] > 30 * short["median_compute_s"]
 
 
 def test_longest_turn_is_that_of_the_longest_callback() -> None:

@@ -126,7 +126,10 @@ async def upstream_page(
 async def completion(browser: Browser) -> AsyncIterator[Page]:
     """A completion with tokens of each proposer, its decision and its statistics."""
     async with open_scene(browser) as scene:
+        scene.gateway.node.metrics.recent.draft_times.add("", 2.45, 4.0, 60)
+        scene.gateway.node.take_sample()
         await generate(scene)
+        await expect(scene.page.locator("#saved")).to_be_visible()
         await receive_sample(scene.page, scene.gateway)
         yield scene.page
 

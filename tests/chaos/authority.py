@@ -21,7 +21,6 @@ class Authority:
     """A certificate authority that the clients trust."""
 
     def __init__(self, folder: Path) -> None:
-        """Create its certificate."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._root = make_certificate(folder, "authority")

@@ -61,7 +61,6 @@ class Sampler:
     """Samples of all processes of a pool, by process id."""
 
     def __init__(self, pool: ChaosPool) -> None:
-        """Start without samples."""
         self._pool = pool
         self._usages: dict[int, Usage] = {}
 

@@ -53,7 +53,6 @@ class RedisPair:
     """
 
     def __init__(self, folder: Path, machine: Machine) -> None:
-        """Start both servers."""
         self.machine = machine
         flags = ("--repl-diskless-sync-delay", "0")
         # This thread of Redis waits for a time of the real clock, so that it would never sleep.

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.simulation.rescheduling import DEVICES
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.loadgen.types import PlannedRequest
 from draftgate.policies.moves import MoveReason
@@ -36,7 +35,7 @@ from tests.cluster.troubles import NodeFailures
 from tests.gateway.redis_server import RedisServer
 
 WORKER = (
-    *("--backend", "sim", "--profile", str(DEVICES / "a10-7b.json")),
+    *("--backend", "sim", "--profile", str(Path(__file__).with_name("a10-7b.json"))),
     *("--kv-bytes", "2GiB", "--drain-timeout-s", "300"),
 )
 """A simulated worker with steps of 25 ms and KV memory for 4,096 tokens."""
@@ -74,7 +73,6 @@ class ReportedMoves:
     """The completed moves that the decisions of gateways report."""
 
     def __init__(self, gateways: Sequence[NodeProcess]) -> None:
-        """Start without moves."""
         self._gateways = gateways
         self._by_request: defaultdict[str, set[ReportedMove]] = defaultdict(set)
 

@@ -31,7 +31,11 @@ CALL: Final = re.compile(r"call (?P<name>\w+) (?P<arguments>\{.*\})", re.IGNOREC
 ANSWER: Final = re.compile(r"answer (?P<text>.+)", re.IGNORECASE | re.DOTALL)
 """An instruction such as `Answer {"name": "Ada"}`."""
 
-LANGCHAIN: Final = {
+PROMPTS: Final = {
+    r"Observation:\s*(.+?)\s*$": r'call final_answer {"answer": "\1"}',
+    r"(?s)## question ## \]\]\n(.+?)\n\nRespond with the corresponding output fields": (
+        r"answer [[ ## reply ## ]]\n\1\n\n[[ ## completed ## ]]"
+    ),
     r"magic_function\(3\)": 'call magic_function {"input": 3}',
     r"magic_function_no_args": "call magic_function_no_args {}",
     r"Pirate greeting": 'call greeting_generator {"answer_style": "Pirate"}',
@@ -39,7 +43,7 @@ LANGCHAIN: Final = {
     r"customer named '(.+?)'": r'call unicode_customer {"customer_name": "\1", "description": "x"}',
     r"joke about cats": 'answer {"setup": "Why do cats purr?", "punchline": "They can."}',
 }
-"""The instructions that LangChain's standard tests mean, by a pattern of their prompts."""
+"""The instructions that prompts of smolagents, DSPy and LangChain's tests mean, by a pattern."""
 
 EXAMPLES: Final = {"integer": 3, "string": "x"}
 """Values in the requested form without an instruction, by JSON type."""
@@ -85,11 +89,7 @@ class Assistant(ScriptedBackend):
     def _follow(self, said: str, request: GenerationRequest) -> str:
         """Return what an instruction asks for, as text of the model."""
         said = next(
-            (
-                found.expand(to)
-                for what, to in LANGCHAIN.items()
-                if (found := re.search(what, said))
-            ),
+            (found.expand(to) for what, to in PROMPTS.items() if (found := re.search(what, said))),
             said,
         )
         called, answered, grammar = CALL.search(said), ANSWER.search(said), request.grammar
@@ -126,13 +126,14 @@ def _example(schema: dict[str, Any]) -> str:
 
 
 @asynccontextmanager
-async def assisting(directory: Path) -> AsyncIterator[tuple[Listening, Assistant]]:
-    """Run a node with an assistant, whose model uses Qwen's template.
+async def assisting(directory: Path, template: str) -> AsyncIterator[tuple[Listening, Assistant]]:
+    """Run a node with an assistant.
 
     Args:
         directory: folder of the model, which the function creates.
+        template: name of the model's chat template.
     """
-    assistant = Assistant(with_template(directory, "qwen2_5"))
+    assistant = Assistant(with_template(directory, template))
     answering = asyncio.create_task(assistant.answer_requests())
     async with running(backends=[assistant]) as gateway:
         yield gateway, assistant

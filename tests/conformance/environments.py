@@ -53,10 +53,11 @@ def _python_environment(folder: Path) -> Path:
     if not (environment / "installed").exists():
         venv.create(environment, clear=True, symlinks=True)
         python = str(environment / "bin" / "python")
-        # All packages are pinned, so pip needs to resolve nothing.
-        options = ["--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
-        _install([sys.executable, "-m", "pip", "--python", python, "install", *options,
-                  "-r", str(requirements)], ROOT)  # fmt: skip
+        # All packages are pinned, so pip needs to resolve nothing. A package may require a newer
+        # Python than it uses, which its suite states.
+        options = ["--no-deps", "--ignore-requires-python", "--no-compile", "--quiet"]
+        _install([sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check",
+                  "install", *options, "-r", str(requirements)], ROOT)  # fmt: skip
         (environment / "installed").touch()
     return environment
 

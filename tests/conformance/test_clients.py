@@ -1,8 +1,9 @@
 """The suites of client libraries against nodes on sockets.
 
 Each folder of `clients/` has a suite, which runs in an environment of its own with the pinned
-versions of the library. A suite uses two nodes: `SHIPPED` serves the shipped model, and `SCRIPTED`
-has a worker that follows instructions (`assistant.py`).
+versions of the library. A suite uses three nodes: `SHIPPED` serves the shipped model, and
+`SCRIPTED` has a worker that follows instructions (`assistant.py`). `TOOLLESS` has the same worker
+with a chat template that does not render tools.
 
 A suite marks a failure that the model or the server causes as expected, with a reason that begins
 with `model:` or `server:`. Skipped tests do not apply. Every other failure fails the test.
@@ -14,6 +15,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -25,7 +27,9 @@ from tests.conformance.environments import CLIENTS, ROOT, command_of, library_of
 from tests.gateway.harness import needs_engine, running
 
 PAGE = ROOT / "docs" / "guide" / "clients.md"
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0
+TEMPLATES = {"SCRIPTED": "qwen2_5", "TOOLLESS": "chatml"}
+"""The chat templates of the scripted nodes."""
 NAMES = sorted(path.parent.name for path in CLIENTS.glob("*/suite.*"))
 CAUSES = ("model", "server")
 
@@ -33,14 +37,18 @@ CAUSES = ("model", "server")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def nodes(
     tmp_path_factory: pytest.TempPathFactory,
-) -> AsyncIterator[tuple[dict[str, str], Assistant]]:
-    """The URLs of both nodes by the variable that names them, and the scripted worker."""
-    directory = tmp_path_factory.mktemp("scripted") / "model"
-    async with (
-        running(backend="engine", kv_bytes=64 << 20, threads=1) as shipped,
-        assisting(directory) as (scripted, assistant),
-    ):
-        yield {"SHIPPED": shipped.url, "SCRIPTED": scripted.url}, assistant
+) -> AsyncIterator[tuple[dict[str, str], list[Assistant]]]:
+    """The URLs of the nodes by the variable that names them, and the scripted workers."""
+    directory, assistants = tmp_path_factory.mktemp("scripted"), list[Assistant]()
+    async with AsyncExitStack() as stack:
+        shipped = running(backend="engine", kv_bytes=64 << 20, threads=1)
+        urls = {"SHIPPED": (await stack.enter_async_context(shipped)).url}
+        for name, template in TEMPLATES.items():
+            node = assisting(directory / template, template)
+            gateway, assistant = await stack.enter_async_context(node)
+            urls[name] = gateway.url
+            assistants.append(assistant)
+        yield urls, assistants
 
 
 @pytest.mark.long
@@ -48,11 +56,12 @@ async def nodes(
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NAMES)
 async def test_suite_of_a_client(
-    name: str, nodes: tuple[dict[str, str], Assistant], tmp_path: Path
+    name: str, nodes: tuple[dict[str, str], list[Assistant]], tmp_path: Path
 ) -> None:
     """The suite has the results that the documentation lists, and no unexpected failure."""
-    urls, assistant = nodes
-    assistant.refused.clear()
+    urls, assistants = nodes
+    for assistant in assistants:
+        assistant.refused.clear()
     results = tmp_path / "results.xml"
     command, folder = await asyncio.to_thread(command_of, name, results)
     environment = variables(HOME=str(tmp_path), HF_HUB_OFFLINE="1", **urls)
@@ -68,7 +77,7 @@ async def test_suite_of_a_client(
             suite.kill()
             await suite.wait()
     assert suite.returncode == 0, output.decode()
-    assert assistant.refused == []
+    assert [assistant.refused for assistant in assistants] == [[] for _ in assistants]
     found = counts(results)
     columns = (found[outcome] for outcome in ("passed", *CAUSES, "does not apply"))
     row = f"| {library_of(name)} | " + " | ".join(map(str, columns)) + " |"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
+from draftgate.backends.core.accounting import count_draft
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence, SequenceState
@@ -119,8 +120,9 @@ class SchedulerHarness:
         self.now_s += result.step_s
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
-        for sequence, token_ids, logprobs, details in self.scheduler.apply(plan, result):
+        for sequence, token_ids, logprobs, draft, details in self.scheduler.apply(plan, result):
             assert len(token_ids) == len(logprobs)
+            count_draft(sequence, draft, len(token_ids))
             self.outputs[sequence.key].extend(token_ids)
             if details is not None and details.prompt_logprobs is not None:
                 assert sequence.key not in self.scored, "log probabilities are delivered twice"

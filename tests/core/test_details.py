@@ -115,12 +115,17 @@ def test_traces_leave_out_tokens_after_a_stop_string() -> None:
     last = RecordedWorker(true_token=true_token).run(generation)[-1]
     (step,) = last.steps
     assert len(step.draft_ids) == 4
-    assert step.tokens == len(last.token_ids) == step.accepted < 5
+    assert step.tokens == len(last.token_ids) == step.accepted + 1 < 5
 
 
-def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
-    """The proposer of forced tokens is `grammar` instead of the configured proposer."""
-    recorder = RecordedWorker(policy="fixed:4")
+@pytest.mark.parametrize(
+    ("continues", "source", "tokens"), [(False, "grammar", 2), (True, "ngram", 4)]
+)
+def test_lookup_replaces_forced_tokens_only_if_it_continues_them(
+    continues: bool, source: str, tokens: int
+) -> None:
+    """A trace names `grammar`, or the proposer whose draft continues the forced tokens."""
+    recorder = RecordedWorker(FakeProposer(is_wrong=lambda *_: not continues), "fixed:4")
     generation = traced(max_tokens=10, drafts=4)
     recorder.worker.submit(generation)
     (sequence,) = recorder.scheduler.waiting
@@ -129,8 +134,8 @@ def test_traces_name_the_grammar_as_proposer_of_forced_tokens() -> None:
     while (batch := recorder.step()) is not None:
         steps += [step for _, delta in batch for step in delta.steps]
     assert steps[0].proposer is None
-    assert {step.proposer for step in steps[1:-1]} == {"grammar"}
-    assert steps[1].draft_ids == tuple(hashed_token(sequence, 5 + place) for place in range(2))
+    assert {step.proposer for step in steps[1:-1]} == {source}
+    assert steps[1].draft_ids == tuple(hashed_token(sequence, 5 + place) for place in range(tokens))
 
 
 def test_traces_list_survivals_best_first() -> None:

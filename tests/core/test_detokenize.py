@@ -106,6 +106,16 @@ def test_stop_strings_are_found_across_token_boundaries(text, cuts, stop) -> Non
 
 
 @given(texts, st.lists(st.integers(0, 100)), stops)
+def test_the_stop_string_ends_the_text_if_it_is_included(text, cuts, stop) -> None:
+    """With its stop string, the text ends there for any tokenization, and is never taken back."""
+    stream = TextStream(tokenizer().decode, stop, include_stop=True)
+    pieces = [stream.add(token) for token in split_and_encode(text, cuts)]
+    pieces.append(stream.flush())
+    assert "".join(pieces) == cut_at_first_stop(text, stop) + stream.stop_text
+    assert text.startswith("".join(pieces))
+
+
+@given(texts, st.lists(st.integers(0, 100)), stops)
 def test_returned_text_is_never_taken_back(text, cuts, stop) -> None:
     """The text after each token is a prefix of the final text."""
     given_text = ""

@@ -123,7 +123,7 @@ def test_cancelled_request_leaves_no_state() -> None:
     recorder.cancel("r")
     assert record(recorder, "r", [[1]]) == []
     assert not recorder._open
-    assert not proposer._texts
+    assert not proposer._live
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -134,6 +134,52 @@ def test_sampling_depends_on_the_id_alone(share: float) -> None:
     sampled = [name for name in ids if one.samples(request(name))]
     assert sampled == [name for name in ids if other.samples(request(name))]
     assert abs(len(sampled) - share * len(ids)) <= 100
+
+
+class NoThrees:
+    """A grammar without the token 3, in which 1, 1 follows every 0."""
+
+    is_complete = True
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+    def legal(self, token_ids) -> int:
+        return [*token_ids, 3].index(3)
+
+    def forced(self, max_tokens: int) -> tuple[int, ...]:
+        return (1, 1) if self.accepted[-1:] == [0] else ()
+
+    def masks(self, draft) -> list[bytes]:
+        raise NotImplementedError
+
+
+class Grammars:
+    """Starts the grammar of any request."""
+
+    def start(self, spec: GrammarSpec) -> NoThrees:
+        return NoThrees()
+
+
+def test_grammar_shortens_drafts_and_adds_forced_tokens() -> None:
+    """A text with a grammar records legal drafts, and the forced tokens at their positions."""
+    prompt, text = (0, 2, 3, 0, 2), [0, 1, 1, 2]
+    recorder = DraftRecorder({"ngram": NgramProposer()}, grammars=Grammars())
+    asked = replace(request(prompt=prompt), grammar=GrammarSpec(GrammarKind.REGEX, "a+"))
+    recorder.begin(asked)
+    recorder.begin(request("plain", prompt))
+    (recorded,) = record(recorder, "r", [[0, 1], [1, 2]])
+    (plain,) = record(recorder, "plain", [text])
+    recorded.check()
+    assert set(recorded.drafts) == {"ngram", "grammar"}
+    forced = [recorded.guess("grammar", at) for at in range(4)]
+    assert [(guess.proposed, guess.agreed) for guess in forced] == [(0, 0), (2, 2), (0, 0), (0, 0)]
+    assert set(plain.drafts) == {"ngram"}
+    assert plain.guess("ngram", 0).proposed > 0  # a draft that begins with 3
+    assert recorded.guess("ngram", 0).proposed == 0
 
 
 def test_grammars_and_embeddings_are_not_recorded() -> None:

@@ -51,11 +51,20 @@ def test_end_token_ends_structured_output_despite_ignore_eos(drafts: int) -> Non
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
-def test_incomplete_structured_output_ends_with_length() -> None:
-    """The finish reason is `length` if the grammar's limits end the output."""
+@pytest.mark.parametrize("stop_token_ids", [(), (EOS,)])
+def test_output_that_its_grammar_cuts_is_aborted(stop_token_ids: tuple[int, ...]) -> None:
+    """An end before the output is complete is no `stop` and no `length`."""
     ids = [*encode("[1, 2"), EOS]
-    deltas = worker_for(*ids).run_one(formatted(max_tokens=20))
+    generation = formatted(max_tokens=20, stop_token_ids=stop_token_ids)
+    deltas = worker_for(*ids).run_one(generation)
     assert text_of(deltas) == "[1, 2"
+    assert deltas[-1].finish_reason is FinishReason.ABORT
+
+
+def test_output_at_its_length_ends_with_length() -> None:
+    """The finish reason is `length` if `max_tokens` ends an incomplete output."""
+    ids = [*encode("[1, 2"), EOS]
+    deltas = worker_for(*ids).run_one(formatted(max_tokens=len(ids) - 1))
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 

@@ -17,7 +17,7 @@ from draftgate.policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeProposer, hashed_token, request
 
 SLOTS = 4
-STEPS = 96
+STEPS = 160
 
 
 def cost_of_slots(price: float) -> StepCost:

@@ -327,16 +327,19 @@ def test_step_costs_are_learned_from_steps() -> None:
     assert harness.scheduler.cost_error < 0.05
 
 
-def test_step_size_counts_attention_pairs() -> None:
-    """A sequence adds one pair per attended token for each token after its first."""
+def test_step_size_counts_attention_pairs_and_sampled_tokens() -> None:
+    """A sequence adds one pair per attended token for each token after its first.
+
+    Only the last token of a prompt, decodes and draft slots are sampled.
+    """
     harness = SchedulerHarness(num_blocks=64, max_step_tokens=64)
     harness.add(prompt=5, max_tokens=6, drafts=3, ignore_eos=True)
     harness.add(prompt=3, max_tokens=6, ignore_eos=True)
     prefill = harness.step()
-    assert prefill.size == (8, 8, 2, (2 + 3 + 4 + 5) + (2 + 3))
+    assert prefill.size == (8, 8, 2, (2 + 3 + 4 + 5) + (2 + 3), 2)
     harness.proposer.draft = lambda sequence, max_tokens: Draft((0,) * max_tokens)
     decode = harness.step()
-    assert decode.size == (1 + 3 + 1, (6 + 3) + 4, 2, 7 + 8 + 9)
+    assert decode.size == (1 + 3 + 1, (6 + 3) + 4, 2, 7 + 8 + 9, 5)
 
 
 def test_late_sequences_get_more_slots() -> None:

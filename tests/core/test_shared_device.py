@@ -153,17 +153,20 @@ def test_interrupted_steps_teach_no_host_time() -> None:
     for name, harness in (("alone", alone), ("shared", shared)):
         clock_s = count(0.0, 0.5)
         observed = learned[name] = []
-        harness.scheduler._drafts.observe_time = lambda step_s, whole_s, seen=observed: seen.append(
-            (step_s, whole_s)
-        )
+        saved_time = harness.scheduler._drafts.saved_time
+
+        def end_step(*times, seen=observed, end=saved_time.end_step):
+            seen.append(end(*times))
+            return seen[-1]
+
+        saved_time.end_step = end_step
         harness.pipeline._now_s = lambda clock_s=clock_s: next(clock_s)
         harness.submit(request(max_tokens=6, ignore_eos=True))
     shared.pipeline._turns = Interrupted()
     alone.run()
     shared.run()
-    decodes = [step_s for step_s, _ in learned["alone"] if step_s is not None]
-    assert len(decodes) == 5
-    assert [step_s for step_s, _ in learned["shared"] if step_s is not None] == []
+    assert sum(work is not None for work in learned["alone"]) == 5
+    assert all(work is None for work in learned["shared"])
     assert shared.worker.load().speed.tpot_s == alone.worker.load().speed.tpot_s > 0.1
 
 

@@ -10,8 +10,8 @@ import yaml
 from aiohttp import web
 
 from draftgate.gateway.app import CLOSE_S
-from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.node import Node
+from draftgate.gateway.routes import build_app
 from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 from tests.deploy.kubernetes import (
     BASE,

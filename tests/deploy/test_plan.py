@@ -13,8 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from draftgate.gateway.cli.plan.deployment import Deployable, compose_text, worker_name
-from draftgate.gateway.cli.plan.kubernetes import stateful_set, write_kubernetes
+from draftgate.lab.plan.deployment import Deployable, compose_text, worker_name
+from draftgate.lab.plan.kubernetes import stateful_set, write_kubernetes
 from tests.deploy.compose import read
 from tests.deploy.kubernetes import kustomization, manifests_of_kind, pod
 from tests.deploy.processes import Addresses, free_ports, running

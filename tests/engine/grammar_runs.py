@@ -61,6 +61,27 @@ def complete(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> 
     return tokens
 
 
+def sample(
+    grammar: LlGrammar, tokenizer: Tokenizer, eos_ids: Iterable[int], rng: random.Random, most: int
+) -> tuple[list[int], bool]:
+    """Return random tokens that a grammar allows, and whether the text ended before `most` tokens.
+
+    Ends of strings, arrays and objects are more likely than other tokens, so most texts end. Like
+    a worker, the function takes the end token where a mask allows nothing else.
+    """
+    ends, tokens = set(eos_ids), list[int]()
+    closing = set(tokenizer.encode('"}],:0', add_special_tokens=False))
+    while len(tokens) < most:
+        allowed = tokens_in(next_mask(grammar))
+        if ends & set(allowed) and (ends >= set(allowed) or rng.random() < 0.5):
+            return tokens, True
+        likely = sorted(closing & set(allowed))
+        choices = likely if likely and rng.random() < 0.5 else sorted(set(allowed) - ends)
+        tokens.append(rng.choice(choices))
+        grammar.accept(tokens[-1])
+    return tokens, False
+
+
 @cache
 def grammars_of(model: Model) -> LlGrammars:
     return LlGrammars(model.tokenizer, model.config.eos_ids)

@@ -13,7 +13,7 @@ from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, StepInputs
 from tests.engine.test_operators import DTYPES, needs_gcc, torch_and_native
 
-SHAPES = ((4, 2, 16), (8, 4, 32), (3, 1, 48), (2, 2, 80), (4, 1, 256))
+SHAPES = ((4, 2, 16), (8, 4, 32), (3, 1, 48), (9, 3, 64), (2, 2, 80), (4, 1, 256))
 """Query heads, KV heads and head_dim."""
 
 PAGES, PAGE_TOKENS, TILE = 48, 16, 256

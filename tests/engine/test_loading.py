@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine.loading import load_apart, random_checkpoint
+from bench.engine.models import random_checkpoint
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine import checkpoint, weights
 from draftgate.backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, checkpoint_hash
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.errors import CheckpointError
+from tests.engine.load_apart import load_apart
 from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 
 LARGE = {

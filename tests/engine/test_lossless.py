@@ -191,3 +191,67 @@ def test_log_probabilities_do_not_depend_on_drafts(shipped: Model) -> None:
         batch = [request(str(i), p, policy, logprobs=3) for i, p in enumerate(prompts)]
         found.append(run(shipped, batch, Setup(policy)).logprobs)
     assert found[0] == found[1]
+
+
+def test_included_ends_are_lossless(shipped: Model) -> None:
+    """Text with the stop string or the stop token that ended it does not depend on drafts."""
+    prompts = held_out_prompts(shipped.tokenizer, 6, seed=6)
+    line = shipped.tokenizer.encode("\n", add_special_tokens=False)
+    for sampling in ({"stop": ("):", "\n    ")}, {"stop_token_ids": tuple(line)}):
+        outcomes = []
+        for name in ("off", "fixed:8"):
+            policy = speculation_policy(name)
+            fields = {**sampling, "include_stop_str_in_output": True, "max_tokens": 64}
+            batch = [request(str(i), p, policy, **fields) for i, p in enumerate(prompts)]
+            outcomes.append(run(shipped, batch, Setup(policy)))
+        assert outcomes[0].text == outcomes[1].text
+        assert outcomes[0].tokens == outcomes[1].tokens
+        ends = sampling.get("stop", ("\n",))
+        assert any(text.endswith(ends) for text in outcomes[0].text.values())
+        assert not any(
+            end in text[: -len(end)] and not text.endswith(ends)
+            for text in outcomes[0].text.values()
+            for end in ends
+        )
+
+
+def test_allowed_tokens_are_lossless(shipped: Model) -> None:
+    """Only allowed tokens are sampled, and drafts of every proposer leave the output unchanged."""
+    prompts = held_out_prompts(shipped.tokenizer, 6, seed=7)
+    texts = [
+        "",
+        "self",
+        ".",
+        "(",
+        ")",
+        ":",
+        ",",
+        "=",
+        "_",
+        "\n",
+        "",
+        "",
+        "",
+        "x",
+        "y",
+        "i",
+        "in",
+        "def",
+        "return",
+    ]
+    allowed = tuple(sorted({i for text in texts for i in shipped.tokenizer.encode(text) if i >= 4}))
+    for temperature in (0.0, 1.0):
+        outcomes = []
+        for name in ("off", "auto", "fixed:6"):
+            policy = speculation_policy(name)
+            sampling = {"allowed_token_ids": allowed, "temperature": temperature, "max_tokens": 48}
+            batch = [
+                request(str(i), p, policy, seed=i, n=2, **sampling) for i, p in enumerate(prompts)
+            ]
+            proposers = every_proposer if name == "fixed:6" else Setup().proposers
+            outcomes.append(run(shipped, batch, Setup(policy, proposers)))
+        assert outcomes[0].tokens == outcomes[1].tokens == outcomes[2].tokens
+        assert outcomes[2].accepted > 0
+        for tokens in outcomes[0].tokens.values():
+            assert set(tokens) <= set(allowed)
+            assert len(tokens) == 48

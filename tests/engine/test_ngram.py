@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.operators import compiler
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.engine.proposers.ngram_corpus import MAX_TENANTS, TenantCorpora
-from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE, MAX_MATCHES
+from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE, MAX_MATCHES, MAX_WALK
 from draftgate.backends.engine.proposers.ngram_native import (
     UNLOCKED_TEXTS,
     UNLOCKED_TOKENS,
@@ -53,21 +51,22 @@ def proposed(proposer: NgramProposer, sequence: Sequence, most: int) -> Draft:
 
 
 def longest_matches(text: list[int]) -> list[tuple[int, int]]:
-    """Return (length, end) of the latest matches of the last pair or token by brute force."""
-    for size in (2, 1):
-        ends = [
-            end
-            for end in range(len(text) - 1, size - 1, -1)
-            if len(text) > size and text[end - size : end] == text[-size:]
-        ]
-        if ends:
-            break
-    found = []
-    for end in ends[:MAX_MATCHES]:
+    """Return (length, end) of the matches of a text by brute force.
+
+    These are the latest matches of four tokens, then the latest shorter ones of a pair, or those of
+    the last token without a pair.
+    """
+    ends = [end for end in range(len(text) - 1, 0, -1) if text[end - 1] == text[-1]]
+    matches = []
+    for end in ends:
         length = 0
         while length < min(end, MAX_EVIDENCE) and text[end - 1 - length] == text[-1 - length]:
             length += 1
-        found.append((length, end))
+        matches.append((length, end))
+    pairs = [match for match in matches if match[0] >= 2]
+    found = [match for match in pairs if match[0] >= 4][:MAX_MATCHES]
+    walked = [match for match in pairs[:MAX_WALK] if match[0] < 4] if pairs else matches
+    found += walked[: MAX_MATCHES - len(found)]
     return sorted(found, key=lambda place: -place[0])
 
 
@@ -169,27 +168,30 @@ def test_index_of_a_shortened_text_starts_again(native: bool, text, removed) -> 
     assert proposed(proposer, sequence, 4) == fresh
 
 
-def test_python_index_memory_is_proportional_to_the_text() -> None:
-    """The index of 100,000 varied tokens in Python takes at most 150 bytes per token."""
-    text = [(i * i) % 4093 for i in range(100_000)]
-    index = PythonText(compact(text))
+@given(st.integers(0, 2000))
+def test_python_text_takes_at_most_the_stated_memory(length: int) -> None:
+    """A text of different tokens and its index in Python take at most `text_bytes`."""
+    lookup, index = PythonLookup(trees=True), PythonText(compact(range(length)))
     index.matches(index.tokens)
-    parts = (index._pairs, index._singles, index._earlier_pairs, index._earlier_singles)
+    parts = (*index._latest, *index._earlier, index.tokens, index)
     size_bytes = sum(sys.getsizeof(part) for part in parts)
-    size_bytes += sum(sys.getsizeof(n) for d in parts[:2] for pair in d.items() for n in pair)
-    assert size_bytes < 150 * len(text)
+    size_bytes += sum(
+        sys.getsizeof(part) for each in index._latest for pair in each.items() for part in pair
+    )
+    assert size_bytes <= lookup.text_bytes(length)
 
 
 @needs_gcc
 @given(st.lists(st.integers(0, 2000), max_size=20))
-def test_native_index_memory_is_proportional_to_the_text(growth: list[int]) -> None:
-    """The index in C takes at most 48 bytes per token after any growth, and a small constant."""
+def test_native_text_takes_at_most_the_stated_memory(growth: list[int]) -> None:
+    """A text and its index in C take at most `text_bytes` after any growth."""
     lookup, index = native_lookup(trees=True), NativeText(compact(()))
     assert lookup is not None
     for some in growth:
         index.tokens.extend(range(some))
         lookup.drafts([(index,)], [4])
-        assert sys.getsizeof(index.memory) <= 48 * max(len(index.tokens), 64) + 200
+        size_bytes = sys.getsizeof(index.memory) + sys.getsizeof(index.tokens)
+        assert size_bytes + sys.getsizeof(index) <= lookup.text_bytes(len(index.tokens))
 
 
 @in_c_and_python
@@ -199,7 +201,7 @@ def test_forgetting_drops_the_index(native: bool) -> None:
     proposed(proposer, sequence, 2)
     proposer.forget(sequence)
     proposer.forget(sequence)
-    assert not proposer._texts
+    assert not proposer._live
     assert not proposed(proposer, sequence_of([7, 1, 2], key=1), 2)
 
 
@@ -243,11 +245,11 @@ any_step = st.builds(
 
 
 @needs_gcc
-@given(st.lists(any_step, max_size=20), st.booleans(), st.sampled_from((0, 8, 100)))
-def test_drafts_in_c_equal_the_drafts_in_python(steps, trees, corpus_tokens) -> None:
+@given(st.lists(any_step, max_size=20), st.booleans(), st.booleans())
+def test_drafts_in_c_equal_the_drafts_in_python(steps, trees, has_corpora) -> None:
     """Both lookups return equal drafts for any texts, growth, batches and finished requests."""
     proposers = [
-        NgramProposer(corpus_tokens=corpus_tokens, trees=trees, native=native)
+        NgramProposer(corpus_bytes=has_corpora << 26, trees=trees, native=native)
         for native in (True, False)
     ]
     sequences = {key: sequence_of([], key, tenant=str(key // 3)) for key in range(4)}
@@ -315,60 +317,3 @@ def test_short_calls_keep_the_interpreter_lock(tokens: int, texts: int, keeps_lo
     lookup.drafts(group[:1], [4])  # the texts are known now
     assert set(calls[:-1]) == {"_short_drafts" if keeps_lock else "_drafts"}
     assert calls[-1] == "_short_drafts"
-
-
-# --- corpus ---------------------------------------------------------------------------------------
-
-
-@in_c_and_python
-def test_corpus_serves_only_its_tenant(native: bool) -> None:
-    """The text of a finished request appears only in drafts of the same tenant."""
-    proposer = NgramProposer(corpus_tokens=100, native=native)
-    finished = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
-    proposed(proposer, finished, 3)
-    proposer.forget(finished)
-    proposer.forget(finished)
-    for tenant, draft in (("a", (4, 5, 6)), ("b", ()), ("", ())):
-        sequence = sequence_of([9, 2, 3], key=1, tenant=tenant)
-        assert proposed(proposer, sequence, 3).token_ids == draft
-        assert proposed(NgramProposer(native=native), sequence, 3).token_ids == ()
-    assert len(proposer._corpora._by_tenant["a"]) == 6
-
-
-@in_c_and_python
-def test_long_match_in_the_sequence_precedes_the_corpus(native: bool) -> None:
-    """The proposer does not search the corpus after a long match in the sequence."""
-    proposer = NgramProposer(corpus_tokens=100, native=native)
-    finished = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
-    proposed(proposer, finished, 3)
-    proposer.forget(finished)
-    sequence = sequence_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], key=1, tenant="a")
-    assert proposed(proposer, sequence, 2).token_ids == (5, 6)
-
-
-@given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
-def test_corpus_keeps_the_latest_tokens(texts, most) -> None:
-    """The corpus never exceeds its limit and always has the end of the last text."""
-    corpora = TenantCorpora(PythonLookup(trees=True), most)
-    for text in texts:
-        corpora.add_text("a", compact(text))
-    corpus = corpora._by_tenant.get("a")
-    if corpus is None:
-        assert not texts
-        return
-    assert len(corpus) <= most
-    kept = texts[-1][-(most // 2) :]
-    latest = corpus.generations[0].tokens.tolist()
-    assert latest[len(latest) - len(kept) :] == kept
-
-
-def test_least_recently_used_tenant_is_dropped() -> None:
-    """The proposer keeps the corpus of a bounded number of tenants."""
-    corpora = TenantCorpora(PythonLookup(trees=True), 10)
-    for number in range(MAX_TENANTS):
-        corpora.add_text(str(number), compact([1, 2, 3]))
-    assert corpora.texts("0")
-    corpora.add_text("new", compact([1, 2, 3]))
-    assert corpora.texts("0")
-    assert not corpora.texts("1")
-    assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MAX_TENANTS}

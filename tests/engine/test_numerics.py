@@ -27,7 +27,8 @@ from draftgate.backends.engine.quantisation.fp8_kv import FP8
 
 REPORT = """
 import json, torch
-from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
+from draftgate.backends.engine.linear import ONEDNN_BFLOAT16
+from draftgate.backends.engine.operators.products import USES_AMX
 from draftgate.backends.engine.numerics import check_cpu_isa, numerics_class
 from draftgate.backends.engine.operators.compiler import library_name
 

@@ -259,3 +259,42 @@ def test_compiled_libraries_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert compiler.compiled("attention.c", **defines) is not None
     compiler.compiled.cache_clear()
     assert [path.stat().st_mtime_ns for path in (tmp_path / "draftgate").iterdir()] == [made]
+
+
+@needs_gcc
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "bit"])
+def test_a_damaged_library_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: str
+) -> None:
+    """A cached library with other contents is not loaded, which could end the process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    defines = {"HEAD_DIM": 32, "BFLOAT16": 0, "TILE": 256}
+    compiler.compiled.cache_clear()
+    assert compiler.compiled("attention.c", **defines) is not None
+    (library,) = (tmp_path / "draftgate").iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # the mapping of this process keeps its file
+    changed = {
+        "cut": whole[:5000],
+        "empty": b"",
+        "text": b"no library",
+        "bit": whole[:-1] + bytes([whole[-1] ^ 1]),
+    }
+    library.write_bytes(changed[damage])
+    compiler.compiled.cache_clear()
+    assert compiler.compiled("attention.c", **defines) is not None
+    compiler.compiled.cache_clear()
+    assert library.read_bytes() == whole
+
+
+@needs_gcc
+def test_a_cache_that_cannot_be_written_costs_only_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a place for the cache, the library is compiled elsewhere and loaded."""
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler.compiled.cache_clear()
+    library = compiler.compiled("attention.c", HEAD_DIM=32, BFLOAT16=0, TILE=256)
+    compiler.compiled.cache_clear()
+    assert library is not None

@@ -148,3 +148,18 @@ def test_gateway_process_does_not_import_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "False"
+
+
+async def test_signals_for_the_gateway_do_not_end_the_engine() -> None:
+    """The engine's process ignores signals that `pkill` may send to all processes of a node."""
+    backend = EngineBackend(CONFIG)
+    before = child_pids()
+    await backend.start()
+    try:
+        (pid,) = child_pids() - before
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(pid, number)
+        assert await collect(backend, make_request(backend, max_tokens=4))
+        assert backend.failure is None
+    finally:
+        await backend.stop()

@@ -24,16 +24,16 @@ from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE
 from draftgate.backends.recorded_run import RecordedCost, RecordedRequest, RecordedWorker
 from draftgate.backends.recording import DIGITS, RecordingFile, Text
-from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.recording import load_recording
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.config.schema import ServeConfig
+from draftgate.lab.sim.environment import SimEnvironment
+from draftgate.lab.sim.recording import load_recording
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.speculation.plan_reason import PlanCause, PlanFigures
 from draftgate.policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
@@ -252,7 +252,6 @@ def test_restarted_worker_continues_its_recording(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"verify": "rejection"}, "needs --verify coupled"),
-        ({"ngram_corpus_tokens": 1}, "needs --ngram-corpus-tokens 0"),
         ({"record_acceptance_proposers": ("sparse_self",)}, "sparse_self reads the KV cache"),
         ({"record_acceptance": "/nowhere/file.json"}, "cannot write to the directory /nowhere"),
     ],

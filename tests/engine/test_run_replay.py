@@ -18,9 +18,6 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.recorded_run import Planned
-from draftgate.backends.sim.exact_replay import replay_exactly
-from draftgate.backends.sim.recorded_run import load_run
-from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import (
     Delta,
@@ -31,7 +28,10 @@ from draftgate.backends.types import (
 )
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
-from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
+from draftgate.lab.sim.exact_replay import replay_exactly
+from draftgate.lab.sim.recorded_run import load_run
+from draftgate.lab.sim.recording import load_recording
+from draftgate.lab.simulate.experiment import Setup, run_experiment
 from draftgate.loadgen.planning.plan import Load
 from draftgate.policies.costs.step_cost_fit import REFIT_STEPS
 from draftgate.policies.registry import speculation_policy

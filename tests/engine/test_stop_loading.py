@@ -51,7 +51,7 @@ def test_loading_stops_at_its_next_progress() -> None:
 
     loop = EngineLoop(load, reports)
     loop.start()
-    loop.join(30)
+    loop.join(60)
     assert not loop.is_alive()
     assert reports.shares == [0.5] * 3
     assert reports.errors == []

@@ -8,11 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from multidict import CIMultiDict
+
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.gateway.accounts import ANONYMOUS
 from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.content_encoding import SLICE_BYTES, BodyDecoder, body_encoding
 from draftgate.gateway.http.endpoints.embeddings import parse_embeddings
 from draftgate.gateway.http.endpoints.models import _detokenize, _tokenize
 from draftgate.gateway.http.endpoints.rerank import parse_rerank
@@ -54,9 +57,26 @@ def continued(data: bytes) -> None:
 def forwarded(data: bytes) -> None:
     """Read the fields of a body for an upstream, and change some."""
     fields = read_fields(data, 8192)
-    changed = changed_fields(fields, (None, "other"), ANONYMOUS)
+    changed = changed_fields(fields, ((), "other"), ANONYMOUS)
     if changed:
         rewrite_body(data, changed)
+
+
+def encoded(data: bytes) -> None:
+    """Decode a body whose encoding is the first line, up to the limit of a body."""
+    value, _, body = data.partition(b"\n")
+    headers = CIMultiDict({"Content-Encoding": value.decode("utf-8", "surrogateescape")})
+    encoding = body_encoding(headers)
+    if encoding is None:
+        return
+    decoder, left = BodyDecoder(encoding), 1 << 20
+    for part in (body[:1000], body[1000:]):
+        decoder.add(part)
+        while decoder.pending and left >= 0:
+            decoded = decoder.decode(left + 1)
+            assert len(decoded) <= min(SLICE_BYTES, left + 1)
+            left -= len(decoded)
+    decoder.finish()
 
 
 PARSERS = {
@@ -73,5 +93,9 @@ PARSERS = {
 }
 
 TARGETS = [
-    Target(name, parse, (InvalidRequest, RequestRejected), JSON) for name, parse in PARSERS.items()
+    *(
+        Target(name, parse, (InvalidRequest, RequestRejected), JSON)
+        for name, parse in PARSERS.items()
+    ),
+    Target("content_encoding", encoded, (InvalidRequest,)),
 ]

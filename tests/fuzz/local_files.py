@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from draftgate.addresses import mask_url
 from draftgate.backends.recording import read_recording
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.recording import Recording
 from draftgate.gateway.accounts import read_accounts
 from draftgate.gateway.config import ConfigError, effective_config
-from draftgate.gateway.config.values import mask_url
 from draftgate.gateway.state.redis.url import read_redis_url
+from draftgate.lab.sim.recording import Recording
 from draftgate.loadgen.events import read_events
 from draftgate.loadgen.planning.traces import read_trace
 from draftgate.loadgen.workloads.base import WorkloadSettings

@@ -6,8 +6,8 @@ from typing import Any
 
 from draftgate.backends.openai.events import EventScan, usage_in
 from draftgate.backends.openai.metrics import read_metrics
-from draftgate.gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL
-from draftgate.gateway.http.tools.parsing import CallParser
+from draftgate.gateway.tools.dialects import HERMES, LLAMA, MISTRAL
+from draftgate.gateway.tools.parsing import CallParser
 from draftgate.loadgen.sending.sse import SseParser
 from tests.fuzz.target import Target
 

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
-from draftgate.backends.sim import assembly
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.kv import fetch
 from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
 from tests.gateway.clients import anthropic_client
-from tests.gateway.harness import ScriptedBackend, client, running, shared_tokenizer
+from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.redis_server import RedisServer, redis_running
 from tests.gateway.tool_models import with_template
 from tests.gateway.troubles import NEVER_S
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
-
-shared_vocabulary = cache(assembly.printable_vocabulary)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_starts() -> Iterator[None]:
-    """Read the tokenizer of simulated workers only once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "Tokenizer", shared_tokenizer)
-        patch.setattr(assembly, "printable_vocabulary", shared_vocabulary)
-        yield
 
 
 @pytest.fixture

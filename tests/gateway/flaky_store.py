@@ -26,7 +26,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
 )
 from draftgate.policies.flows.types import HopRecord
-from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
+from draftgate.policies.quotas import Levels, QuotaReservation, Settlement, Shortage, Totals
 
 
 class FlakyStore:
@@ -56,6 +56,9 @@ class FlakyStore:
     def forget(self) -> None:
         """Delete all data."""
         self.inner = MemoryStore(self._clock)
+
+    async def warm_up(self) -> None:
+        await self.trouble("warm_up")
 
     async def publish(self, report: WorkerReport) -> bool:
         await self.trouble("publish")
@@ -142,6 +145,10 @@ class FlakyQuotas:
 
     async def totals(self, tenant: str) -> Totals:
         return await self._inner.totals(tenant)
+
+    async def levels(self, tenant: str) -> Levels:
+        await self._store.trouble("quota_levels")
+        return await self._inner.levels(tenant)
 
 
 class FlakyFlows:

@@ -8,7 +8,6 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +17,8 @@ from aiohttp import web_app
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.sim.tokens import shipped_tokenizer
 from draftgate.backends.streams import DeltaStreams
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
     Delta,
     FinishReason,
@@ -41,7 +40,7 @@ from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.scaling import DemandView, ScalingAdvice
 from draftgate.policies.types import WorkerLoad
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """Timeout of a wait in seconds, which only failures reach."""
 
 needs_engine = pytest.mark.skipif(
@@ -49,9 +48,6 @@ needs_engine = pytest.mark.skipif(
     or not (SHIPPED_MODEL / "model.safetensors").is_file(),
     reason="needs torch and the shipped model",
 )
-
-shared_tokenizer = cache(Tokenizer)
-"""Reads each tokenizer once, because reading takes most of the time that a node needs to start."""
 
 
 class ScriptedBackend:
@@ -68,7 +64,7 @@ class ScriptedBackend:
         self.gate = asyncio.Event()  # start() waits for this event
         self.gate.set()
         self.card = ModelCard("scripted", "scripted", 1000, "test", 1)
-        self.tokenizer = shared_tokenizer(SHIPPED_MODEL)
+        self.tokenizer = shipped_tokenizer()
         self.failure: str | None = None
         self.progress = 1.0
         self.kv_tokens = 500

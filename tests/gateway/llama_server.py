@@ -31,7 +31,7 @@ import httpx
 from draftgate.backends.openai.monitor import POLL_S
 from tests.gateway.harness import PATIENCE_S
 
-START_S = 30.0
+START_S = 60.0
 SLOTS = 2
 SLOT_TOKENS = 16_384
 """Context of each slot, in tokens. Filling it takes seconds, so a client can disconnect first."""
@@ -54,7 +54,7 @@ class LlamaServer:
 
     def metric(self, name: str) -> float:
         """Return the value of a metric from the server's own metrics page."""
-        page = httpx.get(f"{self.url}/metrics").text
+        page = httpx.get(f"{self.url}/metrics", timeout=60).text
         (line,) = [line for line in page.splitlines() if line.startswith(f"llamacpp:{name} ")]
         return float(line.split()[1])
 
@@ -96,7 +96,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
     until_s = time.monotonic() + START_S
     while True:
         try:
-            if httpx.get(f"{url}/health").status_code == 200:
+            if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -6,8 +6,10 @@ import pytest
 
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.policies.quotas import (
+    Levels,
     Limit,
     Quota,
+    QuotaLevel,
     QuotaReservation,
     Settlement,
     Shortage,
@@ -54,6 +56,21 @@ class QuotaContract:
         assert await granted(quotas, 100) == 60
         short = await quotas.reserve(reservation("more"), TTL_S)
         assert short == Shortage(Limit.REQUESTS, pytest.approx(1.001), 1, 60)
+
+    async def test_levels_are_what_is_in_use(self, timed: Timed, quotas: QuotaStore) -> None:
+        """The store tells the exact units in use, with reservations, and without drained units."""
+        quota = Quota(requests_per_minute=60, tokens_per_minute=600)
+        assert await quotas.levels("t") == Levels()
+        await quotas.reserve(reservation("a", 100, quota), TTL_S)
+        await quotas.reserve(reservation("b", 50, quota), TTL_S)
+        found = (await quotas.levels("t")).of(quota)
+        assert found[Limit.REQUESTS] == QuotaLevel(60, 58, 2.0)
+        assert found[Limit.TOKENS] == QuotaLevel(600, 450, 15.0)
+        await quotas.settle([Settlement("b", 10)])
+        await timed.pass_time(1.5)
+        found = (await quotas.levels("t")).of(quota)
+        assert found[Limit.REQUESTS] == QuotaLevel(60, 59, pytest.approx(0.5))
+        assert found[Limit.TOKENS] == QuotaLevel(600, 505, pytest.approx(9.5))
 
     async def test_the_rate_refills_the_burst(self, timed: Timed, quotas: QuotaStore) -> None:
         """The store grants one more request for each second that passes."""

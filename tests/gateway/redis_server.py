@@ -18,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-START_S = 30.0
+START_S = 60.0
 BUS = 10_000
 
 

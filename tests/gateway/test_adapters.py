@@ -13,7 +13,7 @@ import pytest
 from draftgate.backends.adapter_card import AdapterCard
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.backends.types import Capabilities, GenerationRequest
-from draftgate.gateway.cli.server import banner
+from draftgate.gateway.banner import banner
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import (
     ScriptedBackend,

@@ -34,7 +34,14 @@ async def test_loopback_listener_accepts_loopback_names(sim: Listening, host: st
 @pytest.mark.parametrize("path", ["/live", "/v1/models", "/", "/version", "/nowhere"])
 @pytest.mark.parametrize(
     "host",
-    ["a.example", "a.example:8000", "127.0.0.1.a.example", "localhost.a.example", "10.0.0.5", "["],
+    [
+        "a.example",
+        "a.example:8000",
+        "127.0.0.1.a.example",
+        "localhost.a.example",
+        "10.0.0.5",
+        "[::2]",
+    ],
 )
 async def test_loopback_listener_rejects_other_names(
     http: httpx.AsyncClient, host: str, path: str

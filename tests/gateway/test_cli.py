@@ -48,9 +48,23 @@ def test_help_lists_the_commands_without_slow_imports() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    for command in ("serve", "generate", "bench", "collect-env", "config", "--version"):
+    for command in ("serve", "generate", "bench", "config", "plan", "simulate", "--version"):
         assert command in done.stdout
     assert done.stdout.strip().endswith("[]")
+
+
+def test_production_imports_no_laboratory() -> None:
+    """Neither the server nor a command that runs a worker imports `draftgate.lab`."""
+    script = (
+        "import sys, draftgate.gateway.cli.server\nfrom draftgate.gateway.cli import app\n"
+        "app(['generate', 'x', '--backend', 'sim'], standalone_mode=False)\n"
+        "assert 'draftgate.backends.sim.backend' in sys.modules\n"
+        "print([name for name in sys.modules if name.startswith('draftgate.lab')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.endswith("\n[]\n")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +93,8 @@ def test_serve_help_groups_settings_in_panels() -> None:
     [
         (("load",), ("--rate", "--verify-lossless", "--html", "compare")),
         (("load", "search"), ("--share", "--slo-ttft-ms")),
-        (("bench",), ("engine", "tool-comparison")),
-        (("bench", "host"), ("--json",)),
+        (("bench",), ("engine", "policies")),
+        (("bench", "edge"), ("--json",)),
     ],
     ids=" ".join,
 )
@@ -139,7 +153,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
             "cannot report: /nowhere: No such file or directory\n",
         ),
         (["simulate", "--trace", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
-        (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, operators"),
+        (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, kernels"),
     ],
 )
 def test_user_error_is_one_line_and_status_2(
@@ -255,3 +269,25 @@ def test_collect_env_prints_json_or_text() -> None:
     assert found["cpu"]["cores"] >= 1
     assert "aiohttp" in found["packages"]
     assert "aiohttp" in draftgate("collect-env").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["m", "--served-model-name", "a", "b", "--port", "1"], ("a", "b")),
+        (["m", "--served-model-name", "a", "--served-model-name", "b"], ("a", "b")),
+        (["m", "--served-model-name", "a,b"], ("a", "b")),
+        (["--served-model-name", "a", "m"], ("a",)),
+        (["--served-model-name", "a", "b", "m"], None),
+    ],
+)
+def test_served_names_have_vllms_syntax(
+    arguments: list[str], expected: tuple[str, ...] | None
+) -> None:
+    """After MODEL, the option takes several names. Before MODEL, it takes one."""
+    shown = CliRunner().invoke(app, ["config", "show", *arguments, "--json"])
+    assert (shown.exit_code == 0) == (expected is not None), shown.output
+    if expected is not None:
+        settings = json.loads(shown.stdout)
+        assert settings["model"]["value"] == "m"
+        assert tuple(settings["served_model_name"]["value"]) == expected

@@ -21,18 +21,18 @@ from typing import Any
 
 import pytest
 
-from bench.harness.emulated_network import (
-    SERVER,
-    EmulatedNetwork,
-    PathConditions,
-    TokenBucketLink,
-)
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.tcp_info import tcp_info
 from draftgate.policies.pacing import PAUSED_S, Pacing, ReaderView
 from draftgate.policies.path_reason import path_reason
 from draftgate.policies.types import Pace
 from tests.gateway.certificates import make_certificate
+from tests.gateway.emulated_network import (
+    SERVER,
+    EmulatedNetwork,
+    PathConditions,
+    TokenBucketLink,
+)
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -321,7 +321,7 @@ def _port(relay: TcpProxy) -> int:
 
 async def _page_with(http: Any, label: str, value: float) -> str:
     """Return the page of metrics once a series of the paths has a value."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             page = str((await http.get("/metrics")).text)
             lines = [line for line in page.splitlines() if label in line]

@@ -11,9 +11,10 @@ import pytest
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
-from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.redis.store import WARM_CONNECTIONS, RedisStore
 from tests.gateway.harness import PATIENCE_S, client, eventually, open_stream, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import CLOCK, POOL, TimedRedis
@@ -93,6 +94,21 @@ async def test_two_nodes_grant_exactly_one_quota(
         return totals.open == 0
 
     await eventually(settled)
+
+
+async def test_nodes_share_a_quota_before_they_are_ready(
+    timed: TimedRedis, redis_server: RedisServer, keys: Path
+) -> None:
+    """A node that is ready has its connections, and counts among the nodes that share quotas."""
+    for number, name in enumerate(("g1", "g2"), 1):
+        store = GuardedStore(RedisStore(open_client(redis_server.url), POOL, name, CLOCK))
+        before = int(redis_server.command("INFO", "stats")["total_connections_received"])
+        async with running(store=store, api_keys_file=str(keys)) as gateway:
+            assert gateway.node.state is NodeState.READY
+            assert await timed.client.zcard(f"draftgate:{{{POOL}}}:quota-nodes") == number
+            opened = int(redis_server.command("INFO", "stats")["total_connections_received"])
+            assert opened - before >= WARM_CONNECTIONS
+        await store.close()
 
 
 async def test_a_disconnected_client_returns_its_tokens(

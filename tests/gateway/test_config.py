@@ -72,9 +72,13 @@ def test_environment_can_name_the_file(tmp_path: Path) -> None:
         ({"devices": "-1"}, "--devices: expected distinct indices"),
         ({"devices": ""}, "--devices: expected distinct indices"),
         ({"devices": "cpu"}, "--devices: expected distinct indices"),
-        ({"upstream": "localhost:8001"}, "--upstream: expected addresses such as http://localhost"),
+        (
+            {"upstream": "localhost:8001"},
+            "--upstream: expected an address such as http://127.0.0.1",
+        ),
         ({"upstream": "http://a,http://a/"}, "--upstream: expected distinct addresses"),
-        ({"upstream": ""}, "--upstream: expected addresses"),
+        ({"upstream": "http://a,,"}, "--upstream: expected texts separated by commas"),
+        ({"upstream_api_key_env": "sk-1"}, "--upstream-api-key-env: expected the name of an env"),
         ({"allowed_hosts": "a.example:80"}, "--allowed-hosts: expected host names such as"),
         ({"cors_origins": "a.example"}, "--cors-origins: expected origins such as https://"),
         ({"cors_origins": "https://a.example/x"}, "--cors-origins: expected origins"),
@@ -163,7 +167,7 @@ def test_sizes_take_units(text: str, size: int) -> None:
 
 def test_hosts_and_origins_are_lists_in_lower_case() -> None:
     """Names and origins may be repeated flags or one text with commas, in any case."""
-    environ = {"DRAFTGATE_CORS_ORIGINS": "https://A.example, http://b:3000"}
+    environ = {"DRAFTGATE_CORS_ORIGINS": "https://A.example/, http://b:3000"}
     config = effective_config({"allowed_hosts": ["A.example,b", "[::1]"]}, environ).config
     assert config.allowed_hosts == ("a.example", "b", "[::1]")
     assert config.cors_origins == ("https://a.example", "http://b:3000")
@@ -185,10 +189,10 @@ def test_worker_config_has_the_values_of_the_settings() -> None:
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
     assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
-    derived = {"device_index", "num_workers", "model_id", "memory_share"}
+    derived = {"device_index", "num_workers", "model_id", "memory_share", "acceptance_cache"}
     own = set(WorkerConfig.__struct_fields__) - derived
     assert own <= set(ServeConfig.__struct_fields__)
-    assert ServeConfig().worker_configs() == (WorkerConfig(),)
+    assert ServeConfig().worker_configs() == (WorkerConfig(acceptance_cache=True),)
 
 
 def test_each_device_gets_a_worker_and_its_share_of_the_cores(
@@ -268,16 +272,19 @@ def test_service_variables_of_kubernetes_are_ignored() -> None:
     [
         ("http://a, http://b", ("http://a", "http://b")),
         ("", ()),
-        (["http://a?x=1,2"], ("http://a?x=1,2",)),
+        (["http://a?x=1,2"], ("http://a?x=1", "2")),
+        (["a", "b, c"], ("a", "b", "c")),
+        ([""], ()),
+        (" ", ()),
         ([], ()),
     ],
 )
 def test_list_is_a_text_with_commas_or_a_list(given: object, found: tuple[str, ...]) -> None:
-    """A setting reads a text with commas and a list alike, and does not split list entries."""
+    """A setting reads a text with commas and a list alike, and a comma always separates."""
     assert PEERS.read(given, "x") == found
 
 
-@pytest.mark.parametrize("given", ["a,,b", ",", [1], 5, [["a"]], {"a": 1}])
+@pytest.mark.parametrize("given", ["a,,b", ",", "a,", ["a", ""], [1], 5, [["a"]], {"a": 1}])
 def test_value_that_is_not_a_list_of_texts_is_rejected(given: object) -> None:
     """A list setting rejects empty entries and entries that are not texts."""
     with pytest.raises(ConfigError, match=r"^--peers: expected"):
@@ -311,7 +318,7 @@ def test_each_upstream_becomes_a_worker(tmp_path: Path) -> None:
     """Each upstream becomes a worker, whether a flag, the file or the environment names it."""
     file = tmp_path / "node.yaml"
     file.write_text("upstream: [http://a:1/v1, https://b]\n")
-    expected = ("http://a:1/v1", "https://b")
+    expected = ("http://a:1", "https://b")
     for flags, environ, path in (
         ({"upstream": ["http://a:1/v1", "https://b/"]}, {}, None),
         ({}, {"DRAFTGATE_UPSTREAM": "http://a:1/v1, https://b"}, None),

@@ -119,7 +119,7 @@ async def test_the_heartbeat_survives_a_store_error(
 
     monkeypatch.setattr(node.store, "publish", publish)
     beating = asyncio.create_task(node.heartbeat.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await published.wait()
     beating.cancel()
     await asyncio.wait({beating})

@@ -112,7 +112,7 @@ def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[st
         found = events(begun + response.read().decode())
     assert found[-1] == "[DONE]"
     assert found[-2]["choices"][0]["finish_reason"] == "length"
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in log
     assert "ending=finished" in log
@@ -128,7 +128,7 @@ def test_a_second_signal_ends_open_streams(served: tuple[subprocess.Popen[str], 
         process.send_signal(signal.SIGINT)
         found = events(begun + response.read().decode())
     assert found[-1]["error"]["code"] == "worker_failed"
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -143,7 +143,7 @@ def test_sigterm_while_loading_exits_0() -> None:
     ) as process:
         assert process.stdout.readline() == "loading\n"
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in log
 
@@ -162,7 +162,7 @@ def test_a_node_exits_with_its_last_worker() -> None:
             assert url, process.stderr.read()
         with _stream(url[url.index("http") : url.index("/v1")], 600) as response:
             found = events(response.read().decode())
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
     assert len(found) > 20
     assert found[-1]["error"]["code"] == "worker_failed"
     assert "device lost" in found[-1]["error"]["message"]

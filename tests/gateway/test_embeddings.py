@@ -199,11 +199,13 @@ async def test_unknown_embedding_model_is_not_found(api: AsyncOpenAI) -> None:
     assert unknown.value.code == "model_not_found"
 
 
-async def test_embedding_counts_tokens_and_records_no_decision(
-    api: AsyncOpenAI, gateway: Listening
-) -> None:
+async def test_embedding_counts_tokens_and_records_no_decision() -> None:
     """An embedding counts its prompt tokens and records no speculation decision."""
-    async with client(gateway) as http:
+    async with (
+        running(backend="engine", kv_bytes=32 << 20, threads=1) as gateway,  # of no earlier test
+        openai_client(gateway.url) as api,
+        client(gateway) as http,
+    ):
         before = (await http.get("/decisions")).json()
         metrics = (await http.get("/metrics")).text
         await vectors(api, ["one", "two"])

@@ -42,7 +42,7 @@ async def streaming(
         async for line in (await opening).aiter_lines():
             yield line
 
-    request = http.build_request("POST", path, json={**BODY, "stream": True, **fields})
+    request = http.build_request("POST", path, json={"max_tokens": 400, "stream": True, **fields})
     opening = asyncio.create_task(http.send(request, stream=True))
     try:
         async with aclosing(lines()) as found:
@@ -94,7 +94,7 @@ async def test_failure_after_first_byte_sends_one_error_event(
 ) -> None:
     """The server sends one error event and no `[DONE]` when the worker fails after the first
     byte."""
-    async with streaming(http) as lines:
+    async with streaming(http, prompt="x") as lines:
         request = await scripted.submitted.get()
         scripted.emit(request, "half an ans")
         assert "half an ans" in await anext(lines)
@@ -217,7 +217,7 @@ async def test_queued_stream_gets_comments(
 ) -> None:
     """The server sends comments to a queued stream to keep the connection open."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
-    async with streaming(http) as lines:
+    async with streaming(http, prompt="x") as lines:
         assert await anext(lines) == ": waiting"
         scripted.emit(await scripted.submitted.get(), "done", last=True)
         rest = [line async for line in lines]

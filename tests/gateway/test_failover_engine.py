@@ -52,7 +52,11 @@ TEXT = {"prompt": PROMPT, "max_tokens": 64, "seed": 5}
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("/v1/completions", {**TEXT, "temperature": 0}),
     "seeded": ("/v1/completions", {**TEXT, "temperature": 0.9, "top_p": 0.95}),
-    "drafted": ("/v1/completions", {**TEXT, "temperature": 0, "speculation": {"mode": "ngram"}}),
+    "drafted": (
+        "/v1/completions",
+        # With earlier outputs, the whole text would be drafted in fewer steps than the engine runs.
+        {**TEXT, "temperature": 0, "speculation": {"mode": "ngram", "corpus": False}},
+    ),
     "several": ("/v1/completions", {**TEXT, "prompt": [PROMPT, "import os\n"], "n": 2}),
     "penalties": ("/v1/completions", {**TEXT, "frequency_penalty": 0.7, "min_tokens": 30}),
     "logprobs": ("/v1/completions", {**TEXT, "logprobs": 2, "temperature": 0}),
@@ -147,7 +151,8 @@ async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.A
     ("steps", "undisturbed"),
     [
         pytest.param(1, set(), marks=pytest.mark.long),
-        (6, {"stop", "schema", "embedding"}),
+        # Drafts from the outputs before may end a greedy text in six steps.
+        (3, {"stop", "schema", "embedding"}),
     ],
 )
 async def test_every_kind_of_request_survives_its_engine(

@@ -61,7 +61,7 @@ def send_request(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[http
 
 async def submitted(backend: ScriptedBackend) -> GenerationRequest:
     """Return the next request that the worker receives."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await backend.submitted.get()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.gateway.state.flow_store import HopLengths
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.flows.types import HopRecord
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.flow_contract import KEY, PLAN, FlowContract, arrival, begun

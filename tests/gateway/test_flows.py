@@ -15,7 +15,6 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
-from draftgate.gateway.cli.simulate.cluster import running_dispatcher
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import SETTLE_S
 from draftgate.gateway.dispatch.job import FlowTag, Job
@@ -23,6 +22,7 @@ from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
 from draftgate.gateway.state.flow_store import FlowKey
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.lab.simulate.cluster import running_dispatcher
 from draftgate.policies.flows.outcome import FlowOutcome
 from draftgate.policies.flows.types import HopKind
 from draftgate.policies.types import ANYTIME, ServiceLevel

@@ -13,12 +13,13 @@ from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.forwarded import (
     DEFAULT_OUTPUT_TOKENS,
+    MOST_CHOICES,
     MOST_OUTPUT_TOKENS,
     changed_fields,
     read_fields,
     rewrite_body,
 )
-from draftgate.gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
+from draftgate.gateway.http.requests.limits import MAX_PRIORITY
 from draftgate.policies.types import SpeculationMode
 from tests.gateway.harness import client
 from tests.gateway.upstreams import (
@@ -68,7 +69,7 @@ def test_max_tokens_is_bounded(sent_fields: dict[str, object], expected: int) ->
 
 
 @pytest.mark.parametrize(
-    ("sent_fields", "expected"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)]
+    ("sent_fields", "expected"), [(10**9, MOST_CHOICES), (-1, 1), (0, 1), (3, 3)]
 )
 def test_choices_are_bounded(sent_fields: int, expected: int) -> None:
     """The gateway bounds `n`, so a request cannot reserve more sequences than it may have
@@ -123,9 +124,9 @@ def test_priorities_are_bounded() -> None:
 )
 def test_priority_is_capped_by_the_account(sent_fields: bytes, sent: bytes) -> None:
     """The gateway changes only the priority, and only if the account does not permit the value."""
-    found = changed_fields(read_fields(sent_fields), (None, "theirs"), CAPPED)
+    found = changed_fields(read_fields(sent_fields), ((), "theirs"), CAPPED)
     assert rewrite_body(sent_fields, found) == sent
-    assert not changed_fields(read_fields(sent_fields), (None, "theirs"), ANONYMOUS)
+    assert not changed_fields(read_fields(sent_fields), ((), "theirs"), ANONYMOUS)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_unreadable_priority_of_a_capped_account_is_rejected(sent_fields: bytes)
     """The gateway rejects a priority that it cannot read, because the upstream might accept the
     value."""
     with pytest.raises(InvalidRequest):
-        changed_fields(read_fields(sent_fields), (None, "theirs"), CAPPED)
+        changed_fields(read_fields(sent_fields), ((), "theirs"), CAPPED)
 
 
 async def test_account_caps_apply_at_the_upstream(tmp_path: Path) -> None:

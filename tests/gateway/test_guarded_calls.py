@@ -19,7 +19,7 @@ async def nothing() -> None:
 
 async def run_cancelled(end: Callable[[], str], when_late: Callable[[], None]) -> None:
     """Cancel a caller in the moment in which its call ends."""
-    calls = GuardedCalls(nothing, nothing, clock=now_s, uniform=lambda: 0.0)
+    calls = GuardedCalls(nothing, nothing, purpose="test", clock=now_s, uniform=lambda: 0.0)
 
     async def call() -> str:
         await asyncio.sleep(0)

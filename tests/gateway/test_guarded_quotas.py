@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from draftgate.gateway.dispatch.quotas import Quotas, quota_account
-from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE
+from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE, QUOTA_DEADLINE_S
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.quotas import Limit, Quota, Shortage, Totals
 from tests.gateway.flaky_store import FlakyStore, guarded
@@ -75,7 +75,7 @@ class Gateway:
     async def lose_store(self, failure: str = "refused") -> None:
         """Let every call fail until the breaker opens."""
         self.remote.failure = failure
-        while self.store.outage is None:
+        while self.store.outage is None or self.store.quotas.outage is None:
             await self.beat()
 
     async def end(self) -> None:
@@ -164,10 +164,67 @@ async def test_a_request_costs_one_call_and_settles_in_the_background() -> None:
 async def test_no_reservation_waits_longer_than_the_deadline() -> None:
     """A reservation takes at most the deadline, and then the gateway decides alone."""
     async with pool() as (gateway, _):
-        gateway.remote.delay_s = 0.5
+        gateway.remote.delay_s = 1.0
         begin_s = now_s()
         assert await gateway.reserve() is not None
-        assert now_s() - begin_s == pytest.approx(DEADLINE_S)
+        assert now_s() - begin_s == pytest.approx(QUOTA_DEADLINE_S)
+
+
+@in_virtual_time
+@pytest.mark.parametrize("delay_s", [2 * DEADLINE_S, 0.9 * QUOTA_DEADLINE_S])
+async def test_a_slow_store_decides_about_quotas(delay_s: float) -> None:
+    """Two gateways grant exactly the quota although the store is too slow for leases."""
+    async with pool() as gateways:
+        for gateway in gateways:
+            gateway.remote.delay_s = delay_s
+        await pass_time(gateways, 10.0)
+        assert None not in {gateway.store.outage for gateway in gateways}
+        calls = (gateway.reserve() for gateway in gateways * 25)
+        found = await asyncio.gather(*calls)
+        assert len(found) - found.count(None) == 50
+        granted = [await gateway.grants(12) for gateway in gateways]
+        assert sum(granted) <= 10 + now_s() - 10.0
+
+
+@in_virtual_time
+async def test_a_burst_of_reservations_takes_turns() -> None:
+    """A burst of more requests than calls in flight is granted exactly the quota."""
+    async with pool() as gateways:
+        for gateway in gateways:
+            gateway.remote.delay_s = QUOTA_DEADLINE_S / 8
+        found = await asyncio.gather(
+            *(gateway.reserve() for gateway in gateways for _ in range(3 * MOST_CALLS))
+        )
+        assert len(found) - found.count(None) == 60
+
+
+@in_virtual_time
+async def test_a_burst_at_a_hung_store_waits_for_one_deadline() -> None:
+    """No request of a burst waits longer than the deadline, and late turns make no call."""
+    async with pool() as (gateway, _):
+        gateway.remote.delay_s = 10.0
+        begin_s = now_s()
+        found = await asyncio.gather(*(gateway.reserve() for _ in range(3 * MOST_CALLS)))
+        assert len(found) - found.count(None) == 30
+        assert now_s() - begin_s == pytest.approx(QUOTA_DEADLINE_S)
+        gateway.remote.calls.clear()
+        await asyncio.sleep(60.0)
+        assert gateway.remote.calls["reserve"] == gateway.remote.calls["reserve_quota"] == 0
+
+
+@in_virtual_time
+async def test_grants_of_an_outage_are_charged_when_it_ends() -> None:
+    """The end of an outage itself charges what a gateway granted alone, before any heartbeat."""
+    async with pool(quota=TOKENS) as (first, second):
+        await first.lose_store()
+        ended, opened = await first.reserve(120), await first.reserve(150)
+        assert None not in {ended, opened}
+        await first.quotas.settle(ended, 100)
+        first.remote.failure = None
+        await asyncio.sleep(1.5 * PATIENCE.longest_pause_s)
+        found = await totals(second)
+        assert found.open == 150
+        assert found.settled == pytest.approx(100, abs=5 * PATIENCE.longest_pause_s)
 
 
 @in_virtual_time
@@ -283,7 +340,7 @@ async def test_a_late_grant_of_a_refused_request_is_released() -> None:
     """The store keeps no reservation that it granted after the gateway had refused the request."""
     async with pool() as (gateway, _):
         assert await gateway.grants(30) == 30
-        gateway.remote.delay_s = 0.5
+        gateway.remote.delay_s = 1.0
         assert await gateway.reserve() is None
         await asyncio.sleep(5.0)
         assert (await totals(gateway)).open == 30
@@ -295,7 +352,7 @@ async def test_a_late_grant_is_charged_once(ended_s: float) -> None:
     """A reservation that the store granted late is charged once, whenever its request ends."""
     async with pool(quota=TOKENS) as gateways:
         gateway = gateways[0]
-        gateway.remote.delay_s = 0.5
+        gateway.remote.delay_s = 1.0
         request_id = await gateway.reserve(100)
         assert request_id is not None
         gateway.remote.delay_s = 0.0

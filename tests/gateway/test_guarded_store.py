@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop, run_virtual
 from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
 from draftgate.gateway.state.guarded import AT_ONCE, GuardedStore
 from draftgate.gateway.state.store import STALE_S, Refusal
+from draftgate.lab.sim.virtual_time import VirtualTimeLoop, run_virtual
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
 
@@ -153,7 +153,7 @@ async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> No
             ("WARNING", "state store is unavailable"),
             ("INFO", "state store recovered"),
         ]
-        assert caplog.records[0].draftgate_fields == {"reason": "refused"}
+        assert caplog.records[0].draftgate_fields == {"reason": "refused", "purpose": "leases"}
 
 
 @in_virtual_time

@@ -86,7 +86,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": 5}, "guided_json"),
     ({"guided_json": "[1]"}, "guided_json"),
     ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+    ({"guided_json": {"type": "array", "contains": {}}}, "guided_json"),
     ({"guided_regex": "a(?=b)"}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": ["a", ""]}, "guided_choice"),

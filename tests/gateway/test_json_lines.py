@@ -7,6 +7,8 @@ import json
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,6 +47,53 @@ class Record(msgspec.Struct):
     """A record with a number."""
 
     number: int
+
+
+class Partial:
+    """A file whose disk becomes full in the middle of the first write."""
+
+    def __init__(self, real: Any, then: Callable[[], None]) -> None:
+        self._real = real
+        self._then = then
+        self._full = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._real.close()
+
+    def write(self, data: memoryview) -> int:
+        if self._full:
+            self._then()
+            raise OSError(28, "No space left on device")
+        self._full = True
+        return int(self._real.write(data[: len(data) // 2]))
+
+
+@contextmanager
+def filling_disk(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Let the next file that is opened have a disk that becomes full.
+
+    Args:
+        then: what happens when the disk is full.
+    """
+    opened = Path.open
+    with monkeypatch.context() as patch:
+
+        def open_once(path: Path, mode: str, **options: Any) -> Any:
+            if mode != "ab":
+                return opened(path, mode, **options)
+            patch.setattr(Path, "open", opened)
+            return Partial(opened(path, mode, **options), then)
+
+        patch.setattr(Path, "open", open_once)
+        yield
 
 
 def numbers(path: Path) -> list[int]:
@@ -89,38 +138,40 @@ def test_a_failed_write_leaves_no_part_of_a_record(
     file = JsonLinesFile(path, "--audit-file")
     file.append(Record(1))
     file.write()
-    opened = Path.open
-
-    class Partial:
-        """A file whose disk becomes full in the middle of the first write."""
-
-        def __init__(self, real: Any) -> None:
-            self._real = real
-            self._full = False
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self._real.close()
-
-        def write(self, data: memoryview) -> int:
-            if self._full:
-                raise OSError(28, "No space left on device")
-            self._full = True
-            return int(self._real.write(data[: len(data) // 2]))
-
     file.append(Record(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda *args, **named: Partial(opened(*args, **named)))
-        with pytest.raises(OSError, match="No space"):
-            file.write()
+    with filling_disk(monkeypatch), pytest.raises(OSError, match="No space"):
+        file.write()
     assert numbers(path) == [1]
     file.write()
     assert numbers(path) == [1, 2]
+
+
+def test_a_record_begins_a_line_after_a_cut_line(tmp_path: Path) -> None:
+    """A part of a line, which a crash of the machine leaves, does not spoil the next record."""
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'{"number": 0}\n{"num')
+    file = JsonLinesFile(path, "--audit-file")
+    for number in (1, 2):
+        file.append(Record(number))
+        file.write()
+    assert path.read_bytes().splitlines()[1] == b'{"num'
+    assert [json.loads(line)["number"] for line in path.read_bytes().splitlines()[2:]] == [1, 2]
+
+
+def test_a_failed_write_removes_no_record_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another process has written after the part, the part stays as a line of its own."""
+    path = tmp_path / "file.jsonl"
+    file, other = JsonLinesFile(path, "--audit-file"), JsonLinesFile(path, "--audit-file")
+    other.append(Record(7))
+    file.append(Record(1))
+    with filling_disk(monkeypatch, other.write), pytest.raises(OSError, match="No space"):
+        file.write()
+    file.write()
+    part, *lines = path.read_text().splitlines()
+    assert part == '{"numb'
+    assert [json.loads(line)["number"] for line in lines] == [7, 1]
 
 
 def test_unwritten_records_are_bounded(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.lab.sim.virtual_time import loop_time_s
 from draftgate.policies.kv_transfer import PullReason
 from tests.gateway.harness import client, eventually, needs_engine, running
 from tests.gateway.troubles import (

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.base import Backend
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cluster.members import Members, Reach
 from draftgate.gateway.dispatch.pool_totals import SMALL_POOL, PoolReader
 from draftgate.gateway.dispatch.routing import MOST_COMPARED
 from draftgate.gateway.fleet import Fleet as RealFleet
 from draftgate.gateway.state.store import Snapshot, Store, WorkerReport, WorkerView
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.routing.selection import draw_some
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView

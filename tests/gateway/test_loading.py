@@ -10,9 +10,9 @@ import os
 import pytest
 from rich.console import Console
 
-from draftgate.gateway.cli import loading
-from draftgate.gateway.cli.loading import loading_shown
+from draftgate.gateway import loading
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.loading import loading_shown
 from tests.gateway.harness import ScriptedBackend, scripted_fleet, until
 
 CONFIG = ServeConfig(model="/models/[m]")

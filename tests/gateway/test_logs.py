@@ -6,12 +6,16 @@ import asyncio
 import json
 import logging
 import math
+import os
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from draftgate.gateway.telemetry.logs import (
+from draftgate.gateway.logs import (
     AboutRequest,
     JsonFormatter,
     LineFormatter,
@@ -118,6 +122,52 @@ def test_log_format_applies_to_libraries_too(capsys: pytest.CaptureFixture[str],
     else:
         assert lines[0].endswith("INFO hello a=1")
         assert lines[1].endswith("WARNING no collector")
+
+
+@pytest.mark.usefixtures("restored_loggers")
+@pytest.mark.parametrize("room", [0, 1, 30, 1000])
+@pytest.mark.parametrize("form", ["line", "json"])
+def test_a_line_cut_by_a_full_disk_spoils_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, room: int
+) -> None:
+    """While the disk is full, lines are lost. The first line afterwards begins a line, and no line
+    is empty."""
+    write, left = os.write, 10_000
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(28, "No space left on device")
+        written = write(descriptor, data[:left])
+        left -= written
+        return written
+
+    with (tmp_path / "log").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(os, "write", write_some)
+        configure("info", form)
+        log(logging.INFO, "before")
+        left = room
+        for _ in range(300):
+            log(logging.INFO, "lost")
+        left = 10_000
+        log(logging.INFO, "after")
+        log(logging.INFO, "later")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [event_of(line, form) for line in (lines[0], *lines[-2:])] == [
+        "before",
+        "after",
+        "later",
+    ]
+    assert len([line for line in lines if event_of(line, form) is None]) <= 1
+    assert "" not in lines
+
+
+def event_of(line: str, form: str) -> str | None:
+    """Return the event of a line, or None for a part of a line."""
+    pattern = r"\S+Z INFO (\w{4,6})" if form == "line" else r'\{.*"event": "(\w+)"\}'
+    found = re.fullmatch(pattern, line)
+    return None if found is None else found[1]
 
 
 @pytest.mark.usefixtures("restored_loggers")

@@ -32,7 +32,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages: must be given"),
     ({"messages": []}, "messages: must be given"),
     ({"max_tokens": None}, "max_tokens: must be given"),
-    ({"max_tokens": -1}, "max_tokens: must be at least 0"),
+    ({"max_tokens": -2}, "max_tokens: must be at least -1"),
     ({"max_tokens": 10**9}, "not 1000"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role: invalid value 'king'"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -42,9 +42,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]}]},
      "messages[0].content[0].content[0].type: invalid value 'image'; known: text"),
-    ({"messages": [*HI, {"role": "assistant", "content": "x"}]},
-     "messages[1].role 'assistant' in the last message is not supported"),
-    ({"stop_sequences": ["x"] * 17}, "stop_sequences: must have at most 16 texts"),
+    ({"messages": [*HI, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "c", "name": "f", "input": {}}]}]},
+     "messages[1].content: must not be part of a message to continue"),
+    ({"stop_sequences": ["x" * 16385]}, "stop_sequences: must have at most 16384 characters"),
     ({"temperature": -1}, "temperature: must be"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: must be"),
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]},
@@ -118,6 +119,7 @@ async def test_worker_failure_is_an_error_event(
     with pytest.raises(anthropic.APIStatusError, match="device lost") as failed:
         await anext(stream)
     assert failed.value.type == "overloaded_error"
+    assert failed.value.body["request_id"] == failed.value.response.headers["request-id"]
     with pytest.raises(anthropic.InternalServerError) as refused:
         await anthropic_api.messages.create(model="scripted", max_tokens=5, messages=HI)
     assert refused.value.status_code == 503

@@ -342,6 +342,23 @@ async def test_output_format_constrains_the_text(
     assert json.loads(request.grammar.text) == schema
 
 
+async def test_tool_runner_continues_without_threads(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """The error for `thread` has the code after which clients send all messages."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        body = {"messages": HI, "max_tokens": 5, "thread": thread}
+        response = await http.post(PATH, params={"beta": "true"}, json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["message"] == "thread is not supported: send all messages"
+        assert error["details"] == {
+            "error_code": "thread_unsupported_request", "unsupported": ["thread"],
+        }  # fmt: skip
+    _, plain = await exchange(qwen, http, ["ok"], thread=None)
+    assert plain.status_code == 200
+
+
 async def test_silent_streams_have_pings(
     qwen: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from aiohttp import web
 
@@ -93,14 +95,15 @@ async def test_broken_stream_ends_with_one_error_event(handler: Handler, kind: s
 
 
 async def test_errors_of_the_gateway_and_of_the_upstream_have_anthropics_form() -> None:
-    """An error of the gateway has Anthropic's form, and an error of the upstream passes as it is.
-    A count of tokens is 501 if the upstream has no such path."""
+    """An error of the gateway has Anthropic's form. One of the upstream passes as it is, but names
+    the gateway's request. This also applies to a count of tokens."""
     sent = b'{"type":"error","error":{"type":"not_found_error","message":"theirs"}}'
     handler = refusal(404, sent)
     async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
-        assert (await http.post(PATH, json=STREAM)).content == sent
-        count = await http.post(f"{PATH}/count_tokens", json={"messages": HI})
-    assert (count.status_code, count.json()["type"]) == (501, "error")
+        for path, body in ((PATH, STREAM), (f"{PATH}/count_tokens", {"messages": HI})):
+            response = await http.post(path, json=body)
+            named = {**json.loads(sent), "request_id": response.headers["request-id"]}
+            assert (response.status_code, response.json()) == (404, named)
 
     async def broken(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None

@@ -348,6 +348,8 @@ def test_refused_requests_miss_their_targets(metrics: Metrics) -> None:
         for service, ending, error in cases:
             watch = watched(metrics, Clock())
             watch.forwarding("m", "a", service, 1, stream=True)
+            if ending is Ending.FINISHED:
+                watch.progressed(1)
             watch.end(ending, 200, error)
     assert metrics.recent.attainment() == pytest.approx(1 / 3)
 

@@ -19,11 +19,11 @@ from msgspec import structs
 from draftgate.backends.kv_transfer.exchange import HOLD_S, BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from draftgate.policies.types import Pace
 from tests.examples import examples
 from tests.gateway.harness import eventually

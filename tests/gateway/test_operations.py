@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftgate.gateway.app import Listening, start_workers
 from draftgate.gateway.dispatch import placement
 from draftgate.gateway.http import generation
-from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.offload import offload
+from draftgate.gateway.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
@@ -203,7 +203,8 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
     paths = {route.resource.canonical.rstrip("/") or "/" for route in routes}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize",
+        "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/score", "/v1/score", "/tokenize",
+        "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
         "/live", "/workers", "/workers/{worker_id}/role", "/", "/web/{name}",
         "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}",
@@ -224,12 +225,29 @@ async def test_model_reports_its_chat_template_and_proposers() -> None:
 
 async def test_served_model_name_replaces_the_model_id() -> None:
     """The setting `--served-model-name` renames the model for clients."""
-    async with running(served_model_name="org/mine") as gateway, client(gateway) as http:
+    async with running(served_model_name=("org/mine",)) as gateway, client(gateway) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "org/mine"
         assert (await http.get("/v1/models/org/mine")).status_code == 200
         for name, status in (("org/mine", 200), ("draftgate-demo", 404)):
             response = await http.post("/v1/completions", json={**COMPLETION, "model": name})
             assert response.status_code == status
+
+
+async def test_a_model_has_several_served_names() -> None:
+    """Clients may use each of several names. Responses have the first, and the list has all."""
+    names = ("org/mine", "b", "gpt-4o")
+    async with running(served_model_name=names) as gateway, client(gateway) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert tuple(model["id"] for model in listed) == names
+        for name in names:
+            assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+            response = await http.post("/v1/completions", json={**COMPLETION, "model": name})
+            assert response.json()["model"] == "org/mine"
+        error = (await http.post("/v1/completions", json={**COMPLETION, "model": "c"})).json()
+        assert all(name in error["error"]["message"] for name in names)
+        metrics = (await http.get("/metrics")).text
+        assert 'model_name="org/mine"' in metrics
+        assert 'model_name="b"' not in metrics
 
 
 async def test_health_counts_requests_in_flight(scripted: ScriptedBackend) -> None:

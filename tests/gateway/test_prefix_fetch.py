@@ -21,13 +21,13 @@ from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.lab.sim.virtual_time import loop_time_s
 from draftgate.policies.kv_transfer import (
     MEASURED_S,
     PullReason,

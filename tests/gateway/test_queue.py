@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.gateway.dispatch.admission import (
     DEFAULT_BOUNDS,
     AdmissionController,
@@ -27,6 +26,7 @@ from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S

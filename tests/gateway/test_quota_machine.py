@@ -1,7 +1,8 @@
 """A state machine of gateways that share quotas through a store that fails, in virtual time.
 
 Gateways are killed and restarted, clients disconnect, and the store is slow, unreachable or
-flushed. The granted requests never exceed the documented bound, and the ledger balances.
+flushed. The granted requests never exceed the documented bound, and the ledger balances. A store
+that is slow, but answers within the deadline of quotas, adds nothing to the bound.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.calls import MOST_CALLS, QUOTA_DEADLINE_S
 from draftgate.policies.quotas import Quota
 from tests.examples import examples
 from tests.gateway.test_guarded_quotas import Gateway
-from tests.gateway.troubled_gateways import BACK_S, TroubledGateways, is_connected
+from tests.gateway.troubled_gateways import BACK_S, TroubledGateways
 
 GATEWAYS = 3
 RATE, BURST, TOKENS_BURST = 60, 12, 300
+MOST_DELAY_S = QUOTA_DEADLINE_S / 8
+"""The longest delay of a call with which the largest burst is served within the deadline."""
+
 ACCOUNT = quota_account("t", "")
 QUOTA = Quota(RATE, RATE * 10, BURST, TOKENS_BURST)
 
@@ -99,15 +104,36 @@ class SharedQuotas(TroubledGateways):
     def reserve(self, gateway: int, tokens: int, count: int) -> None:
         for _ in range(count):
             begin_s = self.now_s
-            name = self.runner.run(self.gateways[gateway].reserve(tokens))
-            if name is not None:
-                made = Granted(begin_s, tokens, gateway, name)
-                self.granted.append(made)
-                self.open.append(made)
-            for trouble in self.troubles:
-                if name is not None and trouble.gateway == gateway and trouble.end_s is None:
-                    trouble.largest = max(trouble.largest, tokens)
+            self._note(begin_s, tokens, gateway, self.runner.run(self._reserve(gateway, tokens)))
         self._check_bound()
+
+    @rule(tokens=st.sampled_from([0, 5]), count=st.sampled_from([2, 2 * MOST_CALLS]))
+    def burst(self, tokens: int, count: int) -> None:
+        """Send requests to all gateways at the same time."""
+        gateways = [index for index in range(GATEWAYS) for _ in range(count)]
+        begin_s = self.now_s
+
+        async def found() -> list[str | None]:
+            calls = (self._reserve(gateway, tokens) for gateway in gateways)
+            return await asyncio.gather(*calls)
+
+        for gateway, name in zip(gateways, self.runner.run(found()), strict=True):
+            self._note(begin_s, tokens, gateway, name)
+        self._check_bound()
+
+    async def _reserve(self, gateway: int, tokens: int) -> str | None:
+        return await self.gateways[gateway].reserve(tokens)
+
+    def _note(self, begin_s: float, tokens: int, gateway: int, name: str | None) -> None:
+        """Note a granted request. `name` is None for a refused one."""
+        if name is None:
+            return
+        made = Granted(begin_s, tokens, gateway, name)
+        self.granted.append(made)
+        self.open.append(made)
+        for trouble in self.troubles:
+            if trouble.gateway == gateway and trouble.end_s is None:
+                trouble.largest = max(trouble.largest, tokens)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), used=st.integers(0, 100), released=st.booleans())
@@ -146,20 +172,26 @@ class SharedQuotas(TroubledGateways):
         for gateway in self.gateways:
             await gateway.beat()
         for trouble in self.troubles:
-            if trouble.end_s is None and is_connected(self.gateways[trouble.gateway]):
+            if trouble.end_s is None and self._decides_with_store(trouble.gateway):
                 trouble.end_s = asyncio.get_running_loop().time()
 
     @rule(
         gateway=gateways,
         failure=st.none() | st.just("refused"),
-        delay_s=st.sampled_from([0.0, 0.0, 0.03, 0.5]),
+        delay_s=st.sampled_from([0.0, 0.0, 0.03, MOST_DELAY_S, 2 * QUOTA_DEADLINE_S]),
     )
     def change_connection(self, gateway: int, failure: str | None, delay_s: float) -> None:
         remote = self.gateways[gateway].remote
         remote.failure, remote.delay_s = failure, delay_s
         known = any(one.gateway == gateway and one.end_s is None for one in self.troubles)
-        if (failure or delay_s) and not known:
+        if (failure or delay_s > MOST_DELAY_S) and not known:
             self.troubles.append(Trouble(gateway, self.now_s))
+
+    def _decides_with_store(self, gateway: int) -> bool:
+        """Return whether the store decides about the quotas of a gateway."""
+        remote, quotas = self.gateways[gateway].remote, self.gateways[gateway].store.quotas
+        slow = remote.delay_s > MOST_DELAY_S
+        return remote.failure is None and not slow and quotas.outage is None
 
     @rule(gateway=gateways)
     def kill(self, gateway: int) -> None:
@@ -190,7 +222,7 @@ class SharedQuotas(TroubledGateways):
         """After a recovery, the store has exactly the reservations of the living gateways."""
         expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
         self.runner.run(self.end_trouble(BACK_S + max(2.0, expiry_s - self.now_s)))
-        assert all(gateway.store.outage is None for gateway in self.gateways)
+        assert all(gateway.store.quotas.outage is None for gateway in self.gateways)
         found = self.runner.run(self.inner.quotas.totals(ACCOUNT))
         assert found.open == sum(made.tokens for made in self.open)
         for index, gateway in enumerate(self.gateways):

@@ -168,17 +168,13 @@ async def test_settled_reservations_leave_only_the_account(
     assert keys == {"quota:t"}
 
 
-async def test_gateways_with_leases_share_the_quotas(
-    pool: RedisStore, redis_server: RedisServer
-) -> None:
-    """The store counts every gateway that has leases, and no node that only renews."""
+async def test_nodes_with_quotas_share_them(pool: RedisStore, redis_server: RedisServer) -> None:
+    """The store counts every node that renews quotas, and no node that only has leases."""
     other = RedisStore.at(redis_server.url, "p", "g2")
-    await pool.renew((), 30.0)
-    await other.renew((), 30.0)
-    assert await pool.quotas.renew((), 30.0) == 1
     await other.renew((Lease("r", "w", "1", 5, 7),), 30.0)
+    assert await pool.quotas.renew((), 30.0) == 1
+    assert await other.quotas.renew((), 30.0) == 2
     assert await pool.quotas.renew((), 30.0) == 2
-    assert await other.quotas.renew((), 30.0) == 1
     await other.close()
 
 

@@ -73,7 +73,7 @@ async def node(
     seconds = count()
     monkeypatch.setattr(readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
-        "draftgate.gateway.http.routes.time",
+        "draftgate.gateway.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),
     )
     async with running(backends=[scripted]) as gateway:

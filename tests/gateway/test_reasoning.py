@@ -99,7 +99,7 @@ async def test_reasoning_is_switched_by_every_name(
         ("qwen2_5", {"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
         ("qwen2_5", {"chat_template_kwargs": {"style": 1}}, "chat_template_kwargs.style"),
         ("qwen2_5", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ("qwen3", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ("qwen3", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ("deepseek_r1_distill", {"enable_thinking": False}, "enable_thinking"),
         ("qwen2_5", {"enable_thinking": False, "reasoning_effort": "none"}, None),
         ("deepseek_r1_distill", {"thinking": True}, None),

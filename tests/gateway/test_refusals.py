@@ -17,13 +17,13 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
-from draftgate.gateway.cli.simulate.cluster import running_dispatcher
 from draftgate.gateway.dispatch import queue
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import QueueTimeout, TooMany
 from draftgate.gateway.http import stream
+from draftgate.lab.simulate.cluster import running_dispatcher
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 from tests.gateway.harness import (
     ScriptedBackend,

@@ -25,13 +25,18 @@ from draftgate.gateway.http.replies.shapes import PromptTokensDetails, Usage
 from draftgate.gateway.http.requests.anthropic import call_input
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
+from draftgate.gateway.routes import CHAT, COMPLETIONS, RESPONSES
 from draftgate.gateway.served_model import ServedModel
 from tests.gateway.tool_models import ANTHROPIC_TOOLS, NOW, TOOLS, WEATHER
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))
 METRICS = ResponseMetrics(
-    1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "other", "test", None, 0, 0, 0, ())
+    1,
+    None,
+    "w",
+    SpeculativeDecoding(
+        "off", "auto", None, 0, "other", "test", None, 0, 0, 0, (), 0.0, 0, 0, 1.0, 0.0
+    ),
 )
 MESSAGE = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
@@ -82,7 +87,7 @@ class QwenTokenizer:
     def token_text(self, token_id: int) -> str:
         return "x"
 
-    def render_chat(self, messages: object, tools: object = None, variables: object = None) -> str:
+    def render_chat(self, *_: object, **__: object) -> str:
         return "x"
 
 
@@ -175,7 +180,9 @@ def test_chunk_is_json_with_the_fields_of_delta_and_request(
     assert chunk == {"object": kind, "created": 7, "model": model}
     content = shown.pop("text", None) or shown.pop("delta")["content"]
     assert content == text
-    assert shown == {"index": choice, "logprobs": None, "finish_reason": end and end.value}
+    ended = {} if end is None else {"stop_reason": None}
+    expected = {"index": choice, "logprobs": None, "finish_reason": end and end.value}
+    assert shown == {**expected, **ended}
 
 
 @pytest.mark.parametrize("rendering", [ChatRendering, CompletionRendering])
@@ -246,7 +253,7 @@ def test_failure_is_the_last_event(kind: str) -> None:
         rendering = maker(kind)()
         for part in parts:
             rendering.chunk(Delta(0, (1,), part))
-        sent = rendering.failure(WorkerFailed("device lost"))
+        sent = rendering.failure(WorkerFailed("device lost"), "req")
         last = data_of(sent)[-1]
         if kind.startswith("response"):
             assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")

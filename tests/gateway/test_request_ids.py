@@ -53,7 +53,7 @@ async def test_rejected_requests_have_the_clients_id(
     content: bytes, headers: dict[str, str], status: int
 ) -> None:
     """The server returns the client's id with requests that it rejects before reading the body."""
-    async with running(max_body_bytes=1000) as gateway, httpx.AsyncClient() as http:
+    async with running(max_body_bytes=1000) as gateway, httpx.AsyncClient(timeout=60) as http:
         sent = {"x-request-id": CLIENT_ID, **headers}
         url = f"{gateway.url}/v1/completions"
         response = await http.post(url, content=content, headers=sent)

@@ -21,6 +21,7 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.http import pairs
 from draftgate.gateway.http.endpoints import rerank
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_DOCUMENTS
 from draftgate.gateway.http.requests.sender import Sender
@@ -52,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(checkpoint: Path) -> AsyncIterator[Listening]:
     """A node with the cross-encoder."""
-    settings = {"model": str(checkpoint), "served_model_name": "reranker", "threads": 1}
+    settings = {"model": str(checkpoint), "served_model_name": ("reranker",), "threads": 1}
     async with running(backend="engine", **settings) as listening:
         yield listening
 
@@ -204,7 +205,7 @@ async def test_tokens_of_a_request_are_bounded(
     """The tokens of all pairs, each of which has the query, are bounded together."""
     body = {"query": QUERY, "documents": ["w20", "w21"]}
     for most, status in ((14, 200), (13, 400)):
-        monkeypatch.setattr(rerank, "MAX_RERANKED_TOKENS", most)
+        monkeypatch.setattr(pairs, "MAX_RERANKED_TOKENS", most)
         response = await http.post("/v1/rerank", json=body)
         assert response.status_code == status
     error = response.json()["error"]

@@ -12,12 +12,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.lab.sim.virtual_time import loop_time_s
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.rescheduling.types import ChosenMove, PoolState, StreamsOf
 from tests.gateway.harness import client, eventually, running, until

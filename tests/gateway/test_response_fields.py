@@ -174,17 +174,17 @@ async def test_response_includes_log_probabilities(
     assert found[-1]["response"]["output"][0]["content"] == [part]
 
 
-async def test_tokens_without_text_have_empty_bytes(
+async def test_tokens_without_text_have_their_bytes(
     qwen: ScriptedBackend, http: httpx.AsyncClient
 ) -> None:
-    """A token with part of a character has an empty list of bytes, because none are known."""
+    """A token with part of a character has its raw bytes."""
     tokenizer = qwen.tokenizer
     partial = next(i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.token_text(i))
     delta = Delta(0, (partial,), "", (TokenLogprob(partial, -1.0),), FinishReason.STOP)
     _, response = await respond(qwen, http, [delta], include=[LOGPROBS])
     check_response(response.json())
     (entry,) = response.json()["output"][0]["content"][0]["logprobs"]
-    assert entry["bytes"] == []
+    assert entry["bytes"] == list(tokenizer.bytes[partial]) != []
 
 
 async def test_reasoning_items_are_not_part_of_the_prompt(

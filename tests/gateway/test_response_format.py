@@ -162,7 +162,7 @@ BAD: list[tuple[Any, str]] = [
     ({"type": "regex", "pattern": None}, "response_format.pattern"),
     ({"type": "regex", "pattern": "("}, "response_format"),
     ({"type": "regex", "pattern": "a(?=b)"}, "response_format"),
-    ({"type": "json_schema"}, "response_format"),
+    ({"type": "json_schema"}, "response_format.json_schema"),
     ({"type": "json_schema", "json_schema": "x"}, "response_format.json_schema"),
     ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema"),
     ({"type": "json_schema", "json_schema": {"name": 5, "schema": {}}},
@@ -175,7 +175,7 @@ BAD: list[tuple[Any, str]] = [
      "response_format.json_schema.schema"),
     ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frog"}}},
      "response_format"),
-    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}},
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"contains": {}}}},
      "response_format"),
     ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
      "response_format"),
@@ -196,6 +196,29 @@ async def test_malformed_format_is_400_and_named(http: httpx.AsyncClient, stream
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("strict", "refused"),
+    [(True, {"contains", "uniqueItems"}), (None, {"contains"}), (False, set())],
+    ids=["strict", "absent", "lenient"],
+)
+async def test_strict_of_a_schema_decides_about_keywords_without_enforcement(
+    http: httpx.AsyncClient, strict: bool | None, refused: set[str]
+) -> None:
+    """Each endpoint passes `strict` on to the worker, which refuses or ignores the keywords."""
+    for keyword, value in {"contains": {"type": "null"}, "uniqueItems": True}.items():
+        options = {"name": "x", "schema": {"type": "array", keyword: value}, "strict": strict}
+        wanted = {"type": "json_schema", "json_schema": options}
+        flat = {"type": "json_schema", **options}
+        for path, body in (
+            (CHAT, {"messages": MESSAGES, "max_tokens": 4, "response_format": wanted}),
+            (TEXT, {"prompt": "x", "max_tokens": 4, "response_format": wanted}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 4, "text": {"format": flat}}),
+        ):
+            response = await http.post(path, json=body)
+            assert response.status_code == (400 if keyword in refused else 200), (path, keyword)
+            assert keyword not in refused or keyword in response.json()["error"]["message"]
+
+
 async def test_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None:
     """The server rejects a schema that is not UTF-8 and names the schema."""
     body = (b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
@@ -209,12 +232,12 @@ async def test_error_lists_known_formats_or_names_the_keyword(http: httpx.AsyncC
     """The error lists the known formats, or names the unsupported keyword of a schema."""
     request_body = {"prompt": "x", "response_format": {"type": "xml"}}
     assert "json_schema" in (await http.post(TEXT, json=request_body)).json()["error"]["message"]
-    schema = {"type": "array", "uniqueItems": True}
+    schema = {"type": "array", "contains": {}}
     request_body["response_format"] = {
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": schema},
     }
-    assert "uniqueItems" in (await http.post(TEXT, json=request_body)).json()["error"]["message"]
+    assert "contains" in (await http.post(TEXT, json=request_body)).json()["error"]["message"]
 
 
 async def test_schema_is_compiled_once_in_a_thread(

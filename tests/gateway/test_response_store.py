@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.gateway.state.calls import PATIENCE
 from draftgate.gateway.state.guarded_responses import GuardedResponseStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.responses import RedisResponseStore
 from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore
 from draftgate.gateway.state.store import StoreError
+from draftgate.lab.sim.virtual_time import run_virtual
 from tests.examples import examples
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import BEGIN_US, CLOCK, CLOCK_KEY, POOL

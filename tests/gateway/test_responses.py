@@ -348,9 +348,9 @@ async def test_responses_parse_returns_a_pydantic_model() -> None:
         )
         assert isinstance(parsed.output_parsed, Port) or parsed.status == "incomplete"
         schema = {"type": "array", "uniqueItems": True}
-        text_format = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        strict = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
         with pytest.raises(openai.BadRequestError) as refused:
-            await api.responses.create(model=name, input="x", text=text_format)
+            await api.responses.create(model=name, input="x", text={"format": strict})
         assert refused.value.param == "text.format"
         response = await api.responses.create(
             model=name, input="def add(a, b):", max_output_tokens=12, extra_body={"seed": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -10,7 +11,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from draftgate.backends.types import Delta, FinishReason, Phases, SpeculationOutcome
 from draftgate.gateway.telemetry.otel import OtelTracing
-from draftgate.policies.speculation.revision import PlanRevision, RevisionCause, SlotWorth
+from draftgate.policies.speculation.plan_reason import LOSS_REASON
+from draftgate.policies.speculation.revision import (
+    REPAID_REASON,
+    PlanRevision,
+    RevisionCause,
+    SlotWorth,
+)
+from draftgate.policies.speculation.savings import DraftSavings
 from tests.gateway.harness import ScriptedBackend, client, events, running
 
 REVISIONS = (
@@ -49,6 +57,27 @@ async def test_revisions_are_in_the_metrics_and_on_the_decode_span(stream: bool)
     assert [one["draftgate.drafting"] for one in found] == ["off", "on"]
     assert [one["draftgate.reason"] for one in found] == [one.reason for one in REVISIONS]
     assert decode.events[1].timestamp - decode.events[0].timestamp == pytest.approx(1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_running_response_reports_that_drafts_lose_time(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request lists that its worker stopped drafts, and resumed them."""
+    checks = count()
+    stops = property(lambda _savings: 40 <= next(checks) < 100)
+    monkeypatch.setattr(DraftSavings, "stops_drafts", stops)
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": stream}
+    async with running(sim_acceptance=0.5) as gateway, client(gateway) as http:
+        response = await http.post("/v1/completions", json=body)
+    reply = events(response.text)[-2] if stream else response.json()
+    listed = reply["metrics"]["speculative_decoding"]["revisions"]
+    assert [(one["drafting"], one["cause"]) for one in listed] == [
+        ("off", "drafts_lose"),
+        ("on", "drafts_lose"),
+    ]
+    assert [LOSS_REASON in one["reason"] for one in listed] == [True, False]
+    assert REPAID_REASON in listed[1]["reason"]
 
 
 async def test_unrevised_response_lists_no_revisions() -> None:

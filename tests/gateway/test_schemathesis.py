@@ -39,12 +39,14 @@ INVALID_IS_REJECTED = "negative_data_rejection"
 """The check that a node rejects every request that does not satisfy the document."""
 
 TOOL_NAMES = r"tool_choice\S*: .* is not one of the tools$|tools\[\d+\]\S*: .* occurs twice$"
+CONTINUED_CALL = r"content: must not be part of a message to continue$"
+PROMPT_LOGPROBS = r"(prompt_logprobs together with|echo together with logprobs and) stream"
 
 CONDITIONS = {
     "the prompt and the output fit into the context": r"maximum context length is",
     "a chosen or allowed tool is one of the tools, whose names differ": TOOL_NAMES,
     "tools are given if a call is required": r"tool_choice: requires tools$",
-    "the last message is not of the assistant": r"role 'assistant' in the last message",
+    "the message that the response continues has no call": CONTINUED_CALL,
     "the response that the input continues is stored": r"previous_response_id: .* does not exist",
     "the model's template uses the variables": r"by this model's chat template is not supported",
     "at most one parameter sets the form of the output": r"cannot be combined with",
@@ -52,15 +54,18 @@ CONDITIONS = {
     "an embedding has at least the dimensions": r"dimensions: must be between 1 and",
     "the simulator has no embeddings": r"this model does not embed texts",
     "the simulator has no scores": r"this model does not rank documents",
-    "streams have no log probabilities of prompts": r"prompt_logprobs together with stream",
+    "streams have no log probabilities of prompts": PROMPT_LOGPROBS,
     "calls of tools have no log probabilities": r"(top_logprobs|include) together with tools",
     "a schema, grammar or regular expression is valid": r"^the [\w ]+ cannot be used: ",
+    "a schema in a text is an object": r"must be a JSON schema that is an object$",
     "the worker has the proposer": r"this worker cannot draft with",
     "the model fills in the middle of texts": r"suffix by this model",
     "the keys of `logit_bias` are in the vocabulary": r"logit_bias: token ids must be between",
     "`best_of` is at least `n`, and equal in a stream": r"best_of: must (be at least|equal) n",
     "a deadline of a flow names the flow": r"x-flow-deadline-ms: requires x-flow-id$",
-    "the prompts have at most 128 choices together": r"are more than 128 sequences$",
+    "all choices have at most the tokens of a request": r"\(--max-request-tokens",
+    "an allowed token does not end the output": r"must have a token that does not end the output$",
+    "all stop texts have at most some characters": r"must have at most \d+ characters in total",
 }
 """Conditions of valid requests that the document does not express, and the errors of requests that
 break them. JSON Schema cannot express most of them, and the others only by listing combinations."""
@@ -100,6 +105,8 @@ LONG = {
     "POST /v1/rerank": Count(100, 50),
     "POST /rerank": Count(100, 50),
     "POST /v2/rerank": Count(100, 50),
+    "POST /score": Count(100, 50),
+    "POST /v1/score": Count(100, 50),
     "POST /tokenize": Count(2000, 600),
     "POST /detokenize": Count(2500, 600),
     "GET /decisions": Count(900, 400),
@@ -144,7 +151,7 @@ def node_in_a_thread(**settings: Any) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     url, loop, stop = started[0]
     try:
         yield url

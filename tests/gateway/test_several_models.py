@@ -212,7 +212,7 @@ def test_the_settings_of_a_further_model() -> None:
     )
     first, a, c = plan_models(config)
     assert (first.name, first.config) == (None, config)
-    assert (a.name, a.config.model, a.config.served_model_name) == ("a", "b", "a")
+    assert (a.name, a.config.model, a.config.served_model_name) == ("a", "b", ("a",))
     assert (a.config.draft_model, a.config.max_model_len) == (None, None)
     assert (c.name, c.config.model) == ("c", "d=e")
     (worker,) = a.worker_configs()

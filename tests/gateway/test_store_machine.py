@@ -400,5 +400,5 @@ def test_leases_in_redis(redis_server: RedisServer) -> None:
     """The Redis scripts return the same results as the memory store, call by call."""
     run_state_machine_as_test(
         lambda: LeaseMachine(lambda: [TimedMemory(), TimedRedis(redis_server.url)]),
-        settings=settings(max_examples=40, stateful_step_count=40),
+        settings=settings(max_examples=examples(80), stateful_step_count=40),
     )

@@ -21,6 +21,7 @@ from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http import readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
+from tests.examples import examples
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
 from tests.gateway.troubles import AMPLE
 
@@ -115,7 +116,7 @@ class Client:
         """Read to the end and return all received bytes."""
         assert self._task is not None
         self.resume()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._task
         self._socket.close()
         return self.received
@@ -300,7 +301,7 @@ async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> N
 @pytest.mark.parametrize(
     "api", APIS, ids=["chat", "completion", "two prompts", "response", "message"]
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(80))
 @given(stream_events=EVENTS)
 @example(
     stream_events=[
@@ -331,5 +332,5 @@ def test_any_interleaving_ends_once_and_frees_everything(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "CHECK_INTERVAL_S", 0.001)
         clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-        patch.setattr("draftgate.gateway.http.routes.time", clock)
+        patch.setattr("draftgate.gateway.routes.time", clock)
         asyncio.run(run_events(api, stream_events))

@@ -67,7 +67,7 @@ def served(environ: dict[str, str]) -> Iterator[str]:
         assert line, process.stderr.read()
     yield line[line.index("http") : line.index("/v1")]
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
 
 
 def test_the_policy_is_found_by_its_entry_point_and_conforms(

@@ -102,6 +102,18 @@ async def test_new_connections_get_a_changed_certificate(
             assert (await new.get("/health")).status_code == 200
 
 
+async def test_a_reload_reads_certificates(
+    first: Certificate, second: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGHUP applies changed certificates to new connections without waiting for the next check."""
+    monkeypatch.setattr(reloading, "CHECK_S", 1e9)
+    async with running(**files_of(first)) as gateway:
+        assert await shown_name(gateway) == "first"
+        first.replace_by(second)
+        gateway.reload()
+        await eventually(lambda: _shows(gateway, "second"))
+
+
 async def test_the_old_certificate_stays_while_the_files_do_not_match(
     first: Certificate, second: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:

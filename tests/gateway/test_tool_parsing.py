@@ -12,12 +12,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftgate.gateway.http.requests.tools import calls_grammar
-from draftgate.gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL, Dialect, dialect_of
-from draftgate.gateway.http.tools.parsing import CallParser, Piece
+from draftgate.gateway.tools.dialects import (
+    DESCRIBED,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Dialect,
+    dialect_of,
+)
+from draftgate.gateway.tools.parsing import CallParser, Piece
 
 TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 NAMES = frozenset({"get", "get_weather", "now"})
-DIALECTS = (HERMES, MISTRAL, LLAMA)
+DIALECTS = (HERMES, MISTRAL, LLAMA, DESCRIBED)
 
 EXPECTED = {
     "chatml": None,
@@ -198,3 +205,52 @@ def test_forced_calls_are_parsed_as_calls(dialect: Dialect, several: bool) -> No
     if dialect is MISTRAL:  # the marker is a special token without text
         text = text.replace("[TOOL_CALLS]", "")
         assert parse(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)
+
+
+FORCED = {
+    HERMES: '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>',
+    MISTRAL: '[TOOL_CALLS][{"name": "get_weather", "arguments": {"a": 1}}]',
+    LLAMA: '{"name": "get_weather", "parameters": {"a": 1}}',
+    DESCRIBED: '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>',
+}
+"""A forced call in each dialect."""
+
+
+@pytest.mark.parametrize("dialect", FORCED, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("names", [NAMES, {"get_weather"}], ids=["several", "one"])
+def test_a_forced_call_that_is_cut_has_no_content(dialect: Dialect, names: set[str]) -> None:
+    """However much of a forced call exists, it is a call with a part of its arguments.
+
+    Without the name of the function, it is one if only one function can be meant.
+    """
+    whole = FORCED[dialect]
+    for end in range(1, len(whole) + 1):
+        parser = CallParser(dialect, names, forced=True)
+        text = whole[:end]
+        pieces = [piece for character in text for piece in parser.add(character)]
+        pieces += parser.finish(cut=True)
+        assert "".join(piece.source for piece in pieces) == text
+        assert "".join(piece.content for piece in pieces) == ""
+        found = [piece.name for piece in pieces if piece.name]
+        is_clear = len(names) == 1 or "get_" in text
+        assert found == (["get_weather"] if is_clear else [])
+        assert '{"a": 1}'.startswith("".join(piece.arguments for piece in pieces))
+
+
+@pytest.mark.parametrize("dialect", [HERMES, MISTRAL, DESCRIBED], ids=lambda dialect: dialect.name)
+def test_a_call_that_max_tokens_cuts_is_no_content(dialect: Dialect) -> None:
+    """With `auto`, text from the marker of calls on is no content once `max_tokens` cuts it.
+
+    A text that ended otherwise is complete, so it is content.
+    """
+    whole = FORCED[dialect]
+    begin, named = len(dialect.markers[0]), whole.index("get_weather") + len('get_weather"')
+    for end in range(begin, len(whole)):
+        parser = CallParser(dialect, NAMES)
+        pieces = [*parser.add("Well: " + whole[:end]), *parser.finish(cut=True)]
+        assert "".join(piece.content for piece in pieces).strip() == "Well:"
+        found = [piece.name for piece in pieces if piece.name]
+        assert found == (["get_weather"] if end >= named else [])
+    parser = CallParser(dialect, NAMES)
+    text = whole[:begin]
+    assert "".join(piece.content for piece in [*parser.add(text), *parser.finish()]) == text

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -18,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.monitor import UpstreamMonitor
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.types import Capabilities
@@ -135,14 +135,14 @@ async def test_cut_stream_raises_in_the_client() -> None:
             await anext(aiter(stream))
 
 
-async def test_counts_of_tokens_are_forwarded_or_501(gateway: Listening) -> None:
-    """The gateway forwards counts of tokens, or responds with 501 if the upstream does not support
+async def test_counts_of_tokens_are_forwarded_or_404(gateway: Listening) -> None:
+    """The gateway forwards counts of tokens, or responds with 404 if the upstream does not support
     the path."""
     async with client(gateway) as http:
         assert (await http.post("/tokenize", json={"prompt": "a b"})).json()["count"] > 0
         counted = await http.post("/v1/responses/input_tokens", json={"input": "a b"})
         assert counted.json()["input_tokens"] > 0
-        assert (await http.get("/decisions")).json() == {"decisions": []}
+        assert (await http.get("/decisions")).json()["decisions"] == []
 
     async def missing(request):
         return web.Response(status=404)
@@ -150,8 +150,8 @@ async def test_counts_of_tokens_are_forwarded_or_501(gateway: Listening) -> None
     async with upstream(missing) as engine, forwarding(engine) as bare, client(bare) as http:
         for path in ("/tokenize", "/v1/responses/input_tokens"):
             response = await http.post(path, json={"prompt": "a", "input": "a"})
-            assert response.status_code == 501
-            assert response.json()["error"]["code"] == "not_offered"
+            assert response.status_code == 404
+            assert response.json()["error"]["code"] == "not_found"
         assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404
 
 
@@ -192,7 +192,7 @@ async def test_served_model_name_is_replaced() -> None:
     body = b'{"n":1.50,"model":"ours","prompt":"\\u00fc","model_x":null}'
     async with (
         upstream(whole) as engine,
-        forwarding(engine, served_model_name="ours") as gateway,
+        forwarding(engine, served_model_name=("ours",)) as gateway,
         client(gateway) as http,
     ):
         assert (await http.post("/v1/completions", content=body)).status_code == 200
@@ -203,6 +203,22 @@ async def test_served_model_name_is_replaced() -> None:
         assert len(engine.requests) == 1
 
 
+async def test_every_served_name_reaches_the_upstream() -> None:
+    """The gateway replaces each of several names by that of the upstream, and lists all names."""
+    names = ("ours", "alias", "theirs")
+    async with (
+        upstream(whole) as engine,
+        forwarding(engine, served_model_name=names) as gateway,
+        client(gateway) as http,
+    ):
+        for name in names:
+            body = {"model": name, "prompt": "x"}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert all(b'"theirs"' in body for body in engine.bodies)
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert tuple(model["id"] for model in listed) == names
+
+
 async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None:
     """The gateway applies names, priorities, metrics and quotas to embeddings."""
     keys = tmp_path / "keys.yaml"
@@ -210,7 +226,7 @@ async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None
     handler = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
     async with (
         upstream(handler) as engine,
-        forwarding(engine, served_model_name="ours", api_keys_file=str(keys)) as gateway,
+        forwarding(engine, served_model_name=("ours",), api_keys_file=str(keys)) as gateway,
         client(gateway) as http,
     ):
         http.headers["Authorization"] = "Bearer k"
@@ -234,7 +250,7 @@ async def test_rerank_is_forwarded_and_charged(usage: dict[str, int], tmp_path: 
     reply = {"id": "rerank-1", "model": "theirs", "usage": usage, "results": results}
     async with (
         upstream(refusal(200, json.dumps(reply).encode())) as engine,
-        forwarding(engine, served_model_name="ours", api_keys_file=str(keys)) as gateway,
+        forwarding(engine, served_model_name=("ours",), api_keys_file=str(keys)) as gateway,
         client(gateway) as http,
     ):
         http.headers["Authorization"] = "Bearer k"
@@ -370,8 +386,9 @@ async def test_models_that_are_nested_too_deeply_are_a_failed_probe() -> None:
 
     app = web.Application()
     app.router.add_get("/{path:.*}", nested)
-    async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        monitor = UpstreamMonitor(session, str(server.make_url("")).rstrip("/"), time.monotonic)
-        failure = await monitor.probe()
+    async with TestServer(app) as server:
+        connections = Connections(str(server.make_url("")).rstrip("/"), {})
+        failure = await UpstreamMonitor(connections, time.monotonic).probe()
+        await connections.close()
     assert failure is not None
     assert not failure.timeout

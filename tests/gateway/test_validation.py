@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.requests.limits import MAX_SEQUENCES
 from draftgate.gateway.http.requests.responses import ResponsesBody, parse_responses
+from draftgate.gateway.http.requests.sampling import GENERATED_SEED_BITS
 from draftgate.gateway.http.requests.schemas import ChatBody, CompletionBody
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import (
-    GENERATED_SEED_BITS,
     ServedModel,
     parse_chat,
     parse_completion,
 )
+from draftgate.gateway.http.requests.work import LEAST_TOKENS
 from tests.examples import examples
 from tests.gateway.tool_models import with_template
 
@@ -93,7 +94,7 @@ def test_any_json_object_is_parsed_or_a_client_error(parse, schema, served: Serv
         job = call.job
         assert job.prompts
         assert all(prompt and all(type(t) is int for t in prompt) for prompt in job.prompts)
-        assert 1 <= job.n * len(job.prompts) <= MAX_SEQUENCES
+        assert 1 <= job.n * len(job.prompts) <= MAX_REQUEST_TOKENS // LEAST_TOKENS
         assert 0 <= job.sampling.seed < 1 << 64
         assert job.sampling.temperature >= 0
         assert 0 < job.sampling.top_p <= 1

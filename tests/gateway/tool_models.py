@@ -12,12 +12,17 @@ TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 
 def with_template(directory: Path, name: str) -> Path:
     """Write a checkpoint of the shipped model with a published template."""
+    return with_text(directory, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+
+
+def with_text(directory: Path, template: str) -> Path:
+    """Write a checkpoint of the shipped model with a template."""
     directory.mkdir()
     for path in SHIPPED_MODEL.iterdir():
         if path.name != "tokenizer_config.json":
             (directory / path.name).symlink_to(path)
     settings = json.loads((SHIPPED_MODEL / "tokenizer_config.json").read_text())
-    settings["chat_template"] = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    settings["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from draftgate.backends.sim.virtual_time import VirtualTimeLoop
 from draftgate.gateway.state.calls import PATIENCE
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
+from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from tests.gateway.flaky_store import FlakyStore
 
 BACK_S = 2 * PATIENCE.longest_pause_s

@@ -28,7 +28,6 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.model import SimExecutor
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.types import (
     Delta,
     FinishReason,
@@ -50,6 +49,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES, Cause, GivenUp

@@ -49,7 +49,8 @@ class ScriptedUpstream:
     Attributes:
         answer: the handler of a request, which the test sets.
         status: the HTTP status of `/health`.
-        owner: the field `owned_by` of the server's model.
+        owner: the field `owned_by` of the server's models.
+        models: the names of the server's models.
         metrics: the metrics page, or an empty text for a server without metrics.
         requests: the requests that the server received, without probes.
         bodies: the bodies of these requests.
@@ -61,6 +62,7 @@ class ScriptedUpstream:
     handler: Handler | None = None
     status: int = 200
     owner: str = "somebody"
+    models: tuple[str, ...] = ("theirs",)
     metrics: str = ""
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -73,8 +75,9 @@ class ScriptedUpstream:
         if request.path == "/metrics":
             return web.Response(status=200 if self.metrics else 404, text=self.metrics)
         if request.path == "/v1/models":
-            model = {"id": "theirs", "max_model_len": 99, "created": 5, "owned_by": self.owner}
-            return web.json_response({"object": "list", "data": [model]})
+            shared = {"max_model_len": 99, "created": 5, "owned_by": self.owner}
+            listed = [{"id": name, **shared} for name in self.models]
+            return web.json_response({"object": "list", "data": listed})
         if request.path == "/props":
             return web.json_response({"total_slots": 3})
         self.bodies.append(await request.read())
@@ -119,12 +122,17 @@ async def forwarding(
     *upstreams: ScriptedUpstream,
     clock: Clock | None = None,
     max_sequences: int = 0,
+    max_pause_s: float = 30.0,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
     """Run a node that forwards to these upstreams and sends probes only when the test calls for
     them."""
     configs = [
-        WorkerConfig(upstream=server.url, upstream_concurrency=max_sequences)
+        WorkerConfig(
+            upstream=server.url,
+            upstream_concurrency=max_sequences,
+            upstream_max_pause_s=max_pause_s,
+        )
         for server in upstreams
     ]
     backends = [manual_upstream(config, clock or Clock()) for config in configs]

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
@@ -27,6 +28,16 @@ from tests.kernels.compiling import (
 )
 
 _TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["sm_90", "sm_100"])
+
+
+def _long(value: object) -> ParameterSet:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
+# Without a cache, compiling a variant takes ten seconds.
+_HOPPER_FIRST = pytest.mark.parametrize(
+    "target", [HOPPER, _long(BLACKWELL)], ids=["sm_90", "sm_100"]
+)
 
 
 def _launches(
@@ -79,9 +90,8 @@ _MODELS: list[_Model] = [
 
 
 def _is_quick(model: _Model, window: int | None) -> bool:
-    """Select the variants of the first model, and one variant of a model in float16."""
-    another = window is None and model[0] == torch.float16
-    return model == _MODELS[0] or another
+    """Select the variant whose launches the other quick tests share."""
+    return model == _MODELS[0] and window is not None
 
 
 @_TARGETS
@@ -112,16 +122,18 @@ def test_small_heads_and_float32_do_not_spill(dtype: torch.dtype, head_dim: int)
     assert_lean(_launches(dtype, (8, 2, head_dim)))
 
 
-@_TARGETS
-@pytest.mark.parametrize("window", [None, 4096])
+@_HOPPER_FIRST
+@pytest.mark.parametrize("window", [_long(None), 4096])
 def test_large_heads_hardly_spill(window: int | None, target: GPUTarget) -> None:
     """Kernels with heads of 256 spill at most 12 registers (see `tiles`)."""
     _, attention, _ = _launches(torch.bfloat16, (8, 2, 256), window=window, target=target)
     assert attention.usage.stack_bytes <= 48
 
 
-@_TARGETS
-@pytest.mark.parametrize(("head_dim", "stack_bytes"), [(128, 0), (256, 32)])
+@_HOPPER_FIRST
+@pytest.mark.parametrize(
+    ("head_dim", "stack_bytes"), [(128, 0), pytest.param(256, 32, marks=pytest.mark.long)]
+)
 def test_bounded_scores_hardly_spill(head_dim: int, stack_bytes: int, target: GPUTarget) -> None:
     """Kernels with a bound on the scores spill at most eight registers, with heads of 256."""
     _, attention, _ = _launches(
@@ -130,14 +142,14 @@ def test_bounded_scores_hardly_spill(head_dim: int, stack_bytes: int, target: GP
     assert attention.usage.stack_bytes <= stack_bytes
 
 
-@_TARGETS
+@_HOPPER_FIRST
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "programs"),
     [
         (torch.bfloat16, 128, 2),
-        (torch.bfloat16, 64, 2),
-        (torch.float16, 80, 2),
-        (torch.bfloat16, 256, 1),
+        pytest.param(torch.bfloat16, 64, 2, marks=pytest.mark.long),
+        pytest.param(torch.float16, 80, 2, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, 256, 1, marks=pytest.mark.long),
     ],
 )
 def test_fp8_caches_hardly_spill(
@@ -154,7 +166,7 @@ def test_fp8_caches_hardly_spill(
 
 def test_merge_loads_several_splits_at_once() -> None:
     """The merge has the three loads of eight splits in its loop."""
-    _, _, merge = _launches(torch.bfloat16, (32, 8, 128))
+    _, _, merge = _launches(torch.bfloat16, (32, 8, 128), window=4096)
     assert merge.ptx.count("ld.global") >= 3 * 8
 
 
@@ -172,7 +184,7 @@ def _float_operations(launch: Launch) -> Counter[str]:
     return Counter(re.findall(pattern, launch.ptx, re.MULTILINE))
 
 
-@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("window", [_long(None), 4096])
 def test_all_variants_have_the_same_float_operations(window: int | None) -> None:
     """Rows have the same arithmetic with and without trees and windows, whole and cut.
 

@@ -80,7 +80,10 @@ def test_fp8_products_do_not_spill(
 @_TARGETS
 @pytest.mark.parametrize("rows", _ROWS)
 @pytest.mark.parametrize(("outputs", "inputs"), _WEIGHTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long), torch.float32],
+)
 def test_int4_products_do_not_spill(
     dtype: torch.dtype, outputs: int, inputs: int, rows: int, target: GPUTarget
 ) -> None:

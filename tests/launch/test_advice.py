@@ -31,7 +31,7 @@ async def test_the_largest_advice_of_the_pool_counts() -> None:
                 gateway.node.models[0].scaling._advisor = fixed
                 gateway.node.take_sample()
             other.node.metrics.set(metric.DESIRED_WORKERS, 9, "another pool")
-            advice = GatewayAdvice([one.url, f"{other.url}/"], "p", KEY, lines.append, clock)
+            advice = GatewayAdvice([one.url, other.url], "p", KEY, lines.append, clock)
             assert await advice.read() == 5
         for clock.now_s in (1.0, STALE_S - 1.0):
             assert await advice.read() == 5

@@ -295,10 +295,10 @@ def serving_in_a_thread(mock: Mock):
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     url, loop, stop = address[0]
     try:
         yield url
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)

@@ -315,3 +315,14 @@ def test_heavy_libraries_are_not_imported() -> None:
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
         assert not never & set(done.stdout.decode().split())
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/"])
+def test_address_may_end_with_the_path_of_the_api(path: str, tmp_path) -> None:
+    """A load of `URL/v1` sends the same requests as a load of the URL."""
+    out = tmp_path / "summary.json"
+    with serving_in_a_thread(Mock()) as url:
+        result = command(url + path, "--requests", 2, "--max-tokens", 2, "--json", out)
+    summary = json.loads(out.read_text())
+    assert has_intact_streams(result, summary), result.output
+    assert summary["details"]["settings"]["url"] == url

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf, log
+
 import numpy as np
 import pytest
 import scipy
 
 from draftgate.loadgen.measuring.confidence import (
+    Ratio,
     block_length,
+    mean_ratio,
     resampled_counts,
     student_quantile,
     student_tail,
@@ -81,3 +85,18 @@ def test_student_tails_match_scipy(freedom: float) -> None:
         assert student_tail(freedom, -t) == pytest.approx(1 - student_tail(freedom, t))
     quantile = student_quantile(freedom)
     assert student_tail(freedom, quantile) == pytest.approx(0.025)
+
+
+def test_ratios_have_a_geometric_mean_with_students_interval() -> None:
+    """The interval of the mean logarithm has Student's quantile, here 4.30 for three ratios."""
+    found = mean_ratio([1.1, 1.2, 1.3])
+    assert found.mean == pytest.approx((1.1 * 1.2 * 1.3) ** (1 / 3))
+    assert log(found.high / found.mean) == pytest.approx(4.30 * 0.0835 / 3**0.5, rel=0.05)
+    assert found.low * found.high == pytest.approx(found.mean**2)
+
+
+def test_single_ratio_has_no_bounds() -> None:
+    """One ratio says nothing about the spread, and no ratio has no mean."""
+    assert mean_ratio([2.0]) == Ratio(pytest.approx(2.0), 0.0, inf)
+    with pytest.raises(ValueError, match="at least one"):
+        mean_ratio([])

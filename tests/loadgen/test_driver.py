@@ -96,7 +96,7 @@ async def test_an_open_loop_does_not_wait_for_responses() -> None:
                 OpenAIClient(session, url, "mock"), plan, on_start=start, on_record=over.append
             )
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await all_started.wait()
         running.cancel()
         run = await running
@@ -154,7 +154,7 @@ async def test_an_interrupted_run_keeps_its_records(concurrency: int | None) -> 
                 on_record=lambda _: complete.set(),
             )
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await complete.wait()
             while len(mock.sent_s) < 3:  # noqa: ASYNC110 (the mock's own count)
                 await asyncio.sleep(0)

@@ -102,7 +102,7 @@ async def test_an_interrupted_flow_keeps_its_records() -> None:
     """A flow that stops in its second request is interrupted, and its first hop stays intact."""
     mock = Mock()
     running = asyncio.create_task(run_flows(mock, Echo(Script(), Script(fault="stall"))))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(mock.bodies) < 2:  # noqa: ASYNC110 (the mock's own count)
             await asyncio.sleep(0)
     running.cancel()

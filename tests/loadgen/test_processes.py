@@ -227,7 +227,7 @@ async def test_an_interrupted_run_keeps_its_records(monkeypatch, spawned) -> Non
 
     async with serving(Mock()) as url:
         running = asyncio.create_task(run_in_processes(job_of(url), on_record=over))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await enough.wait()
         running.cancel()
         run = await running
@@ -276,7 +276,7 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
             try:
                 assert all(received.acquire(timeout=30) for _ in range(4))
                 os.killpg(running.pid, signal.SIGINT)
-                out, err = running.communicate(timeout=30)
+                out, err = running.communicate(timeout=60)
             finally:
                 running.kill()
     assert running.returncode == 3, err
@@ -292,7 +292,7 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
     respond_with(monkeypatch, fault="silent")
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    async with serving(Mock()) as url, asyncio.timeout(30):
+    async with serving(Mock()) as url, asyncio.timeout(60):
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", sender.__name__, str(theirs.fileno())),

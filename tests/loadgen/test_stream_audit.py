@@ -229,6 +229,20 @@ def test_error_events_and_aborts_are_errors() -> None:
         assert audit.verdict is Verdict.ERROR_EVENT
 
 
+def test_drafts_of_llama_cpp_are_counted() -> None:
+    """The server reports drafts in `timings` of the last chunk, and none if it drafted nothing."""
+    *first, last = events_of(Script(), {"seed": 1}, "a")[:-1]
+    usage = json.loads(last)
+    del usage["metrics"]
+    drafted = json.dumps(usage | {"timings": {"draft_n": 9, "draft_n_accepted": 4}})
+    plain = json.dumps(usage | {"timings": {"predicted_n": 8}})
+    assert audited([*first, plain, "[DONE]"]).metrics is None
+    audit = audited([*first, drafted, "[DONE]"])
+    assert audit.metrics == {
+        "speculative_decoding": {"num_drafted_tokens": 9, "num_accepted_tokens": 4}
+    }
+
+
 def test_bad_utf8_is_malformed() -> None:
     """Invalid UTF-8 is a fault and not a replacement character."""
     audit = StreamAudit()
@@ -252,7 +266,7 @@ async def test_chunks_have_the_time_of_their_read() -> None:
     planned = PlannedRequest(0, 9.0, question())
     client = OpenAIClient(None, "", "mock")
     exchange = HttpExchange(client, planned, lambda: now[0], 9.0, set())
-    async with asyncio.timeout(5) as limit:
+    async with asyncio.timeout(60) as limit:
         await exchange._read(response, limit, asyncio.get_running_loop().time() + 5)
     record = exchange.record()
     lengths = [len("".join(text_of(1, 8)[i : i + 2])) for i in range(0, 8, 2)]

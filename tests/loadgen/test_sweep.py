@@ -70,7 +70,7 @@ def test_targets_get_the_same_requests_once() -> None:
 
 def test_targets_have_unique_names() -> None:
     """Names follow from the flags or the modes, and the parser rejects duplicates."""
-    assert [c.name for c in parse_targets(["http://x/?a=b"])] == ["server"]
+    assert [c.name for c in parse_targets(["http://x/a=b"])] == ["server"]
     assert [c.name for c in parse_targets(["http://x"], ["off", "auto"])] == ["off", "auto"]
     both = parse_targets(["a=http://x", "b=http://y/"], ["off", "auto"])
     assert [c.name for c in both] == ["a-off", "a-auto", "b-off", "b-auto"]

@@ -211,3 +211,13 @@ def test_a_replayed_trace_shares_the_recorded_prefixes() -> None:
         assert abs(same - agreed * row.block_tokens) <= agreed + 4
         shared += agreed
     assert shared > 0
+
+
+@needs_data
+def test_sarathi_lengths_equal_those_of_the_paper() -> None:
+    """The ShareGPT trace of Sarathi-Serve has medians of 1,730 prompt and 415 output tokens."""
+    rows = read_trace(DATA / "sarathi_serve" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
+    middle = len(rows) // 2
+    assert len(rows) == 30_731
+    assert sorted(row.prompt_tokens for row in rows)[middle] == 1730
+    assert sorted(row.output_tokens for row in rows)[middle] == 415

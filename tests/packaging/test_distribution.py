@@ -26,7 +26,7 @@ from tests.packaging.installing import (
     members,
 )
 
-FOLDERS = ("gateway", "backends", "policies", "loadgen")
+FOLDERS = ("gateway", "backends", "policies", "loadgen", "lab")
 READY_S = 240  # a first import of torch takes minutes on a busy machine
 PROMPT = {"prompt": "def main():", "max_tokens": 8}
 
@@ -56,7 +56,7 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, wheel: Path) -> None:
-    """The wheel has all sources and data of the four folders, and no tests or benchmarks."""
+    """The wheel has all sources and data of the five folders, and no tests or benchmarks."""
     found = {name for name in members(wheel) if ".dist-info/" not in name}
     linked = {
         f"draftgate/{path.relative_to(checkout).as_posix()}"
@@ -64,7 +64,8 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, whee
         for path in (checkout / folder).rglob("*")
         if path.is_file()
     }
-    own = {"draftgate/__init__.py", "draftgate/__main__.py", "draftgate/py.typed"}
+    names = ("__init__.py", "__main__.py", "addresses.py", "extensions.py", "py.typed")
+    own = {f"draftgate/{name}" for name in names}
     assert found == linked | own
 
 

@@ -40,8 +40,6 @@ def _modules() -> list[str]:
     files = [ROOT / "tests" / "conftest.py", *(ROOT / "tests").rglob("test_*_on_gpu.py")]
     for folder in ("engine", "gpu"):
         files += (ROOT / "bench" / folder).glob("[!_]*.py")
-    # This one sends blocks between processes, and so needs the client of the peers.
-    files.remove(ROOT / "bench" / "engine" / "kv.py")
     return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
 
 

@@ -149,7 +149,7 @@ async def test_closing_delivers_what_was_sent() -> None:
         channel.take_over(transport)
     sender.send(files)
     sender.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await ended.wait()
     assert (received, receiver.reason) == ([files], CLOSED)
 

@@ -41,7 +41,7 @@ async def test_node_takes_a_prefix_from_a_node_that_accepts_no_requests(*, leave
         (source,) = (one for one in workers if one.usage.load.running)
         hashes: list[bytes] = []
         extend_chain(hashes, "", PROMPT, 16)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await source.kv.held_blocks(hashes) < len(hashes):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         where.node.dispatcher.queue.router.history.record(source.worker_id, hashes, 0)

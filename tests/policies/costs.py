@@ -30,4 +30,5 @@ def costs(draw, most_bucket: int = 600) -> StepCost:
         draw(st.floats(0, 1e-6)),
         draw(st.floats(0, 1e-4)),
         draw(st.floats(0, 1e-6)),
+        draw(st.sampled_from([0.0, 1e-4])),
     )

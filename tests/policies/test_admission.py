@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -32,12 +33,16 @@ SPEED = WorkerSpeed(tpot_s=0.02, prompt_token_s=1e-4, sequence_s=1e-4)
 BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
-def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
+def view(
+    ahead_s: float = 0.0, ttft_s: float | None = 2.0, prompt_tokens: int = 0, **others
+) -> AdmissionView:
     """Return the view of a request of 3.2 s for a pool of 32 sequences."""
     queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
     service = ServiceLevel(ttft_s)
     given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
-    return AdmissionView(prompt_tokens=0, output_tokens=160.0, max_wait_s=20.0, **given_)
+    return AdmissionView(
+        prompt_tokens=prompt_tokens, output_tokens=160.0, max_wait_s=20.0, **given_
+    )
 
 
 @pytest.mark.parametrize("spec", ["deadline", "bounded", "none"])
@@ -313,6 +318,44 @@ def test_systematic_errors_of_forecasts_are_corrected() -> None:
     for _ in range(15):
         error.add_wait(0.5, 50.0, has_target=False)
     assert error.factor == healed, "overtaken requests do not count"
+
+
+@given(
+    ahead_s=st.floats(0.0, 30.0),
+    waited_s=st.floats(0.0, 30.0),
+    booked=st.integers(0, 3),
+    ttft_s=st.none() | st.floats(0.05, 20.0),
+    tpot_s=st.none() | st.floats(0.005, 0.05),
+    prompt_tokens=st.integers(0, 20_000),
+    tenant_length=st.integers(0, 2000),
+    sheddable=st.booleans(),
+    spec=st.sampled_from(["deadline", "bounded"]),
+)
+def test_the_message_of_a_refusal_shows_the_violated_bound(
+    ahead_s: float, waited_s: float, booked: int, *, spec: str, sheddable: bool, **others
+) -> None:
+    """A message that states a value and its bound shows a value beyond the bound."""
+    policy = admission_policy(spec)
+    for number in range(booked):
+        policy.decide(view(30.0, fingerprint=100 + number), 0.0)
+    asked = view(ahead_s, sheddable=sheddable, prompt_tokens=others["prompt_tokens"])
+    asked = replace(
+        asked,
+        service=ServiceLevel(others["ttft_s"], others["tpot_s"]),
+        queue=replace(asked.queue, tenant_length=others["tenant_length"]),
+    )
+    for found in (policy.decide(asked, 0.0), policy.reconsider(asked, waited_s, 0.0)):
+        if not isinstance(found, Refused):
+            continue
+        values = r"([0-9.]+) m?s(?:, with [^;]*)?,?(?: which)? exceeds ([0-9.]+) m?s"
+        stated = re.search(values, found.reason)
+        waited = re.search(r"waited ([0-9.]+) s of at most ([0-9.]+) s", found.reason)
+        if found.kind is RefusalKind.QUEUE_FULL:
+            assert stated is waited is None
+        elif "unknown" not in found.reason:
+            one = stated or waited
+            assert one is not None, found.reason
+            assert float(one[1]) > float(one[2]), found.reason
 
 
 def test_output_length_is_predicted_per_tenant() -> None:

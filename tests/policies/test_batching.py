@@ -13,9 +13,7 @@ from draftgate.policies.batching import (
     LEAST_CHUNK,
     LEAST_STRETCH,
     STRETCH,
-    DecodeFirst,
     FixedBudget,
-    PrefillFirst,
     Slack,
     longest_wait_s,
 )
@@ -126,16 +124,11 @@ def test_prompt_without_decodes_takes_the_whole_step() -> None:
     assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6), COST) == 3000
 
 
-def test_baselines_follow_their_definitions() -> None:
-    """A fixed budget includes decodes and drafts, and the other baselines put prefills or decodes
-    first."""
-    busy, idle = BatchView(100, 5000, 50, 3000), BatchView(0, 0, 0, 3000)
+def test_fixed_budget_includes_decodes_and_drafts() -> None:
+    """Decodes and drafts leave prompts the rest of a fixed budget."""
+    busy = BatchView(100, 5000, 50, 3000)
     assert FixedBudget(512).prefill_tokens(busy, COST) == 412
     assert FixedBudget(64).prefill_tokens(busy, COST) == 0
-    assert PrefillFirst().prefill_tokens(busy, COST) == 3000
-    assert PrefillFirst().stalls_decodes
-    assert DecodeFirst().prefill_tokens(busy, COST) == 0
-    assert DecodeFirst().prefill_tokens(idle, COST) == 3000
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from bench.simulation.overload_servers import (
+from tests.policies.overload_servers import (
     Client,
     Pool,
     ReturnTime,

@@ -77,7 +77,7 @@ def test_revision_names_the_value_that_changed() -> None:
         assert revision_cause(after, before, on=True) is cause
 
 
-@given(WORTHS, st.sampled_from(RevisionCause))
+@given(WORTHS, st.sampled_from([one for one in RevisionCause if one != "drafts_lose"]))
 def test_reason_of_a_revision_agrees_with_its_figures(
     worth: SlotWorth, cause: RevisionCause
 ) -> None:
@@ -87,3 +87,19 @@ def test_reason_of_a_revision_agrees_with_its_figures(
     assert SIGNS[found[3]](float(found[2]), float(found[4]))
     assert found[1] == cause.value
     assert reason.startswith(f"drafting switched {'on' if found[3] == '<' else 'off'} after 40")
+
+
+@given(st.booleans(), st.lists(st.tuples(WORTHS, st.booleans()), max_size=100))
+def test_loss_of_the_worker_switches_drafting_at_once(
+    on: bool, reviews: list[tuple[SlotWorth, bool]]
+) -> None:
+    """Drafting is never on while drafts lose time, whatever a slot is worth. Exactly the stopped
+    sequences are switched on again."""
+    switch = DraftingSwitch(on)
+    for index, (worth, stops) in enumerate(reviews):
+        before = switch
+        switch = switch.review(worth, REVIEW_STEPS * (index + 1), stops=stops)
+        assert not (switch.on and stops)
+        assert switch.stopped == (stops and (before.on or before.stopped))
+        if before.stopped and not stops:
+            assert switch.on

@@ -12,7 +12,7 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.auto import Auto
-from draftgate.policies.speculation.baselines import AdaptiveVerification, Fixed, Off, SmartSpec
+from draftgate.policies.speculation.baselines import Fixed, Off
 from draftgate.policies.testing import check_speculation
 from draftgate.policies.types import (
     DraftCandidate,
@@ -158,36 +158,6 @@ def test_auto_is_no_slower_than_any_baseline_in_its_forecast(size, acceptance) -
     for spec in ("off", "fixed:2", "fixed:8", "smartspec", "adaptive_verification"):
         lengths = speculation_policy(spec).draft_lengths(step, H100_8B)
         assert best >= tokens_per_s(step, lengths, H100_8B) * (1 - 1e-9)
-
-
-def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
-    """All sequences use the best length by the paper's formula, which falls with the batch."""
-    chosen = []
-    for size in (1, 64, 512):
-        step = replace(batch(size, 0.5), acceptance=0.8)
-        lengths = SmartSpec().draft_lengths(step, H100_8B)
-        assert len(set(lengths)) == 1
-
-        def goodput(k: int, size: int = size, step: StepView = step) -> float:
-            expected = (1 - 0.8 ** (k + 1)) / (1 - 0.8)
-            return size * expected / H100_8B.seconds(size * (k + 1), step.kv_tokens, size)
-
-        assert lengths[0] == max(range(17), key=goodput)
-        chosen.append(lengths[0])
-    assert chosen == sorted(chosen, reverse=True)
-    assert chosen[0] > chosen[-1]
-
-
-def test_adaptive_verification_drafts_everything_then_trims() -> None:
-    """The policy computes drafts of full length, then verifies the likeliest slots."""
-    expensive = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
-    step = StepView(64, 32_000, 64, 4096, (expensive,) * 64)
-    policy = AdaptiveVerification()
-    assert policy.draft_lengths(step, H100_8B) == [16] * 64
-    drafted = replace(step, candidates=(DraftCandidate(chain(16, 0.5)),) * 64)
-    trimmed = policy.draft_lengths(drafted, H100_8B)
-    assert trimmed == Auto().draft_lengths(drafted, H100_8B)
-    assert 0 < max(trimmed) < 16
 
 
 def test_threshold_by_batch_follows_its_table(tmp_path) -> None:

@@ -146,6 +146,18 @@ def test_auto_is_off_while_no_slot_can_be_worth_the_price(
     assert off.cause is PlanCause.REQUESTED_OFF
 
 
+def test_auto_is_off_on_a_worker_whose_drafts_lose_time() -> None:
+    """A plan is off, and says why, while drafts have cost the worker more time than they saved. A
+    proposer that the client names is kept."""
+    losing = structs.replace(load(price=0.1, acceptance=0.6), drafts_lose=True)
+    plan = Auto().decide(RequestView(1, 9, 0.0), losing)
+    assert (plan.proposer, plan.max_draft_tokens) == (None, 0)
+    assert plan.reason == "drafts have cost this worker more time than they saved"
+    assert plan.later_proposer is not None
+    named = Auto().decide(RequestView(1, 9, 0.0, mode=SpeculationMode.NGRAM), losing)
+    assert named.proposer == "ngram"
+
+
 def test_tpot_target_raises_the_cap() -> None:
     """A request that may become late may use slots up to four times the price."""
     tight = RequestView(1, 9, 0.0, service=ServiceLevel(tpot_s=0.01))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost, StepSize
 from tests.policies.costs import costs
 
 small = st.integers(0, 800)
@@ -28,6 +28,23 @@ def test_tokens_of_a_bucket_are_free_and_the_last_slope_continues() -> None:
     assert [cost.seconds(n) for n in (0, 1, 4, 5, 8)] == [1.0, 1.0, 1.0, 1.4, 1.4]
     assert cost.seconds(10) == pytest.approx(1.6)
     assert StepCost((4,), (2.0,)).seconds(6) == pytest.approx(3.0)
+
+
+@given(costs(), small, small, small, st.integers(0, 300))
+def test_size_of_a_step_with_drafts_takes_the_seconds_of_its_slots(
+    cost, tokens, kv, sequences, slots
+) -> None:
+    """A size whose sequences and slots are all sampled takes the same time as `seconds`."""
+    pairs = slots * kv / sequences if sequences else 0.0
+    size = StepSize(tokens + slots, kv, sequences, pairs, sequences + slots)
+    assert cost.size_s(size) == pytest.approx(cost.seconds(tokens + slots, kv, sequences, slots))
+
+
+def test_prompt_tokens_take_no_time_for_logits() -> None:
+    """A chunk of a prompt without a sampled token takes the time of its tokens alone."""
+    cost = StepCost((512,), (1.0,), sample_s=0.5)
+    assert cost.size_s(StepSize(512, 0, 1, 0, 0)) == 1.0
+    assert cost.size_s(StepSize(512, 0, 1, 0, 1)) == 1.5
 
 
 @given(costs(), small, small, small, st.integers(0, 300))

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -50,13 +50,18 @@ def children_of(node: NodeProcess) -> list[int]:
 
 
 def _listens(pid: int, port: int) -> bool:
-    inodes = {
-        line.split()[9]
-        for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
-        if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
-    }
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    return any(link == f"socket:[{inode}]" for link in links for inode in inodes)
+    process = Path(f"/proc/{pid}")
+    inodes: set[str] = set()
+    links: set[str] = set()
+    # A process may end, and a file be closed, after it was listed.
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for line in (process / "net/tcp").read_text().splitlines()[1:]:
+            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A":
+                inodes.add(f"socket:[{line.split()[9]}]")
+        for link in (process / "fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.add(str(link.readlink()))
+    return bool(inodes & links)
 
 
 def client(node: NodeProcess) -> httpx.AsyncClient:
@@ -73,12 +78,15 @@ async def completion(node: NodeProcess, tokens: int = 4) -> str:
     return response.json()["choices"][0]["text"]
 
 
-async def stream(node: NodeProcess, began: asyncio.Event) -> str:
+async def stream(node: NodeProcess, began: asyncio.Event, key: str) -> str:
     """Return the end of a stream of some seconds."""
     body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     last = ""
     try:
-        async with client(node) as http, http.stream("POST", "/v1/completions", json=body) as sent:
+        async with (
+            client(node) as http,
+            http.stream("POST", "/v1/completions", json=body, headers={"x-api-key": key}) as sent,
+        ):
             async for line in sent.aiter_lines():
                 began.set()
                 last = line or last
@@ -87,10 +95,10 @@ async def stream(node: NodeProcess, began: asyncio.Event) -> str:
     return last
 
 
-async def streams(node: NodeProcess, count: int) -> list[asyncio.Task[str]]:
+async def streams(node: NodeProcess, count: int, key: str = "") -> list[asyncio.Task[str]]:
     """Open streams over connections of their own, and wait until all of them have begun."""
     began = [asyncio.Event() for _ in range(count)]
-    tasks = [asyncio.create_task(stream(node, event)) for event in began]
+    tasks = [asyncio.create_task(stream(node, event, key)) for event in began]
     await asyncio.gather(*(event.wait() for event in began))
     return tasks
 
@@ -135,6 +143,51 @@ async def test_a_dead_front_loses_only_its_own_connections(tmp_path: Path) -> No
         assert before >= endings.count("data: [DONE]")
 
 
+async def test_new_connections_do_not_wait_for_a_front_that_does_not_run(tmp_path: Path) -> None:
+    """The other front serves the connections that the kernel assigns to a stopped front, which
+    never accepts them."""
+    async with running(tmp_path) as node:
+        stopped, _ = fronts(node)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            texts = await asyncio.gather(*(completion(node) for _ in range(16)))
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert len(set(texts)) == 1
+        assert await node.stop() == 0
+
+
+async def test_a_front_that_is_stopped_alone_starts_again(tmp_path: Path) -> None:
+    """A front that drains ignores new clients at its listener. Its successor accepts them again."""
+    async with running(tmp_path) as node:
+        stopped, survivor = fronts(node)
+        os.kill(stopped, signal.SIGTERM)
+        await eventually(lambda: _has_successor(node, stopped))
+        os.kill(survivor, signal.SIGSTOP)
+        try:
+            await asyncio.gather(*(completion(node) for _ in range(16)))
+        finally:
+            os.kill(survivor, signal.SIGCONT)
+
+
+async def _has_successor(node: NodeProcess, stopped: int) -> bool:
+    found = fronts(node)
+    return len(found) == 2 and stopped not in found
+
+
+async def test_counters_never_decrease_while_requests_run(tmp_path: Path) -> None:
+    """Consecutive scrapes reach both fronts while both count tokens, and one of them is killed. No
+    scrape shows less than an earlier one."""
+    async with running(tmp_path, *SLOW) as node:
+        tasks = await streams(node, 8)
+        shown = [await node.metric_sum("draftgate_generation_tokens_total") for _ in range(20)]
+        os.kill(fronts(node)[0], signal.SIGKILL)
+        await asyncio.gather(*tasks)
+        shown += [await node.metric_sum("draftgate_generation_tokens_total") for _ in range(20)]
+        assert shown == sorted(shown)
+        assert shown[0] < shown[-1]
+
+
 async def _has_fronts(node: NodeProcess, survivor: int) -> bool:
     found = fronts(node)
     return len(found) == 2 and survivor in found
@@ -158,6 +211,33 @@ async def test_a_signal_drains_all_processes(tmp_path: Path) -> None:
         assert await asyncio.gather(*tasks) == ["data: [DONE]"] * 8
         assert status == 0
         assert not any(_exists(pid) for pid in children)
+
+
+@pytest.mark.parametrize("target", ["parent", "all"])
+async def test_no_stream_ends_with_sighup(tmp_path: Path, target: str) -> None:
+    """SIGHUP lets the fronts read their keys again, whether only the parent or each process gets
+    it. No process ends, and all streams finish."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n  - {name: one, key: sk-one}\n")
+    async with running(tmp_path, *SLOW, "--api-keys-file", str(keys)) as node:
+        children = children_of(node)
+        tasks = await streams(node, 8, "sk-one")
+        keys.write_text("keys:\n  - {name: two, key: sk-two}\n")
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            for pid in (node.pid, *(children if target == "all" else ())):
+                os.kill(pid, number)
+
+        async def reloaded() -> bool:
+            return node.log_text.count("reloaded the API keys") >= 2
+
+        await eventually(reloaded)
+        assert await asyncio.gather(*tasks) == ["data: [DONE]"] * 8
+        assert children_of(node) == children
+        headers = {"authorization": "Bearer sk-two"}
+        for _ in range(8):
+            async with client(node) as http:
+                assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        assert await node.stop() == 0
 
 
 async def test_no_process_outlives_the_parent(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
+from tests.gateway.harness import client, running
 
 LOAD = WorkerLoad(3, 2, 6, 8, 0.2, 0.5, ("ngram",))
 PLAN = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "test")
@@ -92,21 +95,21 @@ async def test_counters_survive_the_restart_of_a_process() -> None:
     after = metrics()
     after.add(metric.GENERATION_TOKENS, 2)
     await shared.share("front 1", "run 2", snapshot(after))
-    found = add_snapshots(await shared.metrics("front 0"))
+    found = add_snapshots(await shared.metrics())
     assert value(found, "draftgate_generation_tokens") == 7
     assert value(found, "draftgate_queued_requests") == 0
 
 
 async def test_a_process_gets_only_the_snapshots_of_others() -> None:
-    """A process adds its own present values, so it does not get its own snapshot."""
+    """A process adds its own present values, so it does not get its own snapshot. Metrics are the
+    exception, because a process only shows what all processes know."""
     shared = SharedSnapshots()
     one = metrics()
     one.add(metric.GENERATION_TOKENS, 5)
     await shared.share("front 0", "run", snapshot(one, decided(1)))
-    assert await shared.metrics("front 0") == []
     assert await shared.activities("front 0") == []
     assert await shared.decisions("run", 9, None) == []
-    assert await shared.metrics("front 1") == [one.snapshot()]
+    assert await shared.metrics() == [[], one.snapshot()]
     assert await shared.activities("front 1") == [Activity()]
     assert await shared.decisions("other run", 9, None) == [(1.0, b"1")]
 
@@ -198,5 +201,41 @@ async def test_without_the_parent_a_process_shows_itself(tmp_path: Path) -> None
     """What the others share is empty while their parent does not respond."""
     alone = Process(tmp_path / "nothing", "front 0").siblings
     await alone.share()
-    assert await alone.metrics() == await alone.activities() == await alone.decisions(9, None) == []
-    assert await alone.streams() == []
+    assert await alone.streams() == await alone.activities() == await alone.decisions(9, None) == []
+
+
+async def test_without_the_parent_there_are_no_metrics(tmp_path: Path) -> None:
+    """The values of one process would look like a reset of all counters, so a scrape fails."""
+    async with running() as gateway, client(gateway) as http:
+        gateway.node.siblings = Process(tmp_path / "nothing", "front 0").siblings
+        response = await http.get("/metrics")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_counters_never_decrease_between_scrapes(tmp_path: Path, seed: int) -> None:
+    """Each scrape reaches any process, and shows at least what every earlier scrape has shown. A
+    process may restart at any time, without a last snapshot."""
+    rng, path = random.Random(seed), tmp_path / "stores"
+    names = [f"front {number}" for number in range(3)]
+    shown = 0.0
+    async with serving_stores(SharedStores(MemoryStore(), SharedResponses(1000, 60)), path):
+        processes = [Process(path, name) for name in names]
+        for _ in range(60):
+            number = rng.randrange(3)
+            process = processes[number]
+            action = rng.choice(("count", "count", "share", "scrape", "scrape", "restart"))
+            if action == "count":
+                process.metrics.add(metric.GENERATION_TOKENS, 1)
+                process.metrics.observe(metric.PROMPT_LENGTH, 1)
+            elif action == "share":
+                await process.siblings.share()
+            elif action == "restart":
+                processes[number] = Process(path, names[number])
+            else:
+                rows = add_snapshots(await process.siblings.metrics())
+                found = value(rows, "draftgate_generation_tokens")
+                assert found >= shown
+                assert found >= process.metrics.scalar(metric.GENERATION_TOKENS).value
+                shown = found
+    assert shown > 0

@@ -14,7 +14,6 @@ from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.registry import backend_factory
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import (
     check_backend,
     check_card,
@@ -30,6 +29,7 @@ from draftgate.backends.testing import (
 )
 from draftgate.backends.types import Capabilities, Pace
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
@@ -291,7 +291,11 @@ def test_card_describes_the_simulated_model() -> None:
     card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), scenario)
     assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
     assert card.numerics_class == "sim:h100-8b"
-    assert card.capabilities == Capabilities(exact=True, formats=True)
+    assert card.capabilities == Capabilities(
+        exact=True,
+        formats=True,
+        options=("allowed_token_ids", "include_stop_str_in_output"),
+    )
     assert load.proposers == ("ngram",)
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 

@@ -12,19 +12,14 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.sim.acceptance import ConstantAcceptance
-from draftgate.backends.sim.device_model import (
-    OVERLAP_LOST,
-    SPREAD,
-    ProfileDevice,
-    Roofline,
-    RooflineDevice,
-    StepNoise,
-)
+from draftgate.backends.sim.device_model import ProfileDevice
 from draftgate.backends.sim.model import SimProposer
-from draftgate.backends.sim.profile import HostCost, load_profile, misjudged, profile_names
+from draftgate.backends.sim.profile import HostCost, load_profile, profile_names
 from draftgate.backends.sim.tokens import SimulatedTokens
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.lab.sim.roofline import OVERLAP_LOST, SPREAD, Roofline, RooflineDevice, StepNoise
+from draftgate.lab.sim.scaled_profiles import misjudged
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
@@ -55,6 +50,23 @@ def test_roofline_agrees_with_the_profile_at_its_ends_only(name: str) -> None:
     assert roofline.seconds(last) == pytest.approx(cost.step_s[-1], abs=tile_s)
     off = [roofline.seconds(n) / cost.seconds(n) - 1 for n in range(first, last + 1)]
     assert 0.03 < max(map(abs, off)) < 0.5
+
+
+@pytest.mark.parametrize("name", ["h100-8b", "h200-8b"])
+def test_usual_cost_predicts_steps_of_decodes_without_noise(name: str) -> None:
+    """The usual cost of a roofline is within 2% of the mean of noisy steps with and without
+    drafts."""
+    now_s = 0.0
+    device = RooflineDevice(load_profile(name), 0, 0, lambda: now_s)
+    cost = device.usual_cost(2048)
+    for decodes, drafts in ((1, 0), (20, 3), (64, 0), (200, 2)):
+        plan = step(*(work(300 + 7 * n, 1, drafts) for n in range(decodes)))
+        durations = []
+        for instant in range(4000):
+            now_s = instant * 0.0072
+            durations.append(device.step_s(plan, ()))
+        # The median, because a few steps stall.
+        assert cost.size_s(plan.size) == pytest.approx(sorted(durations)[2000], rel=0.02)
 
 
 def test_roofline_has_stairs_and_a_knee() -> None:

@@ -13,10 +13,10 @@ from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, Tra
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 
 BLOCK_BYTES = 16 * load_profile("cpu-demo").kv_token_bytes
 CONFIG = WorkerConfig(kv_bytes=400 * BLOCK_BYTES)

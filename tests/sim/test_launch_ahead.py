@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.profile import load_profile, misjudged, slowed
-from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
+from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.testing import check_backend, make_request
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.lab.sim.scaled_profiles import misjudged, slowed
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 STEP_S, HOST_S, TOKENS = 10e-3, 4e-3, 60

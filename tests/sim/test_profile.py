@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.sim.profile import load_profile, profile_names, slowed
+from draftgate.backends.sim.profile import load_profile, profile_names
+from draftgate.lab.sim.scaled_profiles import slowed
 
 GOOD = {
     "device": "d",
@@ -78,6 +79,17 @@ def test_second_form_adds_the_host_and_costs_per_sequence(tmp_path: Path) -> Non
     assert profile.draft["ngram"].sequence_s == 2e-6
     assert load_profile(write(tmp_path / "old.json")).host.step_s == 0.0
     assert slowed(profile, 2.0).host.sequence_s == 8e-6
+
+
+def test_a_slower_device_scales_all_times() -> None:
+    """The factor scales every term of a step and of drafting."""
+    profile = load_profile("h100-8b")
+    slow = slowed(profile, 2.0)
+    for size in ((1, 100, 1, 0), (300, 9000, 30, 40), (4000, 4000, 2, 0)):
+        assert slow.cost.seconds(*size) == pytest.approx(2 * profile.cost.seconds(*size))
+    for name, cost in profile.draft.items():
+        assert slow.draft[name].depth_s(7) == pytest.approx(2 * cost.depth_s(7))
+        assert slow.draft[name].call_s == 2 * cost.call_s
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch, KvPulls
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.policies.kv_transfer import PullDecision, PullReason, decide_pull
 
 BLOCK_BYTES = 16 * load_profile("cpu-demo").kv_token_bytes

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 
 SERVICE_S = 0.01
 

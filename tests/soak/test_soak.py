@@ -94,7 +94,7 @@ def serving(folder: Path) -> Iterator[ServedModel]:
     flags = [
         *("--port", str(port), "--kv-bytes", "16MiB", "--threads", "1", "--log-level", "error"),
         *("--max-body-bytes", str(MAX_BODY_BYTES), "--api-keys-file", str(keys)),
-        *("--ngram-corpus-tokens", "4096", "--max-queued", "32"),
+        *("--ngram-corpus-bytes", "256KiB", "--max-queued", "32"),
     ]
     command = [
         sys.executable,

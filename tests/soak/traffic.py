@@ -200,7 +200,6 @@ class TrafficClients:
     """Clients that each send a request at a time until stopped."""
 
     def __init__(self, port: int, seed: int) -> None:
-        """Store the port of the node and the seed."""
         self._port = port
         self._rng = random.Random(seed)
         self._stopped = asyncio.Event()

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from draftgate.backends.chat_template import PromptEnding
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
@@ -25,13 +26,22 @@ class Pair(NamedTuple):
     ours: Tokenizer
     theirs: PreTrainedTokenizerBase
 
-    def render_both(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
+    def render_both(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        ending: PromptEnding = PromptEnding.RESPONSE,
+    ) -> tuple[str, str]:
         """Return our prompt and the prompt of `transformers`, or `REFUSED` for an error."""
+        options = {
+            "add_generation_prompt": ending is PromptEnding.RESPONSE,
+            "continue_final_message": ending is PromptEnding.OPEN,
+        }
         return (
-            _outcome(lambda: self.ours.render_chat(messages, tools)),
+            _outcome(lambda: self.ours.render_chat(messages, tools, ending=ending)),
             _outcome(
                 lambda: self.theirs.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=True
+                    messages, tools=tools, tokenize=False, **options
                 )
             ),
         )

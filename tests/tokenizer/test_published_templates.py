@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.backends.chat_template import PromptEnding
 from tests.tokenizer.oracle import NOW, REFUSED, Pair, checkpoint, load
 
 TEMPLATES = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
@@ -111,3 +112,21 @@ def test_template_error_rejects_conversation(pairs: dict[str, Pair]) -> None:
 def test_template_writes_date_of_injected_clock(pairs: dict[str, Pair]) -> None:
     """The template of Llama 3.2 writes the date of the injected clock."""
     assert NOW.strftime("%d %b %Y") in pairs["llama3_2"].ours.render_chat([user("Hello")])
+
+
+@pytest.mark.parametrize("ending", [PromptEnding.MESSAGE, PromptEnding.OPEN])
+@pytest.mark.parametrize("last", ["He", "  He\n", "", "<think>\nhm", "a</think>b"])
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_other_ends_of_prompts_match_transformers(
+    pairs: dict[str, Pair], template: str, last: str, ending: PromptEnding
+) -> None:
+    """Both give the same prompt for a message to continue, and without the start of a response.
+
+    `transformers` refuses to continue a message if the template changes its reasoning.
+    """
+    for messages in ([user("Hello"), assistant(last)], [user(last)]):
+        ours, theirs = pairs[template].render_both(messages, None, ending)
+        if theirs == REFUSED and "</think>" in last:
+            assert ours.endswith("b")
+        else:
+            assert ours == theirs

@@ -3,8 +3,8 @@
     python -m training.towers.train all
 
 The stages are `tokenizer`, the arms of `recipes.ARMS`, `queries`, and `ship`, which copies the
-towers into the package. The others write to .train/towers. After `draftgate bench retrieval`, the
-stage `card` writes the model card. On Linux, set the environment variables of `training.train` for
+towers into the package. The others write to .train/towers. The stage `card` writes the model card
+from measurements in bench/results. On Linux, set the environment variables of `training.train` for
 the allocator.
 """
 
@@ -45,7 +45,7 @@ SHIPPED: Final = {SHIPPED_ARM: DEMO / "documents", "queries": DEMO / "queries"}
 """Folders of the shipped towers by stage."""
 
 MEASURED: Final = ROOT / "bench" / "results" / "retrieval-zen5.json"
-"""Results of `draftgate bench retrieval`."""
+"""Results of `draftgate bench retrieval`, whose code is at commit 6d635970."""
 
 FACTS: Final = "facts.json"
 

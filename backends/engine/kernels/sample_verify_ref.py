@@ -34,6 +34,7 @@ Decoding" (arXiv 2408.07978).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -74,12 +75,24 @@ class RowSampling(NamedTuple):
         return RowSampling(*(tensor[rows] for tensor in self))
 
 
-def sample(logits: Tensor, rows: RowSampling) -> Tensor:
+def draw(logits: Tensor, rows: RowSampling) -> Tensor:
+    """Return the token of rows that all have a positive temperature: int64 ``[rows]``."""
+    scores = filtered_scores(logits, rows)
+    scores += noise.gumbel(
+        rows.seed, rows.choice, rows.position, noise.PURPOSE_OUTPUT, logits.shape[1]
+    )
+    return _argmax(scores)
+
+
+def sample(
+    logits: Tensor, rows: RowSampling, draw: Callable[[Tensor, RowSampling], Tensor] = draw
+) -> Tensor:
     """Return the token of every row.
 
     Args:
       logits: float32, bfloat16 or float16 ``[rows, vocab]``, contiguous, not modified.
       rows: parameters per row.
+      draw: function with the results of ``draw``.
 
     Returns:
       int64 ``[rows]``. The token of a row depends on that row alone.
@@ -87,13 +100,13 @@ def sample(logits: Tensor, rows: RowSampling) -> Tensor:
     logits = logits.float()
     drawn = rows.temperature > 0
     if bool(drawn.all()):
-        return _sample_drawn(logits, rows)
+        return draw(logits, rows)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     greedy = (~drawn).nonzero()[:, 0]
     tokens[greedy] = _argmax(logits[greedy])
     if greedy.shape[0] < logits.shape[0]:
         index = drawn.nonzero()[:, 0]
-        tokens[index] = _sample_drawn(logits[index], rows.select(index))
+        tokens[index] = draw(logits[index], rows.select(index))
     return tokens
 
 
@@ -104,10 +117,9 @@ def filtered_scores(logits: Tensor, rows: RowSampling) -> Tensor:
     """
     scores = logits / rows.temperature[:, None]
     vocab = logits.shape[1]
-    has_cutoff = ((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1)
-    has_filter = has_cutoff | (rows.min_p > 0)
-    if not bool(has_filter.any()):
+    if not has_filter(rows, vocab):
         return scores
+    has_cutoff = _has_cutoff(rows, vocab)
     if bool((rows.min_p > 0).any()):
         floor = scores.amax(dim=1) + rows.min_p.log()
         scores.masked_fill_(scores < floor[:, None], -torch.inf)
@@ -119,6 +131,15 @@ def filtered_scores(logits: Tensor, rows: RowSampling) -> Tensor:
     return scores
 
 
+def has_filter(rows: RowSampling, vocab: int) -> bool:
+    """Return whether a filter of any row may remove tokens."""
+    return bool((_has_cutoff(rows, vocab) | (rows.min_p > 0)).any())
+
+
+def _has_cutoff(rows: RowSampling, vocab: int) -> Tensor:
+    return ((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1)
+
+
 def _argmax(scores: Tensor) -> Tensor:
     """Return the first index of the maximum of every row."""
     if scores.device.type == "cpu":
@@ -127,15 +148,6 @@ def _argmax(scores: Tensor) -> Tensor:
     ids = torch.arange(scores.shape[1], device=scores.device)
     best = scores.amax(dim=1, keepdim=True)
     return torch.where(scores == best, ids, scores.shape[1] - 1).amin(dim=1)
-
-
-def _sample_drawn(logits: Tensor, rows: RowSampling) -> Tensor:
-    """Return the token of rows that all have a positive temperature."""
-    scores = filtered_scores(logits, rows)
-    scores += noise.gumbel(
-        rows.seed, rows.choice, rows.position, noise.PURPOSE_OUTPUT, logits.shape[1]
-    )
-    return _argmax(scores)
 
 
 def _is_cut(logits: Tensor, logit: Tensor, token: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ from torch.nn import functional
 
 from draftgate.backends.engine.inputs import AttentionSpans
 from draftgate.backends.engine.kv_pool import KV_TILE
-from draftgate.backends.engine.linear import USES_AMX, Linear
+from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
+from draftgate.backends.engine.operators.products import USES_AMX
 from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells, read
 
 CHUNK_TOKENS: Final = 128

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,6 @@ from draftgate.backends.engine.startup_cache import cache_directory
 log = logging.getLogger(__name__)
 
 FOLDER: Final = Path(__file__).parent
-HEADER: Final = "vectors.h"
 
 FLAGS: Final = (
     "-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-Wno-psabi",
@@ -59,7 +59,7 @@ def library_name() -> str:
     All of these affect the results.
     """
     sources = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted((*FOLDER.glob("*.c"), FOLDER / HEADER)):
+    for path in sorted((*FOLDER.glob("*.c"), *FOLDER.glob("*.h"))):
         sources.update(path.read_bytes())
     return f"{compiler_version()}-{march()}-{sources.hexdigest()[:8]}"
 
@@ -79,7 +79,7 @@ def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
         )
         return None
     try:
-        return ctypes.CDLL(str(_library(sources, defines)))
+        return _library(sources, defines)
     except (OSError, subprocess.SubprocessError) as error:
         names = _names(sources)
         log.warning("%s do not compile, so torch or Python replaces them: %s", names, error)
@@ -90,34 +90,57 @@ def _names(sources: tuple[str, ...]) -> str:
     return ", ".join(Path(source).name for source in sources)
 
 
-def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
-    """Return the file of the compiled library. Compile the library first if the file is missing."""
+def _library(names: tuple[str, ...], defines: dict[str, int]) -> ctypes.CDLL:
+    """Load the compiled library of some sources, from the cache or after compiling them.
+
+    The name of a cached file ends with a digest of its contents, because loading a damaged library
+    can end the process. A damaged file is replaced. A folder that cannot be written, or whose disk
+    is full, only costs the time to compile again.
+    """
     sources = [FOLDER / name for name in names]
     definitions = (f"-D{name}={value}" for name, value in sorted(defines.items()))
     options = [*FLAGS, f"-march={march()}", *definitions]
     key = hashlib.sha256()
     for part in (*options, compiler_version() or "", platform.machine(), _processor()):
         key.update(part.encode() + b"\0")
-    for path in (*sources, FOLDER / HEADER):
+    for path in (*sources, *sorted(FOLDER.glob("*.h"))):
         key.update(path.read_bytes() + b"\0")
-    library = cache_directory() / f"operators-{key.hexdigest()[:20]}.so"
-    if not library.exists():
-        _compile([*options, *map(str, sources), "-lm"], library)
-    return library
+    prefix = f"operators-{key.hexdigest()[:20]}"
+    arguments = [*options, *map(str, sources), "-lm"]
+    for path in sorted(cache_directory().glob(f"{prefix}-*.so")):
+        with suppress(OSError):  # another user owns the file
+            if path.name == _cached_name(prefix, path):
+                return ctypes.CDLL(str(path))
+    try:
+        return _compile(arguments, prefix, cache_directory())
+    except (OSError, subprocess.CalledProcessError):
+        return _compile(arguments, prefix, None)
 
 
-def _compile(arguments: list[str], library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may compile at the same time to their own files. The last file remains.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        file = Path(folder) / library.name
+def _cached_name(prefix: str, library: Path) -> str:
+    return f"{prefix}-{hashlib.sha256(library.read_bytes()).hexdigest()[:20]}.so"
+
+
+def _compile(arguments: list[str], prefix: str, cache: Path | None) -> ctypes.CDLL:
+    """Compile a library and load it.
+
+    Args:
+        cache: the folder that keeps the library, or None to delete the file. Several processes may
+            compile at the same time to files of their own. The last file remains.
+    """
+    if cache is not None:
+        cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        library = Path(folder) / f"{prefix}.so"
         subprocess.run(  # noqa: S603
-            ["gcc", *arguments, "-o", str(file)],  # noqa: S607
+            ["gcc", *arguments, "-o", str(library)],  # noqa: S607
             check=True,
             capture_output=True,
             timeout=COMPILE_TIMEOUT_S,
         )
-        file.replace(library)
+        if cache is not None:
+            library = library.replace(cache / _cached_name(prefix, library))
+        return ctypes.CDLL(str(library))
 
 
 def _processor() -> str:

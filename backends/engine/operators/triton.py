@@ -46,7 +46,6 @@ class TritonOperators:
     """
 
     def __init__(self, config: ModelConfig, tables: Mapping[Rope, RotaryTables]) -> None:
-        """Store the tables, which are on the device."""
         self.name = f"triton-{triton.__version__}"
         self._config = config
         self._tables = tables

@@ -24,7 +24,7 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores
-from draftgate.backends.engine.logits import adjust, forbid_rows
+from draftgate.backends.engine.logits import adjust, forbid_rows, row_masks
 from draftgate.backends.engine.sampler import draw_tokens, row_sampling
 
 Forward = Callable[[Many[Feed]], Tensor]
@@ -114,9 +114,9 @@ def _draw(
     """Sample the next token of each chain, and store its evidence and distributions."""
     plan = StepPlan(tuple(last_token(chain.sequence) for chain in chains))
     masks = {
-        row: chain.sequence.grammar.masks(Draft(chain.drafted))[-1]
+        row: found[-1]
         for row, chain in enumerate(chains)
-        if chain.sequence.grammar is not None
+        if (found := row_masks(chain.sequence, Draft(chain.drafted)))
     }
     forbid_rows(logits, [*masks], [*masks.values()])
     adjust(plan, logits, eos_ids)

@@ -4,23 +4,24 @@
  * token. Its entries are ends in the text: the end e stands for the tokens before tokens[e]. Each
  * entry is checked against the text. Therefore collisions of hashes never change a draft.
  *
- * The index follows hash chains, as deflate does (RFC 1951). For each pair of tokens, and for each
- * single token, a table has the latest end. For each end, the previous ends of its token and of its
- * pair are next to each other.
+ * The index follows hash chains, as deflate does (RFC 1951). For the last token, the last pair and
+ * the last four tokens before an end, a table has the latest end. For each end, the previous ends of
+ * its token, its pair and its four tokens are next to each other.
  */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-/* The definitions MAX_MATCHES, MAX_EVIDENCE, LONG_MATCH and MAX_TEXTS come from `ngram_lookup.py`. */
+/* The definitions MAX_MATCHES, MAX_WALK, MAX_EVIDENCE, ORDERS, LONG_MATCH, MAX_TEXTS and
+ * MAX_CATCH_UP come from `ngram_lookup.py`. The index of order n has the last 2^n tokens. */
 
 #define MAX_FOUND (MAX_MATCHES * MAX_TEXTS)
 
 _Static_assert(MAX_FOUND <= 32, "a set of matches has 32 bits");
 
-/* A text and its index. The index has INDEX_HEADER + 6 * capacity numbers. The first two are the
- * next end to index, and the capacity in tokens, a power of two. All numbers start at 0. */
+/* A text and its index. The index has INDEX_HEADER + 3 * ORDERS * capacity numbers. The first two
+ * are the next end to index, and the capacity in tokens, a power of two. All numbers start at 0. */
 typedef struct {
     int32_t *index; /* NULL for no text */
     const int64_t *tokens;
@@ -31,7 +32,7 @@ typedef struct {
     const double *weights; /* weight of a match by its missing length, [MAX_EVIDENCE + 1] */
     double child_chance;
     int64_t trees;
-    uint64_t hash_keys[2];
+    uint64_t hash_keys[1 << (ORDERS - 1)];
 } Rules;
 
 typedef struct {
@@ -52,7 +53,7 @@ typedef struct {
 typedef struct {
     const int64_t *tokens;
     const uint64_t *hash_keys;
-    int32_t *next_end, *earlier, *pairs, *singles;
+    int32_t *next_end, *earlier, *tables;
     int64_t capacity;
     int shift; /* from a hash of 64 bits to a place in a table */
 } Index;
@@ -85,53 +86,49 @@ static Index open_index(const Text *text, const uint64_t *hash_keys) {
         .hash_keys = hash_keys,
         .next_end = text->index,
         .earlier = arrays,
-        .pairs = arrays + 2 * capacity,
-        .singles = arrays + 4 * capacity,
+        .tables = arrays + ORDERS * capacity,
         .capacity = capacity,
         .shift = __builtin_clzll(2 * (uint64_t)capacity) + 1,
     };
 }
 
-/* Return the entry of a pair, which is 0 for a new pair. At most half of a table is in use, so the
- * search always ends. */
-static int32_t *pair_entry(const Index *index, int64_t first, int64_t second) {
-    uint64_t mask = 2 * (uint64_t)index->capacity - 1;
-    uint64_t hash = index->hash_keys[0] * (uint64_t)first + index->hash_keys[1] * (uint64_t)second;
+/* Return the entry of the 2^order tokens before `key`, which is 0 for new ones. At most half of a
+ * table is in use, so the search always ends. */
+static int32_t *entry(const Index *index, int order, const int64_t *key) {
+    uint64_t mask = 2 * (uint64_t)index->capacity - 1, hash = 0;
+    int32_t *table = index->tables + 2 * index->capacity * order;
+    int64_t size = 1 << order;
+    for (int64_t back = 0; back < size; back++)
+        hash += index->hash_keys[back] * (uint64_t)key[-1 - back];
     for (uint64_t place = hash >> index->shift;; place = (place + 1) & mask) {
-        int32_t end = index->pairs[place];
-        if (!end || (index->tokens[end - 1] == second && index->tokens[end - 2] == first))
-            return &index->pairs[place];
+        int32_t end = table[place];
+        if (!end)
+            return &table[place];
+        const int64_t *other = index->tokens + end;
+        int64_t back = 1;
+        while (back <= size && other[-back] == key[-back])
+            back++;
+        if (back > size)
+            return &table[place];
     }
 }
 
-static int32_t *single_entry(const Index *index, int64_t token) {
-    uint64_t mask = 2 * (uint64_t)index->capacity - 1;
-    uint64_t hash = index->hash_keys[1] * (uint64_t)token;
-    for (uint64_t place = hash >> index->shift;; place = (place + 1) & mask) {
-        int32_t end = index->singles[place];
-        if (!end || index->tokens[end - 1] == token)
-            return &index->singles[place];
-    }
-}
-
-/* Index all ends before the last token, which has no continuation yet. */
-static void catch_up(const Index *index, int64_t length) {
-    const int64_t *tokens = index->tokens;
+/* Index at most `most` ends before the last token, which has no continuation yet. */
+static void catch_up(const Index *index, int64_t length, int64_t most) {
     int64_t end = *index->next_end;
     if (end > length) { /* the text became shorter, so its index starts again */
-        memset(index->earlier, 0, 6 * (size_t)index->capacity * sizeof(int32_t));
+        memset(index->earlier, 0, 3 * ORDERS * (size_t)index->capacity * sizeof(int32_t));
         end = 0;
     }
     if (end < 1)
         end = 1;
-    for (; end < length; end++) {
-        int32_t *single = single_entry(index, tokens[end - 1]);
-        index->earlier[2 * end] = *single;
-        *single = (int32_t)end;
-        if (end > 1) {
-            int32_t *pair = pair_entry(index, tokens[end - 2], tokens[end - 1]);
-            index->earlier[2 * end + 1] = *pair;
-            *pair = (int32_t)end;
+    int64_t last = most < length - end ? end + most : length;
+    for (; end < last; end++) {
+        int32_t *earlier = index->earlier + ORDERS * end;
+        for (int order = 0; order < ORDERS && end >> order; order++) {
+            int32_t *latest = entry(index, order, index->tokens + end);
+            earlier[order] = *latest;
+            *latest = (int32_t)end;
         }
     }
     *index->next_end = (int32_t)end;
@@ -156,26 +153,50 @@ static void insert_match(Match *found, int count, Match match) {
     found[count] = match;
 }
 
-/* Add the matches of the end of `text` in another text or itself, and return their new number. */
+/* Set the latest end of the last 2^order tokens of a text for each order, from the pair on. Return
+ * the highest order with a match. A longer match exists only if each shorter one does, so a text
+ * without a match costs two searches. Without a pair, use the last token, which other texts
+ * (`is_other`) have too often. */
+static int latest_ends(const Index *index, const Text *text, int is_other, int32_t *ends) {
+    const int64_t *key = text->tokens + text->length;
+    int order = 1;
+    for (; order < ORDERS && text->length >> order; order++)
+        if (!(ends[order] = *entry(index, order, key)))
+            break;
+    if (order > 1)
+        return order - 1;
+    ends[0] = is_other ? 0 : *entry(index, 0, key);
+    return ends[0] ? 0 : -1;
+}
+
+/* Add the matches of the end of `text` in another text or itself, and return their new number.
+ *
+ * The matches of a higher order come first. A lower order adds its shorter matches. */
 static int find_matches(
     const Text *searched, const Text *text, const Rules *rules, Match *found, int count
 ) {
     if (!searched->index || searched->length < 1 || searched->length > searched->index[1])
         return count;
     Index index = open_index(searched, rules->hash_keys);
-    catch_up(&index, searched->length);
-    const int64_t *last = text->tokens + text->length - 1;
-    int64_t end = text->length > 1 ? *pair_entry(&index, last[-1], last[0]) : 0;
-    int of_pair = end > 0;
-    if (!end)
-        end = *single_entry(&index, last[0]);
-    for (int some = 0; end && some < MAX_MATCHES; some++, end = index.earlier[2 * end + of_pair]) {
-        Match match = {
-            .continuation = searched->tokens + end,
-            .period = searched->length - end,
-            .length = match_length(&index, end, text),
-        };
-        insert_match(found, count++, match);
+    int is_other = searched != text;
+    catch_up(&index, searched->length, is_other ? MAX_CATCH_UP : searched->length);
+    int32_t ends[ORDERS];
+    int highest = latest_ends(&index, text, is_other, ends);
+    int64_t longer = MAX_EVIDENCE + 1;
+    int most = count + MAX_MATCHES;
+    for (int order = highest; order >= (highest > 0); order--) {
+        int32_t end = ends[order];
+        for (int walked = 0; end && walked < MAX_WALK && count < most; walked++) {
+            Match match = {
+                .continuation = searched->tokens + end,
+                .period = searched->length - end,
+                .length = match_length(&index, end, text),
+            };
+            if (match.length < longer)
+                insert_match(found, count++, match);
+            end = index.earlier[ORDERS * end + order];
+        }
+        longer = 1 << order;
     }
     return count;
 }
@@ -262,7 +283,7 @@ static int64_t weigh(Match *matches, int count, const Rules *rules) {
 
 /* Draft for a batch, and return the rows that its drafts need.
  *
- * A request has `num_texts` texts: its own, and others to search after a short match in its own.
+ * A request has `num_texts` texts: its own, and others to search, in order, until a match is long.
  * Drafts beyond the capacity of the results are not written. The caller then calls again with
  * larger results. */
 int64_t ngram_drafts(
@@ -273,13 +294,12 @@ int64_t ngram_drafts(
     for (int64_t request = 0; request < count; request++) {
         const Text *own = texts + request * num_texts;
         Match found[MAX_FOUND];
-        int num_found = 0;
         results->summaries[request] = (Summary){0};
         if (max_tokens[request] < 1 || own->length < 1)
             continue;
-        num_found = find_matches(own, own, rules, found, 0);
-        if (!num_found || found[0].length < LONG_MATCH)
-            for (int64_t other = 1; other < num_texts; other++)
+        int num_found = find_matches(own, own, rules, found, 0);
+        for (int64_t other = 1; other < num_texts; other++)
+            if (!num_found || found[0].length < LONG_MATCH)
                 num_found = find_matches(&own[other], own, rules, found, num_found);
         if (!num_found)
             continue;

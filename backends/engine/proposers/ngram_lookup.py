@@ -1,8 +1,9 @@
 """N-gram lookup: the drafts that continue earlier matches of the end of a text.
 
-A match is an earlier place that ends with the same pair of tokens as the text. If the pair is new,
-a match ends with the same last token. A lookup compares the latest matches, the longest first.
-Different continuations become branches of a tree, and a longer match has more weight.
+A match is an earlier place that ends with the same tokens as the text. A lookup compares the latest
+matches of the last four tokens, then those of the last pair. If the pair is new, it compares those
+of the last token. Different continuations become branches of a tree, and a longer match has more
+weight.
 
 `ngram_native` implements lookups in C for a whole batch. `ngram_python` replaces it on machines
 without a compiler, and defines the drafts: both return equal drafts.
@@ -23,6 +24,19 @@ With 1 / 4 / 8 / 16 matches and 8 slots, held-out code gets 1.80 / 1.92 / 1.93 /
 step (2026-11-21).
 """
 
+ORDERS: Final = 3
+"""Number of searched lengths: the last 1, 2 and 4 tokens, each twice the one before."""
+
+MAX_WALK: Final = 16
+"""Maximum number of matches of one searched length to visit. Those that a longer searched length
+has found already do not count as matches again."""
+
+MAX_CATCH_UP: Final = 4096
+"""Maximum number of tokens of another text that a lookup adds to its index.
+
+A corpus that outgrows its index needs a new one. Its tokens would otherwise delay a single step.
+"""
+
 MAX_EVIDENCE: Final = 32
 """Maximum counted length of a match. Longer matches are no better evidence."""
 
@@ -39,10 +53,13 @@ CHILD_CHANCE: Final = 0.75
 """Assumed chance of a token after a correct parent, to compare branches with deeper tokens."""
 
 LONG_MATCH: Final = 4
-"""Minimum length of a match in the text itself that makes a search of other texts unnecessary."""
+"""Minimum length of a match that makes a search of further texts unnecessary."""
+
+LEAST_TEXT_BYTES: Final = 2048
+"""Bound on the memory of an empty text, with the objects of its index."""
 
 MAX_TEXTS: Final = 3
-"""Maximum number of texts in one lookup: a sequence, and two generations of a tenant's corpus."""
+"""Maximum number of texts in one lookup: a sequence, and two generations of a corpus."""
 
 
 class IndexedText(Protocol):
@@ -66,12 +83,17 @@ class NgramLookup(Protocol[TextT]):
         """Return the index of a text. Lookups extend the index when the text has grown."""
         ...
 
+    def text_bytes(self, tokens: int) -> int:
+        """Return the maximum memory of a text of this length with its index."""
+        ...
+
     def drafts(self, texts: Many[tuple[TextT, ...]], max_tokens: Many[int]) -> list[Draft]:
         """Return a draft for each tuple of texts.
 
         Args:
             texts: for each draft, the text to continue, then up to `MAX_TEXTS` - 1 other texts. A
-                lookup searches the others if the first text has no match of `LONG_MATCH` tokens.
+                lookup searches them in order until it has a match of `LONG_MATCH` tokens.
+                They contain most tokens, so their matches have at least two.
             max_tokens: length of each draft. The draft is empty if no match exists, or if the
                 length is below 1.
         """

@@ -1,8 +1,8 @@
 """N-gram lookup in C (`ngram.c`): one call for a whole batch, without a copy of any text.
 
 Python owns the memory of indexes, so the memory is freed with its `NativeText`. An index that
-becomes too small is replaced by an empty one of twice the size, and the next lookup fills it. Each
-token of a text takes 24 to 48 bytes.
+becomes too small is replaced by an empty one of twice the size, and the next lookup fills it. The
+index takes 36 to 72 bytes for each token of a text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from draftgate.backends.core.drafts import NO_DRAFT, PER_MILLE, Draft
 from draftgate.backends.engine.operators.compiler import compiled
 from draftgate.backends.engine.proposers.ngram_lookup import (
     CHILD_CHANCE,
+    LEAST_TEXT_BYTES,
     LENGTH_WEIGHT,
     LONG_MATCH,
+    MAX_CATCH_UP,
     MAX_EVIDENCE,
     MAX_MATCHES,
     MAX_TEXTS,
+    MAX_WALK,
+    ORDERS,
 )
 from draftgate.backends.token_ids import TokenIds
 
@@ -39,7 +43,7 @@ calls take up to 0.4 ms: 12 ns for each new token, and 3 to 7 us for each sequen
 2026-11-23)."""
 
 _HEADER: Final = 2
-_NUMBERS_PER_TOKEN: Final = 6
+_NUMBERS_PER_TOKEN: Final = 3 * ORDERS
 
 _SUMMARY_NUMBERS: Final = 4
 _SUMMARY: Final = Struct(f"={_SUMMARY_NUMBERS}q")
@@ -56,7 +60,7 @@ class _Rules(ctypes.Structure):
 
     _fields_ = (
         ("weights", _Pointer), ("child_chance", ctypes.c_double), ("trees", _Int),
-        ("hash_keys", ctypes.c_uint64 * 2),
+        ("hash_keys", ctypes.c_uint64 * (1 << (ORDERS - 1))),
     )  # fmt: skip
 
 
@@ -89,10 +93,16 @@ class NativeText:
 
     def grow(self) -> None:
         """Replace the index by an empty one that has space for the text."""
-        self.capacity = max(LEAST_CAPACITY, 1 << (len(self.tokens) - 1).bit_length())
+        self.address, self.memory = 0, array("i")  # frees the old index first
+        self.capacity = _capacity(len(self.tokens))
         self.memory = array("i", (0,)) * (_HEADER + _NUMBERS_PER_TOKEN * self.capacity)
         self.memory[1] = self.capacity
         self.address = self.memory.buffer_info()[0]
+
+
+def _capacity(tokens: int) -> int:
+    """Return the capacity of the index of a text."""
+    return max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
 def native_lookup(*, trees: bool) -> NativeLookup | None:
@@ -100,6 +110,9 @@ def native_lookup(*, trees: bool) -> NativeLookup | None:
     library = compiled(
         SOURCE,
         MAX_MATCHES=MAX_MATCHES,
+        MAX_WALK=MAX_WALK,
+        MAX_CATCH_UP=MAX_CATCH_UP,
+        ORDERS=ORDERS,
         MAX_EVIDENCE=MAX_EVIDENCE,
         MAX_TEXTS=MAX_TEXTS,
         LONG_MATCH=LONG_MATCH,
@@ -132,7 +145,7 @@ class NativeLookup:
             trees=int(trees),
             # Random keys prevent a client from choosing tokens whose hashes all collide. They do
             # not change any draft.
-            hash_keys=(secrets.randbits(64) | 1, secrets.randbits(64) | 1),
+            hash_keys=tuple(secrets.randbits(64) | 1 for _ in range(1 << (ORDERS - 1))),
         )
         self._results = _Results()
         self._rules_address = ctypes.addressof(self._rules)
@@ -143,6 +156,12 @@ class NativeLookup:
     def index(self, tokens: TokenIds) -> NativeText:
         """Return the index of a text."""
         return NativeText(tokens)
+
+    def text_bytes(self, tokens: int) -> int:
+        """Return the maximum memory of a text of this length with its index."""
+        numbers = _HEADER + _NUMBERS_PER_TOKEN * _capacity(tokens)
+        # An array that grows reserves a sixteenth more than it needs.
+        return LEAST_TEXT_BYTES + 4 * numbers + 8 * (tokens + tokens // 16)
 
     def drafts(self, texts: Many[tuple[NativeText, ...]], max_tokens: Many[int]) -> list[Draft]:
         """Return a draft for each tuple of texts."""

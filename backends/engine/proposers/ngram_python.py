@@ -1,15 +1,14 @@
 """N-gram lookup in Python, for machines without a compiler, which defines the drafts.
 
-The index uses hash chains, as deflate does for its matches (RFC 1951). For each pair of tokens, and
-for each single token, the index has its latest end. For each end, the index has the previous end. A
-new token costs two dictionary entries and two array items, for any length of the text. A search
-finds the latest matches first.
+The index uses hash chains, as deflate does for its matches (RFC 1951). For the last 1, 2 and 4
+tokens before an end, the index has their latest end. For each end, it has the previous ends of the
+same tokens. A new token costs the same for any length of the text. A search finds the latest
+matches first.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
@@ -17,15 +16,19 @@ from typing import Final, NamedTuple
 from draftgate.backends.core.drafts import NO_DRAFT, PER_MILLE, ROOT, Draft
 from draftgate.backends.engine.proposers.ngram_lookup import (
     CHILD_CHANCE,
+    LEAST_TEXT_BYTES,
     LENGTH_WEIGHT,
     LONG_MATCH,
+    MAX_CATCH_UP,
     MAX_EVIDENCE,
     MAX_MATCHES,
+    MAX_WALK,
+    ORDERS,
 )
 from draftgate.backends.token_ids import TokenIds
 
-_SHIFT: Final = 64
-"""Bits of a token in a pair, so that different pairs of 64-bit tokens are different numbers."""
+_TOKEN_BYTES: Final = 1024
+"""Bound on the memory of a token in the index: its keys and entries in the three dictionaries."""
 
 
 class Match(NamedTuple):
@@ -49,58 +52,73 @@ class PythonText:
         self._clear()
 
     def _clear(self) -> None:
-        self._pairs: dict[int, int] = {}
-        self._singles: dict[int, int] = {}
-        # By end, from 0: the previous end of the same pair or token, or 0 without a previous end.
-        self._earlier_pairs = array("i", [0])
-        self._earlier_singles = array("i", [0])
+        self._next_end = 1
+        # By order: the latest end of some tokens, and by end, from 0, the previous end of the same
+        # tokens, or 0 without a previous end.
+        self._latest: list[dict[bytes, int]] = [{} for _ in range(ORDERS)]
+        self._earlier = [array("i", (0,)) for _ in range(ORDERS)]
 
-    def matches(self, text: TokenIds) -> list[Match]:
+    def matches(self, text: TokenIds, *, is_other: bool = False) -> list[Match]:
         """Return the matches of the end of a text, longest first, then latest first.
 
         Args:
             text: the text with the end to search, which may be the indexed text itself.
+            is_other: whether the text is another one than the indexed text.
         """
-        self._catch_up()
         tokens = self.tokens
-        found = [Match(tokens, end, _match_length(tokens, end, text)) for end in self._ends(text)]
+        self._catch_up(MAX_CATCH_UP if is_other else len(tokens))
+        found: list[Match] = []
+        longer = MAX_EVIDENCE + 1
+        for order, end in self._latest_ends(text, is_other=is_other):
+            for _ in range(MAX_WALK):
+                if not end or len(found) == MAX_MATCHES:
+                    break
+                length = _match_length(tokens, end, text)
+                if length < longer:
+                    found.append(Match(tokens, end, length))
+                end = self._earlier[order][end]  # noqa: PLW2901 - follows the chain
+            longer = 1 << order
         found.sort(key=lambda match: -match.length)
         return found
 
-    def _catch_up(self) -> None:
-        """Index all ends before the last token, which has no continuation yet."""
+    def _catch_up(self, most: int) -> None:
+        """Index at most `most` ends before the last token, which has no continuation yet."""
         tokens = self.tokens
-        if len(tokens) < len(self._earlier_singles):  # the text became shorter
+        if self._next_end > max(len(tokens), 1):  # the text became shorter
             self._clear()
-        pairs, singles = self._pairs, self._singles
-        for end in range(len(self._earlier_singles), len(tokens)):
-            token = tokens[end - 1]
-            self._earlier_singles.append(singles.get(token, 0))
-            singles[token] = end
-            pair = _pair(tokens, end) if end > 1 else None
-            self._earlier_pairs.append(0 if pair is None else pairs.get(pair, 0))
-            if pair is not None:
-                pairs[pair] = end
+        last = min(len(tokens), self._next_end + most)
+        for end in range(self._next_end, last):
+            for order, (latest, earlier) in enumerate(
+                zip(self._latest, self._earlier, strict=True)
+            ):
+                key = _key(tokens, end, order)
+                earlier.append(latest.get(key, 0) if key else 0)
+                if key:
+                    latest[key] = end
+        self._next_end = max(self._next_end, last)
 
-    def _ends(self, text: TokenIds) -> Iterator[int]:
-        """Yield earlier ends of the last pair of a text.
+    def _latest_ends(self, text: TokenIds, *, is_other: bool) -> list[tuple[int, int]]:
+        """Return the orders to search, highest first, with the latest end of each.
 
-        Without such a pair, use the last token.
+        A longer match exists only if each shorter one does. Without a pair, use the last token,
+        which other texts have too often.
         """
-        end = self._pairs.get(_pair(text, len(text)), 0) if len(text) > 1 else 0
-        earlier = self._earlier_pairs
-        if not end:
-            end, earlier = self._singles.get(text[-1], 0), self._earlier_singles
-        for _ in range(MAX_MATCHES):
+        ends = []
+        for order in range(1, ORDERS):
+            key = _key(text, len(text), order)
+            end = self._latest[order].get(key, 0) if key else 0
             if not end:
-                return
-            yield end
-            end = earlier[end]
+                break
+            ends.append((order, end))
+        if not ends and not is_other:
+            ends.append((0, self._latest[0].get(_key(text, len(text), 0), 0)))
+        return ends[::-1]
 
 
-def _pair(tokens: TokenIds, end: int) -> int:
-    """Return the number of the two tokens before an end."""
-    return (tokens[end - 2] << _SHIFT) + tokens[end - 1]
+def _key(tokens: TokenIds, end: int, order: int) -> bytes:
+    """Return the last 2^order tokens before an end, or nothing at the start of a text."""
+    size = 1 << order
+    return tokens[end - size : end].tobytes() if end >= size else b""
 
 
 def _match_length(tokens: TokenIds, end: int, text: TokenIds) -> int:
@@ -124,6 +142,10 @@ class PythonLookup:
         """Return the index of a text."""
         return PythonText(tokens)
 
+    def text_bytes(self, tokens: int) -> int:
+        """Return the maximum memory of a text of this length with its index."""
+        return LEAST_TEXT_BYTES + _TOKEN_BYTES * tokens
+
     def drafts(self, texts: Many[tuple[PythonText, ...]], max_tokens: Many[int]) -> list[Draft]:
         """Return a draft for each tuple of texts."""
         return [self._draft(*each) for each in zip(texts, max_tokens, strict=True)]
@@ -144,15 +166,15 @@ class PythonLookup:
 
 
 def _matches(texts: tuple[PythonText, ...]) -> list[Match]:
-    """Return the matches of the first text's end in all texts, longest first."""
+    """Return the matches of the first text's end, longest first, until one is long."""
     own, *others = texts
     if not own.tokens:
         return []
     found = own.matches(own.tokens)
-    if not found or found[0].length < LONG_MATCH:
-        for other in others:
-            found += other.matches(own.tokens)
-        found.sort(key=lambda match: -match.length)
+    for other in others:
+        if not found or found[0].length < LONG_MATCH:
+            found += other.matches(own.tokens, is_other=True)
+            found.sort(key=lambda match: -match.length)
     return found
 
 

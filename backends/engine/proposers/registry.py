@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
 
 from draftgate.backends.core.draft_growth import READ_PER_PASS
@@ -26,6 +25,7 @@ from draftgate.backends.engine.proposers.prediction import PredictionProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.warmup import TOKEN_STRIDE, measure_depths
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.extensions import extensions
 from draftgate.policies.costs.step_cost import StepCost
 
 if TYPE_CHECKING:
@@ -78,7 +78,10 @@ ProposerFactory = Callable[[ProposerSetup], Proposer]
 
 
 def _ngram(setup: ProposerSetup) -> Proposer:
-    return NgramProposer(corpus_tokens=setup.config.ngram_corpus_tokens)
+    config = setup.config
+    # Drafts from a corpus depend on earlier requests, so no recording could replay them.
+    records = config.record_acceptance is not None
+    return NgramProposer(corpus_bytes=0 if records else config.ngram_corpus_bytes)
 
 
 def _sparse_self(setup: ProposerSetup) -> Proposer:
@@ -182,7 +185,7 @@ def proposer_names(draft: str | None) -> tuple[str, ...]:
     Args:
         draft: the proposer that runs the worker's draft model, or None without a draft model.
     """
-    found = sorted(entry.name for entry in entry_points(group=PROPOSER_GROUP))
+    found = sorted(extensions(PROPOSER_GROUP))
     built_in = [name for name in _BUILT_IN if name not in _NEEDS or name == draft]
     return (*built_in, *(name for name in found if name not in _BUILT_IN))
 
@@ -228,6 +231,5 @@ def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
 def _factory(name: str) -> ProposerFactory:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    (entry,) = (e for e in entry_points(group=PROPOSER_GROUP) if e.name == name)
-    factory: ProposerFactory = entry.load()
+    factory: ProposerFactory = extensions(PROPOSER_GROUP)[name].load()
     return factory

@@ -35,7 +35,6 @@ class QuantisedLinear:
     library: str | None = None
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
-        """Take a weight and a bias of [out_features]."""
         self.out_features, self.in_features = weight.shape
         self._weight = weight
         self._bias = None if bias is None else bias.float()
@@ -58,7 +57,6 @@ class StackedLinear:
     """
 
     def __init__(self, parts: Sequence[Product]) -> None:
-        """Take products with the same number of inputs."""
         self._parts = parts
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)

@@ -35,7 +35,7 @@ from draftgate.gateway.dispatch.placement import need_of
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 from draftgate.policies.moves import (
     MOST_MOVES,
     MOVE_S,

@@ -52,7 +52,6 @@ class Overlap:
     """A context that observes a stream on its source, until the destination continues it."""
 
     def __init__(self, stream: Stream, successor: Attempt, move: Migration) -> None:
-        """Prepare the overlap of the present attempt with its successor."""
         self._stream = stream
         self._source = stream.attempt
         self._successor = successor

@@ -24,7 +24,6 @@ class Splice:
     """
 
     def __init__(self, choices: Iterable[int]) -> None:
-        """Start at a position at which these choices have not ended."""
         self._choices = {choice: _Choice() for choice in choices}
         self.differs = False
 

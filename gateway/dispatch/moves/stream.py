@@ -43,7 +43,6 @@ class Stream:
     attempt: Attempt
 
     def __init__(self, run: Run, index: int, waiting: Waiting) -> None:
-        """Start without output."""
         self.run = run
         self.index = index
         self.waiting = waiting

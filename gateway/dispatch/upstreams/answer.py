@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Self
 
-import msgspec
-
 from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
+from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.tracing import Span
 from draftgate.gateway.telemetry.worker_spans import open_dispatch
 from draftgate.policies.types import SpeculationPlan
@@ -24,7 +25,12 @@ FIRST_ERROR_STATUS: Final = 400
 _TOO_MANY: Final = 429
 _BAD_GATEWAY: Final = 502
 _UNAVAILABLE: Final = 503
+DENIED: Final = frozenset({401, 403, 407})
+"""Statuses about the key of the gateway. The upstream does not get the key of the client, which
+would take the status for a verdict on its own key."""
+
 _MOST_REASON_BYTES: Final = 64 << 10
+_RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
 
 
 @immutable
@@ -71,7 +77,7 @@ class UpstreamAnswer:
 
 @immutable
 class UpstreamRefusal:
-    """A response with status 429, 502 or 503, after which another upstream may succeed."""
+    """A response after which another upstream may succeed: status 429, 502 or 503, or no access."""
 
     worker: FleetWorker
     exchange: Exchange
@@ -84,17 +90,23 @@ class UpstreamRefusal:
             retry_after_s: the client's retry delay, in seconds.
 
         Raises:
-            UpstreamUnavailable, UpstreamBroken: the status is 503 or 502, which the client does not
-                get.
+            UpstreamUnavailable, UpstreamBroken: the client does not get the response, because its
+                status is not 429.
         """
         status = self.exchange.status
         if status == _TOO_MANY:
             theirs = self.exchange.headers.items()
-            headers = {name: value for name, value in theirs if name.lower() != "retry-after"}
-            headers["Retry-After"] = str(retry_after_s)
+            headers = {name: value for name, value in theirs if name.lower() not in _RETRY_HEADERS}
+            headers |= {"Retry-After": str(retry_after_s), "retry-after-ms": f"{retry_after_s}000"}
             worker_id = self.worker.worker_id
             return UpstreamAnswer(
                 worker_id, self.exchange, headers, _single_block(self.body), NO_TOKENS
+            )
+        if status in DENIED:
+            # The reason of the upstream may quote a part of the key.
+            raise UpstreamBroken(
+                "the upstream is misconfigured: it denied this gateway access with status "
+                f"{status}; the operator must check --upstream-api-key-env"
             )
         message = f"the upstream responded with status {status}{_reason(self.body)}"
         if status == _UNAVAILABLE:
@@ -117,7 +129,7 @@ class Calling:
         self._worker = worker
         self._call = call
         self._limits = limits
-        self._span = open_dispatch(span, worker.server)
+        self._span = open_dispatch(span, worker.worker_id, worker.server)
         self._forwarding: AbstractAsyncContextManager[Exchange] | None = None  # once entered
         self._blocks: AsyncGenerator[bytes, None] | None = None
 
@@ -198,8 +210,11 @@ async def read_refusal(
         return None
     # Redirects and internal errors of the upstream mean nothing to the client.
     broken = 300 <= status < FIRST_ERROR_STATUS or (status >= 500 and status not in {501, 502, 503})
-    if not broken and status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE}:
+    if not broken and status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE, *DENIED}:
         return None
+    if status in DENIED:
+        where = worker.backend.card.root
+        log(logging.WARNING, "an upstream denies access", upstream=where, status=status)
     body = b""
     async for block in blocks:
         body += block
@@ -216,10 +231,5 @@ async def _single_block(body: bytes) -> AsyncGenerator[bytes, None]:
 
 def _reason(body: bytes) -> str:
     """Return the message of an upstream's error after a colon, or an empty string."""
-    try:
-        found = msgspec.json.decode(body)
-    except (ValueError, RecursionError):
-        return ""
-    error = found.get("error") if isinstance(found, dict) else None
-    message = error.get("message") if isinstance(error, dict) else error
-    return f": {message}" if isinstance(message, str) and message else ""
+    message = read_error(body).message
+    return f": {message}" if message else ""

@@ -290,7 +290,8 @@ class RunningForward:
         except BaseException as error:
             await self._end(error)
             raise
-        if not answer.is_error:
+        # The first bytes of a whole response arrive with its last token, not with its first.
+        if not answer.is_error and (answer.exchange.streaming or not job.limits.output):
             forwarder.admission.answered(entry)
         return answer
 

@@ -29,13 +29,10 @@ from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, se
 from draftgate.gateway.http.pooling import pooled_results, pooling_job
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, PromptUsage
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS, Range, check_ranges
 from draftgate.gateway.http.requests.prompt_encoding import too_long
-from draftgate.gateway.http.requests.schemas import (
-    EmbeddingBody,
-    UnsupportedEmbeddingFields,
-)
+from draftgate.gateway.http.requests.schemas import EmbeddingBody
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.model_service import ModelService
@@ -95,7 +92,6 @@ def parse_embeddings(
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
-    reject_unsupported(wire, UnsupportedEmbeddingFields.__struct_fields__)
     check_ranges(wire)
     Range(1, card.capabilities.embedding_size).check("dimensions", wire.dimensions)
     given = wire.input

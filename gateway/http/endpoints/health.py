@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from aiohttp import web
+from msgspec import UNSET
 
 from draftgate import __version__
+from draftgate.gateway.errors import Unavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.http.context import NODE, json_response
 from draftgate.gateway.http.replies.shapes import (
@@ -18,8 +20,11 @@ from draftgate.gateway.http.replies.shapes import (
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
+from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.metric_snapshots import Row
+from draftgate.gateway.telemetry.metrics import page_of
 
 
 async def health(request: web.Request) -> web.Response:
@@ -40,17 +45,34 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Return status 200 if the node accepts requests, or 503 otherwise.
 
-    The body has the progress of loading. A node is not ready while all its upstreams are
-    unavailable, or all workers of all its models hang.
+    The body has the progress of loading, and the workers that get no requests. A node is not ready
+    while all its upstreams are unavailable, or all workers of all its models hang.
     """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
         return json_response(ReadyReply(state.value, round(node.progress, 3)), 503)
-    outages = [model.fleet.outage or _hung(model.fleet) for model in node.models]
-    if state is NodeState.READY and outages[0] and None not in outages:  # the outage may end
-        return json_response(ReadyReply("unavailable", reason=outages[0]), 503)
-    return json_response(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
+    described = [_described(worker, number) for number, (_, worker) in enumerate(node.workers(), 1)]
+    out = [one for one in described if one.reason is not UNSET] or UNSET
+    outage = outage_of(node)
+    if state is NodeState.READY and outage is not None:  # the outage may end
+        return json_response(ReadyReply("unavailable", reason=outage, workers=out), 503)
+    status = 200 if state is NodeState.READY else 503
+    return json_response(ReadyReply(state.value, workers=out), status)
+
+
+def outage_of(node: Node) -> str | None:
+    """Return why no request can run on any model of a node, or None."""
+    outages = [_outage(model.fleet) for model in node.models]
+    return None if None in outages else outages[0]
+
+
+def _outage(fleet: Fleet) -> str | None:
+    """Return why no request can run, or None. An upstream that is overloaded (429) may run one."""
+    pauses = [worker.upstream.pause for worker in fleet.workers if worker.forwards]
+    if pauses and all(pause is not None and pause.status == 503 for pause in pauses):
+        return fleet.outage or "every upstream is paused or does not respond"
+    return fleet.outage or _hung(fleet)
 
 
 def _hung(fleet: Fleet) -> str | None:
@@ -65,6 +87,11 @@ def _described(worker: FleetWorker, number: int) -> WorkerHealth:
         found.reason = f"upstream {number}: {failure}" if worker.forwards else failure
     elif worker.hung:
         found.reason = "the worker completes no step"
+    elif worker.forwards and (pause := worker.upstream.pause) is not None:
+        found.reason = (
+            f"upstream {number}: it responded with status {pause.status}, and gets no requests for "
+            f"{pause.remaining_s:.1f} s unless a probe succeeds"
+        )
     return found
 
 
@@ -77,12 +104,28 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
     await _set_stored(node)
-    others = [model.metrics.snapshot() for model in node.models[1:]]
-    if node.siblings is not None:
-        others += await node.siblings.metrics()
-    write, content_type = node.metrics.page(request.headers.get("Accept", ""), others)
+    accept = request.headers.get("Accept", "")
+    if node.siblings is None:
+        others = [model.metrics.snapshot() for model in node.models[1:]]
+        write, content_type = node.metrics.page(accept, others)
+    else:
+        write, content_type = page_of(await _of_all_processes(node.siblings), accept)
     body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def _of_all_processes(siblings: Siblings) -> list[list[Row]]:
+    """Return the metrics of all processes of a node.
+
+    Raises:
+        Unavailable: the parent does not respond. The metrics of one process would look like a
+            reset of all counters.
+    """
+    try:
+        return await siblings.metrics()
+    except StoreError:
+        why = "the metrics of the other processes cannot be read"
+        raise Unavailable(why, retry_after_s=1) from None
 
 
 async def _set_stored(node: Node) -> None:

@@ -43,7 +43,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
 
 async def pass_on_count(request: web.Request) -> web.StreamResponse:
     """Respond through an upstream to a request that counts tokens, as `pass_on` does."""
-    return await pass_on(request, missing=(404, 405))
+    return await pass_on(request)
 
 
 async def count_tokens(

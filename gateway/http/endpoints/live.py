@@ -67,23 +67,26 @@ async def list_workers(request: web.Request) -> web.Response:
 
 
 async def list_decisions(request: web.Request) -> web.Response:
-    """List the latest decisions, newest first. Tenants see only their own.
+    """List the latest decisions, newest first, and report the time that drafts saved lately.
 
-    The query `?limit=N` sets their number. The list includes the decisions of the other processes
-    of the node, which are up to a second late.
+    Tenants see only their own decisions and time. The query `?limit=N` sets the number of
+    decisions. The response includes those of the other processes of the node, which are up to a
+    second late.
 
     Raises:
         InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
     """
     node, limit = request.app[NODE], query_number(request, "limit", SHOWN, KEPT)
-    query = limit, request[ACCOUNT].sees_tenant
-    own = node.decisions.latest(*query)
-    others = [] if node.siblings is None else await node.siblings.decisions(*query)
+    tenant = request[ACCOUNT].sees_tenant
+    own = node.decisions.latest(limit, tenant)
+    others = [] if node.siblings is None else await node.siblings.decisions(limit, tenant)
+    drafts = node.live.recent_drafts(tenant)
     if not others:
-        return json_response(DecisionList(own))
+        return json_response(DecisionList(own, drafts))
     encoded = [(one.decided_s, msgspec.json.encode(one)) for one in own]
     latest = nlargest(limit, encoded + others, key=itemgetter(0))
-    return json_response(b'{"decisions":[' + b",".join(map(itemgetter(1), latest)) + b"]}")
+    parts = b",".join(map(itemgetter(1), latest)), msgspec.json.encode(drafts)
+    return json_response(b'{"decisions":[%b],"drafts":%b}' % parts)
 
 
 async def sampling(app: web.Application) -> AsyncIterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -11,9 +12,24 @@ from msgspec.structs import replace
 
 from draftgate.backends.types import Task
 from draftgate.gateway.errors import ModelNotFound, invalid
-from draftgate.gateway.http.context import NODE, json_response, read_body, requested_model
+from draftgate.gateway.http.context import (
+    NODE,
+    is_anthropic,
+    json_response,
+    query_number,
+    read_body,
+    requested_model,
+)
 from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import offload_if_long
+from draftgate.gateway.http.replies.anthropic_models import (
+    DEFAULT_MODELS,
+    MOST_MODELS,
+    UpstreamModel,
+    UpstreamModels,
+    message_model,
+    model_page,
+)
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import (
     DetokenizeReply,
@@ -22,7 +38,7 @@ from draftgate.gateway.http.replies.shapes import (
     TokenizeReply,
 )
 from draftgate.gateway.http.requests.decoding import decode
-from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.messages import chat_prompt, prompt_ending
 from draftgate.gateway.http.requests.reasoning import template_variables
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
@@ -32,14 +48,20 @@ from draftgate.gateway.served_model import ServedModel
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
+_upstream_models: Final = msgspec.json.Decoder(UpstreamModels)
+_upstream_model_decoder: Final = msgspec.json.Decoder(UpstreamModel)
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     """List the models of this node and of its pool, or the models of the upstream."""
-    node = request.app[NODE]
+    node, anthropic = request.app[NODE], is_anthropic(request)
+    limit = query_number(request, "limit", DEFAULT_MODELS, MOST_MODELS) if anthropic else 0
     if _uses_upstream_names(node):
-        return await pass_on(request)
-    return json_response(ModelList([one for model in _known(node) for one in _described(model)]))
+        return await pass_on(request, convert=partial(_upstream_page, request, limit))
+    models = [one for model in _known(node) for one in _described(model)]
+    if anthropic:
+        return json_response(model_page(models, request.query, limit))
+    return json_response(ModelList(models))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
@@ -50,17 +72,39 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     """
     node = request.app[NODE]
     if _uses_upstream_names(node):
-        return await pass_on(request)
+        return await pass_on(request, convert=partial(_upstream_model, request))
     requested, models = request.match_info["model"], _known(node)
     replies = {one.id: one for model in models for one in _described(model)}
     if requested not in replies:
         raise ModelNotFound(requested, *replies)
-    return json_response(replies[requested])
+    found = replies[requested]
+    return json_response(message_model(found) if is_anthropic(request) else found)
+
+
+def _upstream_page(request: web.Request, limit: int, body: bytes) -> bytes:
+    """Return an upstream's list of models, in Anthropic's format for a client of that API."""
+    if not is_anthropic(request):
+        return body
+    try:
+        models = _upstream_models.decode(body).data
+    except (ValueError, RecursionError):
+        return body
+    return encode(model_page(models, request.query, limit))
+
+
+def _upstream_model(request: web.Request, body: bytes) -> bytes:
+    """Return an upstream's model, in Anthropic's format for a client of that API."""
+    if not is_anthropic(request):
+        return body
+    try:
+        return encode(message_model(_upstream_model_decoder.decode(body)))
+    except (ValueError, RecursionError):
+        return body
 
 
 def _uses_upstream_names(node: Node) -> bool:
     """Return whether clients use the upstream's own names of models."""
-    return node.fleet.forwards and node.config.served_model_name is None
+    return node.fleet.forwards and not node.config.served_model_name
 
 
 def _known(node: Node) -> list[ModelService]:
@@ -79,7 +123,9 @@ def _described(model: ModelService) -> list[ModelReply]:
     card = model.fleet.card
     if model.fleet.forwards:
         # The card's root would show the upstream's address.
-        return [ModelReply(model.name, card.created_s, model.name, card.max_model_len)]
+        return [
+            ModelReply(name, card.created_s, model.name, card.max_model_len) for name in model.names
+        ]
     served = model.served
     own = ModelReply(
         served.name,
@@ -91,7 +137,7 @@ def _described(model: ModelService) -> list[ModelReply]:
         proposers=model.fleet.proposers,
     )
     return [
-        own,
+        *(replace(own, id=name) for name in model.names),
         *(
             replace(own, id=name, root=adapter.root, parent=served.name, tasks=(Task.GENERATE,))
             for name, adapter in model.fleet.adapters().items()
@@ -113,7 +159,7 @@ async def _answer(
     request: web.Request, work: Callable[[bytes, ServedModel], msgspec.Struct]
 ) -> web.StreamResponse:
     if request.app[NODE].fleet.forwards:
-        return await pass_on(request, missing=(404, 405))
+        return await pass_on(request)
     served = (await requested_model(request, request.app[NODE])).served
     body = await read_body(request)
     return json_response(await offload_if_long(lambda: encode(work(body, served)), len(body)))
@@ -129,14 +175,15 @@ def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
     if wire.prompt is None:
         kwargs = wire.chat_template_kwargs
         chat = ChatBody(messages=wire.messages, tools=wire.tools, chat_template_kwargs=kwargs)
-        tools = offered_tools(chat, served.tokenizer.tool_template)
-        shown = None if tools is None else tools.shown
+        tools = offered_tools(chat, served)
         variables = template_variables(chat, served.tokenizer)
-        tokens = list(chat_prompt(wire.messages, served.tokenizer, shown, variables))
+        ending = prompt_ending(wire)
+        tokens = list(chat_prompt(wire.messages, served, tools, variables, ending=ending))
     else:
         special = wire.add_special_tokens is not False
         tokens = served.tokenizer.encode(wire.prompt, add_special_tokens=special)
-    return TokenizeReply(len(tokens), served.max_model_len, tokens)
+    texts = list(map(served.tokenizer.token_text, tokens)) if wire.return_token_strs else None
+    return TokenizeReply(len(tokens), served.max_model_len, tokens, texts)
 
 
 def _detokenize(body: bytes, served: ServedModel) -> DetokenizeReply:
@@ -144,4 +191,5 @@ def _detokenize(body: bytes, served: ServedModel) -> DetokenizeReply:
     served = served.named(wire.model)
     for index, token in enumerate(wire.tokens):
         served.check_token_id(token, f"tokens[{index}]")
-    return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=False))
+    skip = bool(wire.skip_special_tokens)
+    return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=skip))

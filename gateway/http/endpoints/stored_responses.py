@@ -16,6 +16,9 @@ from draftgate.gateway.http.requests.conversation import decode_stored
 from draftgate.gateway.state.store import StoreError
 
 PATH: Final = "/v1/responses/{response_id}"
+ROUTE: Final = "/v1/responses/{response_id:(?!input_tokens/?$)[^{}/]+}"
+"""The route of `PATH`, without the path of another endpoint, which accepts other methods."""
+
 ITEMS_PATH: Final = f"{PATH}/input_items"
 
 MOST_ITEMS: Final = 100

@@ -20,9 +20,9 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import ACCOUNT, NODE, json_response, read_body
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.schemas import WorkerRoleBody
+from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
-from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.worker_list import listed_worker
 from draftgate.policies.types import Role
 

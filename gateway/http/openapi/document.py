@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from draftgate import __version__
+from draftgate.backends.header_numbers import positive_pattern
 from draftgate.gateway.errors import NotOffered, Unavailable
 from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
 from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
@@ -137,7 +138,7 @@ def _operation(
     text = "An id for logs and the response. A long or unprintable id is replaced."
     parameters.append(_header(REQUEST_ID_HEADER, text, {"type": "string"}))
     if operation.generates:
-        positive = {"type": "number", "exclusiveMinimum": 0}
+        positive = {"type": "string", "pattern": positive_pattern()}
         for name, token in ((TTFT_HEADER, "first token"), (TPOT_HEADER, "each further token")):
             text = f"Target for the {token}, in milliseconds."
             parameters.append(_header(name, text, positive))
@@ -180,7 +181,7 @@ _FLOW_HEADERS: Final = (
         FLOW_DEADLINE_HEADER,
         "Time from the arrival of the flow's first request to the end of its last response, in "
         "milliseconds. Only the value of the first request counts.",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": LONGEST_FLOW_S * 1e3},
+        {"type": "string", "pattern": positive_pattern(len(str(int(LONGEST_FLOW_S * 1e3))) - 1)},
     ),
 )
 

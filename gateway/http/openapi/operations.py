@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
 from draftgate.gateway.http.endpoints.rerank import PATHS as RERANK_PATHS
+from draftgate.gateway.http.endpoints.score import PATHS as SCORE_PATHS
 from draftgate.gateway.http.endpoints.stored_responses import (
     DEFAULT_ITEMS,
     ITEMS_PATH,
@@ -42,6 +43,7 @@ from draftgate.gateway.http.replies.shapes import (
     ModelReply,
     ReadyReply,
     RerankReply,
+    ScoreList,
     TokenizeReply,
     VersionReply,
 )
@@ -53,6 +55,7 @@ from draftgate.gateway.http.requests.schemas import (
     DetokenizeBody,
     EmbeddingBody,
     RerankBody,
+    ScoreBody,
     TokenizeBody,
     WorkerRoleBody,
 )
@@ -141,6 +144,18 @@ _RESPONSE_ID: Final = _in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
 
 OF_BODIES: Final = (400, 404, 408, 413, 503)
 OF_GENERATION: Final = (400, 404, 408, 413, 429, 503)
+
+
+def _with_aliases(
+    paths: Sequence[str], summary: str, reply: type, body: type
+) -> Iterator[Operation]:
+    """Yield the operation at its first path, and its aliases at the others."""
+    for path in paths:
+        yield Operation(
+            *("POST", path, summary, reply, body), errors=OF_GENERATION, alias=path != paths[0]
+        )
+
+
 _HELLO: Final = [{"role": "user", "content": "def add(a, b):"}]
 
 OPERATIONS: Final = (
@@ -298,23 +313,29 @@ OPERATIONS: Final = (
         EmbeddingBody,
         errors=OF_GENERATION,
     ),
-    *(
-        Operation(
-            "POST",
-            path,
-            "Sort documents by their relevance to a query, according to a cross-encoder.",
-            RerankReply,
-            RerankBody,
-            errors=OF_GENERATION,
-            alias=path != RERANK_PATHS[0],
-        )
-        for path in RERANK_PATHS
+    *_with_aliases(
+        RERANK_PATHS,
+        "Sort documents by their relevance to a query, according to a cross-encoder.",
+        RerankReply,
+        RerankBody,
     ),
-    Operation("GET", "/v1/models", "List the model.", ModelList, errors=(503,)),
+    *_with_aliases(
+        SCORE_PATHS,
+        "Score pairs of texts, by a cross-encoder or by the cosine of their embeddings.",
+        ScoreList,
+        ScoreBody,
+    ),
+    Operation(
+        "GET",
+        "/v1/models",
+        "List the models, in Anthropic's format for requests with `anthropic-version`.",
+        ModelList,
+        errors=(503,),
+    ),
     Operation(
         "GET",
         "/v1/models/{model}",
-        "Describe the model.",
+        "Describe a model, in Anthropic's format for requests with `anthropic-version`.",
         ModelReply,
         errors=(404, 503),
         parameters=(_in_path("model"),),

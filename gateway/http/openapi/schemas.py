@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import msgspec
 
-from draftgate.gateway.http.requests.anthropic import UnsupportedMessageFields
-from draftgate.gateway.http.requests.decoding import neutral_values
+from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
+from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.limits import (
     KEYWORDS,
     MAX_EMBEDDED_TEXTS,
-    MAX_SEQUENCES,
     RANGES,
     REQUIRED,
 )
@@ -21,16 +20,10 @@ from draftgate.gateway.http.requests.responses import (
     INPUT_PART_TYPES,
     ITEM_TYPES,
     PART_FIELDS,
-    UnsupportedResponsesFields,
 )
-from draftgate.gateway.http.requests.schemas import (
-    ONLY_IN_CHATS,
-    ONLY_IN_COMPLETIONS,
-    UnsupportedEmbeddingFields,
-    UnsupportedFields,
-    UnsupportedRerankFields,
-)
+from draftgate.gateway.http.requests.schemas import Body
 from draftgate.gateway.http.requests.tools import CHOICES
+from draftgate.gateway.http.requests.work import LEAST_TOKENS
 from draftgate.gateway.served_model import ServedModel
 
 Schema = dict[str, Any]
@@ -46,19 +39,8 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The allowed strings, by field or by struct and field."""
 
-_NEUTRAL_ONLY: Final = {
-    "CompletionBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS),
-    "ChatBody": (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS),
-    "EmbeddingBody": UnsupportedEmbeddingFields.__struct_fields__,
-    "RerankBody": UnsupportedRerankFields.__struct_fields__,
-    "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
-    "MessagesBody": UnsupportedMessageFields.__struct_fields__,
-    "CountTokensBody": UnsupportedMessageFields.__struct_fields__,
-}
-"""Unsupported fields, by struct."""
-
 _PROMPTS: Final = {
-    ("CompletionBody", "prompt"): MAX_SEQUENCES,
+    ("CompletionBody", "prompt"): MAX_REQUEST_TOKENS // LEAST_TOKENS,
     ("EmbeddingBody", "input"): MAX_EMBEDDED_TEXTS,
 }
 """The largest number of prompts, by struct and field."""
@@ -152,10 +134,15 @@ def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[S
         types: structs of requests and replies.
         served: the model, once it is loaded. Its name and vocabulary become bounds.
     """
+    types = list(types)
     found, named = msgspec.json.schema_components(types, ref_template=_REF)
+    lists = {kind.__name__: kind.lists for kind in types if _is_body(kind)}
     for name, schema in named.items():
+        schema.pop("additionalProperties", None)  # only says that another module reads them
         for field, of_field in schema.get("properties", {}).items():
             schema["properties"][field] = _bounded(name, field, of_field, served)
+        if name in lists:
+            _add_unlisted(schema["properties"], lists[name])
         _require(name, schema)
         if name in _TYPE_IS_OPTIONAL:
             schema["required"].remove("type")
@@ -168,17 +155,28 @@ def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[S
     return list(found), named
 
 
+def _is_body(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Body)
+
+
+def _add_unlisted(properties: dict[str, Schema], lists: FieldLists) -> None:
+    """Add the refused fields with their neutral values, and the other names of fields."""
+    for path, (advice, neutral) in lists.refused.items():
+        if path not in properties and "." not in path:
+            properties[path] = {
+                "description": f"Not supported: {advice}. The values here change nothing.",
+                "enum": [None, *neutral],
+            }
+    for alias, names in lists.aliases.items():
+        usual = next((name for name in names if name in properties), None)
+        if usual is not None and alias not in properties:
+            properties[alias] = {**properties[usual], "description": f"The same as {usual}."}
+
+
 def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) -> Schema:
     """Return a field's schema with its bounds."""
-    if field in _NEUTRAL_ONLY.get(name, ()):
-        return {
-            "description": "Not supported. Only values that change nothing are accepted.",
-            "enum": neutral_values(field),
-        }
-    if field == "schema":
+    if field == "schema" and name not in {"JsonObjectFormat", "JsonSchemaFormat"}:
         return {"type": "object"}
-    if (name, field) == ("Message", "function_call"):
-        return {"description": "Not supported.", "enum": [None]}
     if (name, field) in _PROMPTS:
         return _prompt(_PROMPTS[name, field], served)
     if name == "DetokenizeBody" and field == "tokens":
@@ -188,7 +186,7 @@ def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) 
     branches = schema.get("anyOf", [schema])
     for branch in branches:
         _restrict(branch, name, field)
-        if field == "stop_token_ids" and "items" in branch:
+        if field in {"allowed_token_ids", "stop_token_ids"} and "items" in branch:
             branch["items"] = _token(served)
         if field == "model" and served is not None and name.endswith("Body"):
             branch.update({"enum": [served.name]} if branch.get("type") == "string" else {})

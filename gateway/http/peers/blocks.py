@@ -30,7 +30,7 @@ from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 from draftgate.gateway.cluster.access import is_loopback
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.logs import log
 
 REACH_S: Final = 0.25
 """Time in seconds to connect to a third node, as long as a worker may take to answer

@@ -22,8 +22,8 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.peers.blocks import BlockSession
 from draftgate.gateway.http.peers.session import PeerSession
+from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService
-from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
 """The response to a node's proof. Only requests from other nodes have this key."""

@@ -50,8 +50,8 @@ from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.logs import log
 from draftgate.gateway.node import Node
-from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.types import Role
 
 SILENT_S: Final = 3 * ALIVE_S

@@ -39,13 +39,15 @@ from draftgate.gateway.http.requests.anthropic import (
     call_input,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.tools.parsing import call_id
+from draftgate.gateway.tools.parsing import call_id
 
 Written = TypeVar("Written", TextBlock, ThinkingBlock)
 
 
 class MessageRendering(Rendering):
     """The rendering for `/v1/messages`."""
+
+    id_prefix = "msg_"
 
     heartbeat: ClassVar[bytes] = event(encode(MessageEvent("ping")), "ping")
 
@@ -89,9 +91,9 @@ class MessageRendering(Rendering):
         self._emit("message_stop")
         return self._take_events()
 
-    def failure(self, error: GatewayError) -> bytes:
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
         """Return the event of an error, as `Rendering.failure` describes."""
-        return error_event(error, ErrorFormat.ANTHROPIC)
+        return error_event(error, request_id, ErrorFormat.ANTHROPIC)
 
     @property
     def _stop_reason(self) -> str:
@@ -108,7 +110,7 @@ class MessageRendering(Rendering):
             self._emit("message_start", message=self._reply(usage))
 
     def _reply(self, usage: OptionalUsage) -> MessageReply:
-        name, model = f"msg_{self._parsed.job.request_id}", self._parsed.served.name
+        name, model = self.response_id, self._parsed.served.name
         return MessageReply(name, model, self._blocks, None, None, _usage(usage))
 
     def _take_events(self) -> bytes:
@@ -132,7 +134,7 @@ class MessageRendering(Rendering):
         self._add(self._parser.add(text))
 
     def _finish(self) -> None:
-        self._add(self._parser.finish())
+        self._add(self._parser.finish(cut=self._finish_reason is FinishReason.LENGTH))
         self._close_block()
 
     def _add(self, output: Output) -> None:

@@ -67,6 +67,7 @@ class MessageErrorReply(Struct):
     """The body of every error of `/v1/messages`."""
 
     error: MessageErrorDetail
+    request_id: str
     type: str = "error"
 
 
@@ -84,6 +85,7 @@ class MessageEvent(Struct):
     delta: MessageEventDelta | UnsetType = UNSET
     usage: MessageUsage | UnsetType = UNSET
     error: MessageErrorDetail | UnsetType = UNSET
+    request_id: str | UnsetType = UNSET
     metrics: OptionalMetrics = UNSET
 
 
@@ -91,3 +93,23 @@ class MessageTokensReply(Struct):
     """The response of `/v1/messages/count_tokens`."""
 
     input_tokens: int
+
+
+class MessageModel(Struct):
+    """A model in Anthropic's format of `/v1/models`."""
+
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
+    type: str = "model"
+
+
+class MessageModelList(Struct):
+    """A page of models."""
+
+    data: list[MessageModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
-from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer, top_by_text
+from draftgate.gateway.http.replies.logprobs import key_namer, token_logprobs, top_by_name
 from draftgate.gateway.http.replies.metric_shapes import ResponseMetrics
-from draftgate.gateway.http.replies.prompts import PromptReplies
+from draftgate.gateway.http.replies.prompts import PromptReplies, TextOffsets
 from draftgate.gateway.http.replies.reasoning import ReasoningParser
 from draftgate.gateway.http.replies.rendering import Choices, ChunkRendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
@@ -29,20 +29,21 @@ from draftgate.gateway.http.replies.shapes import (
     Usage,
 )
 from draftgate.gateway.http.replies.steps import step_replies
+from draftgate.gateway.http.replies.stop_reason import stop_reason
 from draftgate.gateway.http.requests.tools import OfferedTools
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.tools.parsing import CallParser, call_id
+from draftgate.gateway.tools.parsing import call_id
 
 
 class CompletionRendering(ChunkRendering):
     """The rendering for `/v1/completions`."""
 
-    _prefix = "cmpl"
+    id_prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
-        self._offsets: dict[int, int] = {}  # number of characters sent, by choice
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._prompts = PromptReplies(parsed)
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
@@ -64,6 +65,7 @@ class CompletionRendering(ChunkRendering):
             self._prompts.field(index // self._parsed.job.n),
             self._ids(choice),
             self._prompt_ids(index),
+            stop_reason(self._parsed, choice),
         )
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
@@ -79,39 +81,42 @@ class CompletionRendering(ChunkRendering):
             step_replies(delta, self._parsed.served.tokenizer),
             token_ids=self._ids(delta),
             prompt_token_ids=self._prompt_ids(delta.choice),
+            stop_reason=stop_reason(self._parsed, delta),
         )
 
     def _echo(self, choice: int) -> str:
         """Return the text of the prompt, once for each choice, or nothing without `echo`."""
         if not self._parsed.echoed or choice in self._begun:
             return ""
-        return self._parsed.echoed[choice // self._parsed.job.n]
+        return self._parsed.echoed[self._prompt(choice)]
 
     def _prompt_ids(self, choice: int) -> OptionalIds:
         """Return the tokens of the prompt once for each choice, if the request asks for them."""
         if not self._parsed.return_token_ids or choice in self._begun:
             return UNSET
-        n = self._parsed.kept_choices or self._parsed.job.n
-        return self._parsed.job.prompts[choice // n].tolist()
+        return self._parsed.job.prompts[self._prompt(choice)].tolist()
+
+    def _prompt(self, choice: int) -> int:
+        """Return the index of the prompt of a choice in the response."""
+        return choice // (self._parsed.kept_choices or self._parsed.job.n)
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
             return None
-        text, name = self._parsed.served.tokenizer.token_text, token_namer(self._parsed)
+        name = key_namer(self._parsed)
         reply = CompletionLogprobs([], [], [], [])
-        offset = self._offsets.get(choice, 0)
-        if self._parsed.echoed and choice not in self._offsets:
-            prompt = choice // self._parsed.job.n
-            reply = self._prompts.echoed_logprobs(prompt)
-            offset = len(self._parsed.echoed[prompt])
+        offsets = self._offsets.get(choice)
+        if offsets is None:
+            prompt, begin = self._prompt(choice), 0
+            if self._parsed.echoed:
+                reply = self._prompts.echoed_logprobs(prompt)
+                begin = len(self._parsed.echoed[prompt])
+            offsets = self._offsets[choice] = TextOffsets(self._parsed, prompt, begin)
         for entry in entries:
-            token = name(entry.token_id)
-            reply.tokens.append(token)
+            reply.tokens.append(name(entry.token_id))
             reply.token_logprobs.append(entry.logprob)
-            reply.top_logprobs.append(top_by_text(token, entry.logprob, entry.top, name))
-            reply.text_offset.append(offset)
-            offset += len(text(entry.token_id))
-        self._offsets[choice] = offset
+            reply.top_logprobs.append(top_by_name(entry.token_id, entry.logprob, entry.top, name))
+            reply.text_offset.append(offsets.add(entry.token_id))
         return reply
 
 
@@ -127,7 +132,7 @@ def best(choices: Choices, count: int) -> Choices:
 class ChatRendering(ChunkRendering):
     """The rendering for `/v1/chat/completions`."""
 
-    _prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
@@ -148,7 +153,8 @@ class ChatRendering(ChunkRendering):
             message.tool_calls = [_whole_call(call) for call in calls]
         steps = step_replies(choice, self._parsed.served.tokenizer)
         logprobs = self._logprobs(choice.logprobs)
-        return ChatChoice(index, message, logprobs, reason, steps, self._ids(choice))
+        ids, ended = self._ids(choice), stop_reason(self._parsed, choice)
+        return ChatChoice(index, message, logprobs, reason, steps, ids, ended)
 
     def _prompt_field(self, choices: Choices) -> PromptField:
         prompts = PromptReplies(self._parsed)
@@ -171,6 +177,7 @@ class ChatRendering(ChunkRendering):
             reason,
             step_replies(delta, self._parsed.served.tokenizer),
             ids,
+            stop_reason(self._parsed, delta),
         )
 
     def _prompt_ids_of_reply(self) -> OptionalIds:
@@ -208,7 +215,7 @@ class ChatRendering(ChunkRendering):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._wants_logprobs:
             return None
-        return ChatLogprobs(token_logprobs(entries, token_namer(self._parsed)))
+        return ChatLogprobs(token_logprobs(entries, self._parsed))
 
 
 class _ChoiceCalls:
@@ -219,7 +226,7 @@ class _ChoiceCalls:
     """
 
     def __init__(self, tools: OfferedTools, seed: str) -> None:
-        self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
+        self._parser = tools.parser()
         self._seed = seed
         self._count = 0
 
@@ -235,7 +242,7 @@ class _ChoiceCalls:
         """
         pieces = self._parser.add(text)
         if reason is not None:
-            pieces += self._parser.finish()
+            pieces += self._parser.finish(cut=reason is FinishReason.LENGTH)
         content, calls = "", list[ToolCallDelta]()
         for piece in pieces:
             content += piece.content

@@ -8,7 +8,8 @@ from msgspec import UNSET, Struct, UnsetType
 class RevisionReply(Struct):
     """A revision of the plan of a running request, after a number of output tokens of its choice.
 
-    The field `drafting` is `on` or `off`, and `cause` is `price`, `evidence` or `deadline`.
+    The field `drafting` is `on` or `off`, and `cause` is `price`, `evidence`, `deadline` or
+    `drafts_lose`.
     """
 
     drafting: str
@@ -20,7 +21,13 @@ class RevisionReply(Struct):
 class SpeculativeDecoding(Struct):
     """The speculation plan of a request and its outcome.
 
-    The field `cause` is the reason as one of `policies.speculation.plan_reason.PlanCause`.
+    The field `cause` is the reason as one of `policies.speculation.plan_reason.PlanCause`. The
+    field `saved_s` has the seconds that drafts saved, summed over the choices, and is negative if
+    drafts cost time.
+
+    Clients of vLLM read four further fields, which follow from the others: the numbers of draft
+    tokens and of accepted ones under vLLM's names, the mean number of tokens of a step that
+    verified a draft, and the share of draft tokens that were accepted.
     """
 
     policy: str
@@ -34,6 +41,11 @@ class SpeculativeDecoding(Struct):
     num_drafted_tokens: int
     num_accepted_tokens: int
     acceptance_histogram: tuple[int, ...]
+    saved_s: float
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
     revisions: list[RevisionReply] | UnsetType = UNSET
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftgate.gateway.http.replies.reasoning import ReasoningParser
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.tools.parsing import CallParser, Piece
+from draftgate.gateway.tools.parsing import Piece
 
 Output = tuple[str, list[Piece]]
 """Reasoning, and the pieces of content and of calls that follow it."""
@@ -17,11 +17,8 @@ class OutputParser:
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        """Start at the beginning of the response to a request."""
         self._reasoning = None if parsed.reasoning is None else ReasoningParser(parsed.reasoning)
-        self._calls = None
-        if (tools := parsed.tools) is not None:
-            self._calls = CallParser(tools.dialect, tools.names, several=tools.several)
+        self._calls = None if parsed.tools is None else parsed.tools.parser()
 
     @property
     def is_after_reasoning(self) -> bool:
@@ -35,13 +32,17 @@ class OutputParser:
             reasoning, text = self._reasoning.add(text)
         return reasoning, self._pieces(text)
 
-    def finish(self) -> Output:
-        """End the text, and return the output that was held back."""
+    def finish(self, *, cut: bool) -> Output:
+        """End the text, and return the output that was held back.
+
+        Args:
+            cut: whether `max_tokens` cut the text short.
+        """
         reasoning, pieces = "", list[Piece]()
         if self._reasoning is not None:
             reasoning, text = self._reasoning.finish()
             pieces = self._pieces(text)
-        return reasoning, pieces if self._calls is None else pieces + self._calls.finish()
+        return reasoning, pieces if self._calls is None else pieces + self._calls.finish(cut=cut)
 
     def _pieces(self, text: str) -> list[Piece]:
         if self._calls is not None:

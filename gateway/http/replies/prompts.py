@@ -10,7 +10,7 @@ from msgspec import UNSET
 from draftgate.backends.core.detokenize import TextStream
 from draftgate.backends.prompt_logprobs import PromptLogprobs, ScoredToken
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.gateway.http.replies.logprobs import token_namer, top_by_text
+from draftgate.gateway.http.replies.logprobs import key_namer, top_by_name
 from draftgate.gateway.http.replies.shapes import (
     CompletionLogprobs,
     PromptField,
@@ -23,7 +23,6 @@ class PromptReplies:
     """The prompts of a request in the layout of its response."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        """Start without log probabilities."""
         self._parsed = parsed
         self._found: dict[int, PromptLogprobs] = {}  # by prompt
 
@@ -35,13 +34,13 @@ class PromptReplies:
     def echoed_logprobs(self, prompt: int) -> CompletionLogprobs:
         """Return the log probabilities of an echoed prompt, as a new object."""
         parsed, ids = self._parsed, self._parsed.job.prompts[prompt]
-        text = cache(token_namer(parsed))
-        tokens, alternatives = [text(token) for token in ids], parsed.job.sampling.logprobs
+        name = cache(key_namer(parsed))
+        tokens, alternatives = [name(token) for token in ids], parsed.job.sampling.logprobs
         logprobs: list[float | None] = [None]
         top: list[dict[str, float] | None] = [None]
-        for token, scored in zip(tokens[1:], self._scored(prompt), strict=True):
+        for token, scored in zip(ids[1:], self._scored(prompt), strict=True):
             logprobs.append(scored.logprob)
-            top.append(top_by_text(token, scored.logprob, scored.top[:alternatives], text))
+            top.append(top_by_name(token, scored.logprob, scored.top[:alternatives], name))
         offsets = prompt_offsets(ids, parsed.echoed[prompt], parsed.served.tokenizer)
         return CompletionLogprobs(tokens, logprobs, top, offsets)
 
@@ -64,6 +63,37 @@ class PromptReplies:
     def _scored(self, prompt: int) -> Iterator[ScoredToken]:
         found = self._found.get(prompt)  # a prompt of one token has none
         return iter(()) if found is None else found.scored_tokens()
+
+
+class TextOffsets:
+    """The positions at which the tokens of an output begin, in characters of the response's text.
+
+    Tokens of the same character begin at its position, and so do tokens without text.
+    """
+
+    def __init__(self, parsed: ParsedRequest, prompt: int, begin: int) -> None:
+        """Start before the first token.
+
+        Args:
+            prompt: index of the prompt.
+            begin: number of characters before the output.
+        """
+        tokenizer, job = parsed.served.tokenizer, parsed.job
+        skips = job.sampling.skip_special_tokens
+        texts = tokenizer.texts if skips else tokenizer.texts_with_special
+        # The worker converts tokens to text in the same way.
+        self._stream = TextStream(
+            partial(tokenizer.decode, skip_special_tokens=skips),
+            context=job.prompts[prompt],
+            alone=texts.__getitem__,
+        )
+        self._end = begin
+
+    def add(self, token_id: int) -> int:
+        """Add a token of the output, and return its position."""
+        begin = self._end
+        self._end += len(self._stream.add(token_id))
+        return begin
 
 
 def prompt_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:

@@ -24,7 +24,6 @@ class ReasoningParser:
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
-        """Start at the beginning of a response."""
         begun = reasoning is Reasoning.BEGUN
         self._mode = _Mode.REASONING if begun else _Mode.BEGINNING
         self._held = ""

@@ -22,7 +22,6 @@ class ReasoningTokens:
     """
 
     def __init__(self, reasoning: Reasoning, tokenizer: Tokenizer) -> None:
-        """Start at the beginning of a response."""
         self.count = 0
         self._tokenizer = tokenizer
         self._begun = reasoning is Reasoning.BEGUN

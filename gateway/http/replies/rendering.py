@@ -89,10 +89,12 @@ class Rendering:
 
     Attributes:
         heartbeat: what a stream sends while it is silent.
+        id_prefix: the beginning of the ids of responses.
         stored: whether the response is stored, or is to be stored at its end.
     """
 
     heartbeat: ClassVar[bytes] = COMMENT
+    id_prefix: ClassVar[str]
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         """Prepare a response.
@@ -103,6 +105,11 @@ class Rendering:
         self._parsed = parsed
         self._created_s = created_s
         self.stored = bool(parsed.conversation)
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        return f"{self.id_prefix}{self._parsed.job.request_id}"
 
     def finish(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Finish a response that is to be stored, and return its JSON.
@@ -141,9 +148,13 @@ class Rendering:
         """Return the events after the last delta."""
         raise NotImplementedError
 
-    def failure(self, error: GatewayError) -> bytes:
-        """Return the events that end a failed response."""
-        return error_event(error)
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the events that end a failed response.
+
+        Args:
+            request_id: the id of the request, as in its headers.
+        """
+        return error_event(error, request_id)
 
 
 def event(data: bytes, name: str = "") -> bytes:
@@ -158,7 +169,6 @@ class ChunkRendering(Rendering):
     A chunk looks like a response with one choice.
     """
 
-    _prefix: ClassVar[str]
     _object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
@@ -231,11 +241,13 @@ class ChunkRendering(Rendering):
         prompt_ids: OptionalIds = UNSET,
         prompt: PromptField = UNSET,
     ) -> bytes:
-        name, model = f"{self._prefix}-{self._parsed.job.request_id}", self._parsed.served.name
+        name, model = self.response_id, self._parsed.served.name
         begin = (name, kind, self._created_s, model, choices)
         return encode(Reply(*begin, usage, metrics, prompt, prompt_ids))
 
 
-def error_event(error: GatewayError, wanted: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
+def error_event(
+    error: GatewayError, request_id: str, wanted: ErrorFormat = ErrorFormat.OPENAI
+) -> bytes:
     """Return the event of an error, which has a name only in Anthropic's format."""
-    return event(error.body(wanted), "error" if wanted is ErrorFormat.ANTHROPIC else "")
+    return event(error.body(wanted, request_id), "error" if wanted is ErrorFormat.ANTHROPIC else "")

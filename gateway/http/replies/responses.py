@@ -17,7 +17,7 @@ from msgspec import UNSET, structs
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError, TooMany
-from draftgate.gateway.http.replies.logprobs import token_logprobs, token_namer
+from draftgate.gateway.http.replies.logprobs import token_logprobs
 from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
 from draftgate.gateway.http.replies.output import Output, OutputParser
 from draftgate.gateway.http.replies.rendering import DONE, Choices, Rendering, encode, event
@@ -47,7 +47,7 @@ from draftgate.gateway.http.requests.responses import (
 )
 from draftgate.gateway.http.requests.schemas import TextFormat
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.http.tools.parsing import call_id
+from draftgate.gateway.tools.parsing import call_id
 
 SERVER_ERROR: Final = "server_error"
 """OpenAI's code of all responses that a failure of the server ended."""
@@ -55,6 +55,8 @@ SERVER_ERROR: Final = "server_error"
 
 class ResponseRendering(Rendering):
     """The rendering for `/v1/responses`."""
+
+    id_prefix = "resp_"
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
@@ -91,7 +93,7 @@ class ResponseRendering(Rendering):
         self._emit(f"response.{self._status}", response=self._finished((), usage, metrics))
         return self._take_events() + DONE
 
-    def failure(self, error: GatewayError) -> bytes:
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
         """Return the events of an error, as `Rendering.failure` describes."""
         self._begin_response()
         self.stored = False
@@ -138,8 +140,7 @@ class ResponseRendering(Rendering):
         reasoning, pieces = output
         self._add_reasoning(reasoning)
         content = "".join(piece.content for piece in pieces)
-        name = token_namer(self._parsed)
-        self._add_text(content, token_logprobs(entries, name, unknown=[]))
+        self._add_text(content, token_logprobs(entries, self._parsed))
 
     def _of_content(self, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Return the entries of content tokens, which follow the token that ends the reasoning."""
@@ -208,7 +209,7 @@ class ResponseRendering(Rendering):
 
     def _finish_items(self) -> None:
         """Close the last item, after adding an empty message to an empty response."""
-        self._add(self._parser.finish())
+        self._add(self._parser.finish(cut=self._reason is FinishReason.LENGTH))
         if not self._items:
             self._begin_message()
         self._close_item(self._status)
@@ -259,7 +260,7 @@ class ResponseRendering(Rendering):
         assert isinstance(body, ResponsesBody)
         sampling = self._parsed.job.sampling
         return ResponseReply(
-            id=f"resp_{self._parsed.job.request_id}",
+            id=self.response_id,
             created_at=self._created_s,
             completed_at=int(time.time()) if status == "completed" else None,
             model=self._parsed.served.name,

@@ -49,13 +49,17 @@ class Usage(Struct):
 OptionalIds = Sequence[int] | UnsetType
 OptionalUsage = Usage | UnsetType
 
+StopReason = str | int | UnsetType | None
+"""The field `stop_reason` of vLLM: the stop text or the stop token that ended a choice, or null.
+Chunks before the end of a choice do not have the field."""
+
 
 class TopLogprob(Struct):
     """A token of a chat and its log probability."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprobReply(TopLogprob):
@@ -191,6 +195,7 @@ class ChatChoice(Struct):
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -202,6 +207,7 @@ class ChatChunkChoice(Struct):
     finish_reason: str | None
     steps: list[StepReply] | UnsetType = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 class CompletionChoice(Struct):
@@ -219,6 +225,7 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptField = UNSET
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 Choice = TypeVar("Choice")
@@ -279,6 +286,25 @@ class EmbeddingList(Struct):
     object: str = "list"
 
 
+class ScoreReply(Struct):
+    """The score of a pair of texts, by its place in the request."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(Struct):
+    """The response of `/score`."""
+
+    id: str
+    created: int
+    model: str
+    data: list[ScoreReply]
+    usage: PromptUsage
+    object: str = "list"
+
+
 class RerankResult(Struct):
     """A document with its score.
 
@@ -329,12 +355,13 @@ class ModelList(Struct):
     object: str = "list"
 
 
-class TokenizeReply(Struct):
+class TokenizeReply(Struct, omit_defaults=True):
     """The response of `/tokenize`."""
 
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str] | None = None
 
 
 class InputTokensReply(Struct):
@@ -395,12 +422,13 @@ class ReadyReply(Struct):
     """The response of `/ready`.
 
     The field `progress` is the completed share of loading. The field `reason` says why no worker is
-    available.
+    available. The field `workers` lists the workers that get no requests at present.
     """
 
     status: str
     progress: float | UnsetType = UNSET
     reason: str | UnsetType = UNSET
+    workers: list[WorkerHealth] | UnsetType = UNSET
 
 
 class VersionReply(Struct):

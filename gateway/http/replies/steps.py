@@ -21,10 +21,7 @@ def step_replies(added: Delta | WholeChoice, tokenizer: Tokenizer) -> list[StepR
     if not added.steps:
         return UNSET
 
-    def text(token_id: int) -> str:
-        # Some decoders strip the leading space of a single token, but not within a text.
-        return tokenizer.texts[token_id] or tokenizer.token_text(token_id)
-
+    text = tokenizer.token_text
     replies = []
     begin = 0
     for step in added.steps:

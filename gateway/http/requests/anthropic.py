@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
-from draftgate.gateway.errors import Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
+from draftgate.gateway.errors import invalid
+from draftgate.gateway.http.requests.decoding import RenamedParams, decode
 from draftgate.gateway.http.requests.schemas import (
     CalledFunction,
     ChatBody,
@@ -21,23 +21,29 @@ from draftgate.gateway.http.requests.schemas import (
     Message,
     NamedFunction,
     NamedTool,
-    SpeculationOptions,
+    SharedFields,
     TextPart,
     Tool,
     ToolCallMessage,
+    Wire,
 )
 from draftgate.gateway.http.requests.sender import Sender
-from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
+from draftgate.gateway.http.requests.structured_outputs import FORMAT_PARAMS
+from draftgate.gateway.http.requests.validation import (
+    ParsedRequest,
+    parse_decoded_chat,
+    with_grammar_param,
+)
 from draftgate.gateway.served_model import ServedModel
 
 
-class TextBlock(Struct, tag_field="type", tag="text"):
+class TextBlock(Wire, tag_field="type", tag="text"):
     """A text."""
 
     text: str
 
 
-class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+class ToolUseBlock(Wire, tag_field="type", tag="tool_use"):
     """A call of a tool by the assistant."""
 
     id: str
@@ -45,20 +51,20 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any]
 
 
-class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+class ThinkingBlock(Wire, tag_field="type", tag="thinking"):
     """The reasoning of the assistant. The server neither signs it nor checks a signature."""
 
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(Wire, tag_field="type", tag="redacted_thinking"):
     """Encrypted reasoning of another server, which does not become part of the prompt."""
 
     data: str
 
 
-class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
+class ToolResultBlock(Wire, tag_field="type", tag="tool_result"):
     """The result of a call. Chat templates do not distinguish errors from other results."""
 
     tool_use_id: str
@@ -66,7 +72,7 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     is_error: bool | None = None
 
 
-class UserMessage(Struct, tag_field="role", tag="user"):
+class UserMessage(Wire, tag_field="role", tag="user"):
     """A message of the user, which has the results of the assistant's calls."""
 
     content: str | list[TextBlock | ToolResultBlock]
@@ -75,13 +81,13 @@ class UserMessage(Struct, tag_field="role", tag="user"):
 AssistantBlock = TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock
 
 
-class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+class AssistantMessage(Wire, tag_field="role", tag="assistant"):
     """An earlier message of the assistant."""
 
     content: str | list[AssistantBlock]
 
 
-class SystemMessage(Struct, tag_field="role", tag="system"):
+class SystemMessage(Wire, tag_field="role", tag="system"):
     """A system message in the middle of a conversation."""
 
     content: str | list[TextPart]
@@ -90,7 +96,7 @@ class SystemMessage(Struct, tag_field="role", tag="system"):
 ConversationMessage = UserMessage | AssistantMessage | SystemMessage
 
 
-class CustomTool(Struct):
+class CustomTool(Wire):
     """A tool that the client executes. The server has no tools of its own."""
 
     name: str
@@ -99,7 +105,7 @@ class CustomTool(Struct):
     description: str | None = None
 
 
-class ToolChoice(Struct):
+class ToolChoice(Wire):
     """The field `tool_choice`.
 
     The type `any` forces a call of any tool, and `tool` a call of the named tool.
@@ -110,7 +116,7 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Struct):
+class ThinkingConfig(Wire):
     """The field `thinking`.
 
     With `adaptive`, the chat template decides. The budget has no effect.
@@ -120,13 +126,13 @@ class ThinkingConfig(Struct):
     budget_tokens: int | None = None
 
 
-class JsonSchemaOutput(Struct, tag_field="type", tag="json_schema"):
+class JsonSchemaOutput(Wire, tag_field="type", tag="json_schema"):
     """The `output_config.format` for a JSON value that satisfies a schema."""
 
     schema: Raw
 
 
-class OutputConfig(Struct):
+class OutputConfig(Wire):
     """The field `output_config`.
 
     The effort is for templates that read `reasoning_effort`.
@@ -136,26 +142,15 @@ class OutputConfig(Struct):
     format: JsonSchemaOutput | None = None
 
 
-class MessageMetadata(Struct):
+class MessageMetadata(Wire):
     """The field `metadata`, which has no effect."""
 
     user_id: str | None = None
 
 
-class UnsupportedMessageFields(Struct):
-    """Fields for tools that run in the server, which has none.
-
-    Only neutral values are accepted.
-    """
-
-    container: Any = None
-    mcp_servers: Any = None
-
-
-class CountTokensBody(UnsupportedMessageFields):
+class CountTokensBody(SharedFields):
     """Body of `POST /v1/messages/count_tokens`."""
 
-    model: str | None = None
     messages: list[ConversationMessage] | None = None
     system: str | list[TextPart] | None = None
     tools: list[CustomTool] | None = None
@@ -166,28 +161,11 @@ class CountTokensBody(UnsupportedMessageFields):
 
 
 class MessagesBody(CountTokensBody):
-    """Body of `POST /v1/messages`.
-
-    The last four fields are extensions.
-    """
+    """Body of `POST /v1/messages`. Most fields of `SharedFields` are extensions."""
 
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool | None = None
-    metadata: MessageMetadata | None = None
-    seed: int | None = None
-    min_p: float | None = None
-    speculation: SpeculationOptions | None = None
-    priority: int | None = None
 
-
-_SAME_IN_CHATS: Final = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "speculation",
-    "priority",
-)  # fmt: skip
 
 _MODES: Final = {"auto": "auto", "any": "required", "none": "none"}
 """The types of `tool_choice` that name no tool, and their names in chats."""
@@ -198,12 +176,9 @@ recommends this form for inputs that `max_tokens` cuts short."""
 
 PARAMS: Final = {
     "messages": "messages",
-    "stop": "stop_sequences",
     ".function": "",
     "tool_choice.function": "tool_choice",
     "reasoning_effort": "output_config.effort",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
 }
 """This endpoint's names for the parameters of chats."""
 
@@ -221,8 +196,10 @@ def parse_messages(body: bytes, served: ServedModel, sender: Sender) -> ParsedRe
     wire = decode(body, _messages_decoder)
     if wire.max_tokens is None:
         raise invalid("max_tokens", "must be given")
-    same = {name: getattr(wire, name) for name in _SAME_IN_CHATS}
-    parsed = _parse(wire, served, sender, stop=wire.stop_sequences, **same)
+    if wire.stop and wire.stop_sequences:
+        raise invalid("stop", "cannot be combined with stop_sequences, which has the same meaning")
+    stop = wire.stop or wire.stop_sequences
+    parsed = _parse(wire, served, sender, stop=stop, max_tokens=wire.max_tokens)
     # The first event of a stream has the usage so far.
     return replace(parsed, include_usage=True, continuous_usage=True)
 
@@ -239,23 +216,31 @@ def _parse(
     **fields: Any,
 ) -> ParsedRequest:
     """Parse the chat that a body is equivalent to, with further fields of chats."""
-    reject_unsupported(wire, UnsupportedMessageFields.__struct_fields__)
     messages, paths = _messages(wire)
     output, choice = wire.output_config or OutputConfig(), wire.tool_choice
+    if output.format is not None and wire.response_format is not None:
+        raise invalid("response_format", "cannot be combined with output_config.format")
+    wanted = wire.response_format if output.format is None else _format(output.format)
+    shared = {name: getattr(wire, name) for name in SharedFields.__struct_fields__}
     chat = ChatBody(
-        model=wire.model,
         messages=messages,
         tools=_tools(wire.tools or ()),
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         thinking=None if wire.thinking is None else _thinking(wire.thinking),
         reasoning_effort=output.effort,
-        response_format=None if output.format is None else _format(output.format),
         chat_template_kwargs=wire.chat_template_kwargs,
-        **fields,
+        # The client has written the beginning of the response.
+        continue_final_message=messages[-1].role == "assistant",
+        **{**shared, "response_format": wanted, **fields},
     )
-    with RenamedParams(paths):
-        return parse_decoded_chat(chat, served, sender)
+    names = {}
+    if wire.stop is None:
+        names["stop"] = "stop_sequences"
+    if wire.response_format is None:
+        names |= dict.fromkeys(FORMAT_PARAMS, "output_config.format")
+    with RenamedParams({**paths, **names}):
+        return with_grammar_param(parse_decoded_chat(chat, served, sender), names)
 
 
 def _messages(wire: CountTokensBody) -> tuple[list[Message], Mapping[str, str]]:
@@ -263,9 +248,6 @@ def _messages(wire: CountTokensBody) -> tuple[list[Message], Mapping[str, str]]:
     sent = wire.messages
     if not sent:
         raise invalid("messages", "must be given and must not be empty")
-    if isinstance(sent[-1], AssistantMessage):
-        # A template would begin another turn, but the client expects a continuation of the text.
-        raise Unsupported(f"messages[{len(sent) - 1}].role", " 'assistant' in the last message")
     messages, paths = list[Message](), dict[str, str]()
     if wire.system:
         messages.append(Message("system", _text(wire.system)))
@@ -342,7 +324,9 @@ def _arguments(given: dict[str, Any]) -> str:
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """Return the input of a call whose arguments the model has written."""
+    """Return the input of a call whose arguments the model has written, as far as it did."""
+    if not arguments:
+        return {}
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -371,4 +355,4 @@ def _thinking(config: ThinkingConfig) -> bool | None:
 
 
 def _format(wanted: JsonSchemaOutput) -> JsonSchemaFormat:
-    return JsonSchemaFormat(JsonSchemaOptions("output", wanted.schema))
+    return JsonSchemaFormat(JsonSchemaOptions(wanted.schema))

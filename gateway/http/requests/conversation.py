@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from draftgate.gateway.http.requests.decoding import decode
+from draftgate.gateway.http.requests.inventory import GENERATION
 from draftgate.gateway.http.requests.responses import InputItem
 
 encode: Final = msgspec.json.Encoder().encode
@@ -56,7 +57,7 @@ def decode_stored(value: bytes) -> StoredResponse:
 
 def items_of(stored: bytes) -> list[InputItem]:
     """Return the items that the next input of a stored response follows, for the prompt."""
-    return _input_items.decode(conversation_after(stored))
+    return decode(conversation_after(stored), _input_items, GENERATION, "input.")
 
 
 def conversation_after(stored: bytes) -> bytes:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from draftgate.backends.errors import RequestRejected
-from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.requests.inventory import FieldLists
+from draftgate.gateway.http.requests.unlisted import only_listed
 from draftgate.policies.types import Role, SpeculationMode
 
 T = TypeVar("T")
@@ -29,20 +31,6 @@ _INDEX = re.compile(r"\[\d+\]")
 
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_choice(\.allowed_tools\.tools\[\d+\])?)\.function\b")
 
-_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "enable_thinking", "use_activation"})
-
-_ON_IF_GIVEN = frozenset({"web_search_options"})
-"""Fields that switch a feature on with any value but null, such as an empty object."""
-
-ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-}
-"""Values that do not change the output, in addition to empty values."""
-
 _KNOWN: dict[str, tuple[str, ...]] = {
     # of `/v1/messages`
     "messages.content.type": ("text", "thinking", "tool_result", "tool_use"),
@@ -55,13 +43,30 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 indexes."""
 
 
-def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode(
+    body: bytes,
+    decoder: msgspec.json.Decoder[T],
+    lists: FieldLists | None = None,
+    within: str = "",
+) -> T:
     """Return the struct in a JSON body.
+
+    Args:
+        lists: the inventory for fields that the struct does not have, or None for the struct's own.
+        within: path of the body in a larger one, with a trailing dot.
 
     Raises:
         InvalidRequest: the body is not JSON, or a field has the wrong type.
+        Unsupported: a field is refused.
     """
     try:
+        try:
+            return _decode_whole_numbers(body, decoder)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise
+        kind: Any = decoder.type
+        body = only_listed(body, kind, kind.lists if lists is None else lists, within)
         return _decode_whole_numbers(body, decoder)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from None
@@ -98,47 +103,6 @@ def values_of(wire: msgspec.Struct, names: tuple[str, ...]) -> tuple[Any, ...]:
 @cache
 def _reader(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
     return attrgetter(*names)
-
-
-def reject_unsupported(wire: msgspec.Struct, names: tuple[str, ...], n: int = 1) -> None:
-    """Raise `Unsupported` for a field whose value would change the output.
-
-    Args:
-        wire: the body.
-        names: names of at least two unsupported fields.
-        n: number of choices, which `best_of` may equal.
-    """
-    values = values_of(wire, names)
-    if values.count(None) == len(values):
-        return  # the usual case
-    for name, value in zip(names, values, strict=True):
-        if value is None or (not value and not _matters_if_empty(name, value)):
-            continue
-        neutral = (1, n) if name == "best_of" else ALSO_NEUTRAL.get(name, ())
-        if not any(_same(value, one) for one in neutral):
-            raise Unsupported(name)
-
-
-def _matters_if_empty(name: str, value: Any) -> bool:
-    """Return whether an empty value of a field changes the output."""
-    return name in _ON_IF_GIVEN or (value is False and name in _TRUE_BY_DEFAULT)
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return whether two values are equal in JSON, where true is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def neutral_values(name: str) -> list[Any]:
-    """Return the values that `reject_unsupported` accepts for a field."""
-    if name in _ON_IF_GIVEN:
-        return [None]
-    if name == "best_of":
-        return [None, 1]
-    empty: list[Any] = [None, 0, "", [], {}]
-    if name not in _TRUE_BY_DEFAULT:
-        empty.append(False)
-    return [*empty, *ALSO_NEUTRAL.get(name, ())]
 
 
 def _named(message: str) -> InvalidRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,10 +23,16 @@ MOST_OUTPUT_TOKENS: Final = 1 << 20
 open models have a million tokens (2026-11-21)."""
 
 
+MOST_CHOICES: Final = 1024
+"""Maximum choices of all prompts. The upstream reports a number that it does not accept."""
+
+
 class _Fields(msgspec.Struct):
     model: Any = None
     stream: Any = None
+    prompt: msgspec.Raw = msgspec.Raw()
     n: Any = None
+    best_of: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
@@ -47,7 +53,9 @@ class ForwardedFields:
     Attributes:
         is_object: whether the body is a JSON object.
         model: name of the model, or None if missing.
-        prompt_tokens: an estimate from the size of the body.
+        prompts: number of prompts.
+        n: number of choices that the upstream generates for each prompt.
+        prompt_tokens: an estimate of the tokens of all prompts, from the size of the body.
         max_tokens: maximum output tokens per choice.
         priority: the priority, or 0 if missing.
         sent_priority: the value in the body, of any type.
@@ -58,6 +66,7 @@ class ForwardedFields:
     is_object: bool
     model: str | None
     stream: bool
+    prompts: int
     n: int
     prompt_tokens: int
     max_tokens: int
@@ -79,11 +88,14 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
         fields = _fields.decode(body)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         is_object, fields = False, _Fields()
+    prompts = min(_num_prompts(fields.prompt), MOST_CHOICES)
+    n = max(_number("n", fields.n) or 1, _number("best_of", fields.best_of) or 1)
     return ForwardedFields(
         is_object,
         fields.model if isinstance(fields.model, str) else None,
         fields.stream is True,
-        _number("n", fields.n) or 1,
+        prompts,
+        min(n, MOST_CHOICES // prompts),
         -(-len(body) // BYTES_PER_TOKEN),
         min(_most_tokens(fields), max_model_len or MOST_OUTPUT_TOKENS),
         _number("priority", fields.priority) or 0,
@@ -94,12 +106,13 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
 
 
 def changed_fields(
-    fields: ForwardedFields, names: tuple[str | None, str], account: Account
+    fields: ForwardedFields, names: tuple[Sequence[str], str], account: Account
 ) -> Mapping[str, str | int]:
     """Return the fields whose values for the upstream differ from the client's values.
 
     Args:
-        names: the model's name for clients (None for the upstream's own), and at the upstream.
+        names: the model's names for clients (empty for the upstream's own), and that at the
+            upstream.
         account: the account whose bounds apply.
 
     Raises:
@@ -108,10 +121,10 @@ def changed_fields(
     """
     found: dict[str, str | int] = {}
     ours, theirs = names
-    if ours is not None:
-        if fields.model is not None and fields.model != ours:
-            raise ModelNotFound(fields.model, ours)
-        if theirs and ours != theirs:
+    if ours:
+        if fields.model is not None and fields.model not in ours:
+            raise ModelNotFound(fields.model, *ours)
+        if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
     if account.first_priority is not None:
         found |= _capped_priority(fields, account)
@@ -152,10 +165,22 @@ def _not_an_object() -> InvalidRequest:
     return InvalidRequest("the body must be a JSON object")
 
 
+def _num_prompts(prompt: msgspec.Raw) -> int:
+    """Return the number of prompts of a completion, each of which is a text or a list of tokens."""
+    if _first_byte(prompt) != b"[":
+        return 1
+    prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    return len(prompts) if prompts and _first_byte(prompts[0]) in {b'"', b"["} else 1
+
+
+def _first_byte(value: msgspec.Raw) -> bytes:
+    return memoryview(value)[:1].tobytes()
+
+
 def _most_tokens(fields: _Fields) -> int:
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
         given = _number(name, getattr(fields, name))
-        if given is not None:
+        if given is not None and given >= 0:
             return given
     return DEFAULT_OUTPUT_TOKENS
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
+from draftgate.backends.header_numbers import header_count, header_number
 from draftgate.gateway.errors import invalid
 from draftgate.policies.types import ANYTIME, ServiceLevel
 
@@ -31,6 +31,9 @@ it."""
 
 RETRIES_HEADER: Final = "x-stainless-retry-count"
 """The retry count that OpenAI's clients send."""
+
+MOST_RETRIES: Final = 999
+"""Larger retry counts are ignored."""
 
 
 def service_level(headers: Mapping[str, str]) -> ServiceLevel:
@@ -75,8 +78,8 @@ def client_rate_tps(headers: Mapping[str, str]) -> float | None:
     text = headers.get(CLIENT_RATE_HEADER)
     if text is None:
         return None
-    rate_tps = _number(text)
-    if not 0.0 < rate_tps < math.inf:
+    rate_tps = header_number(text)
+    if not rate_tps:
         expected = "must be a positive number of tokens per second"
         raise invalid(CLIENT_RATE_HEADER, f"{expected}, not {text!r}")
     return rate_tps
@@ -87,22 +90,15 @@ def retry_count(headers: Mapping[str, str]) -> int | None:
     text = headers.get(RETRIES_HEADER)
     if text is None:
         return None
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None
+    count = header_count(text)
+    return count if count is not None and count <= MOST_RETRIES else None
 
 
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    milliseconds = _number(text)
-    if not 0.0 < milliseconds < math.inf:
+    milliseconds = header_number(text)
+    if not milliseconds:
         raise invalid(name, f"must be a positive number of milliseconds, not {text!r}")
     return milliseconds / 1e3
-
-
-def _number(text: str) -> float:
-    """Return a number, or NaN if the text is not one."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -15,13 +15,15 @@ import msgspec
 
 from draftgate.gateway.errors import invalid
 
-MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 1024
+MAX_STOP_CHARACTERS: Final = 16 << 10
+"""Maximum characters of all stop texts of a request. Each text counts for at least
+`LEAST_STOP_CHARACTERS`, because the worker searches for each text after each token."""
+
+LEAST_STOP_CHARACTERS: Final = 16
 MAX_TOP_LOGPROBS: Final = 20
-MAX_BIASED_TOKENS: Final = 300
-MAX_STOP_TOKENS: Final = 128
-MAX_BAD_WORDS: Final = 128
+MAX_BIASED_TOKENS: Final = 1024
+MAX_STOP_TOKENS: Final = 1024
+MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORD_CHARACTERS: Final = 256
 
 MAX_PENALTY: Final = 2.0
@@ -35,9 +37,6 @@ MAX_GUIDED_CHOICES: Final = 1000
 MAX_EMBEDDED_TEXTS: Final = 2048
 """OpenAI's bound."""
 
-MAX_SEQUENCES: Final = 128
-"""Maximum choices of all prompts of a request together, which is twice a default batch."""
-
 MAX_RERANKED_DOCUMENTS: Final = 1000
 """The largest number that Cohere recommends for a request."""
 
@@ -47,6 +46,9 @@ pairs at the usual maximum of 512 tokens."""
 
 RANDOM_SEED: Final = -1
 """The seed that requests a random seed, as in vLLM and llama.cpp."""
+
+NO_LIMIT: Final = -1
+"""The `max_tokens` that generates until the context is full, as in llama.cpp."""
 
 FIT_CONTEXT: Final = -1
 """The `truncate_prompt_tokens` that keeps as many tokens as fit the context, as in vLLM."""
@@ -92,24 +94,24 @@ class Range(NamedTuple):
 
 
 RANGES: Final[Mapping[str, Range]] = {
-    "best_of": Range(1, MAX_CHOICES),
+    "best_of": Range(0),
     "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "logprobs": Range(0, MAX_TOP_LOGPROBS),
     "max_completion_tokens": Range(1),
     "max_draft_tokens": Range(0),
     "max_output_tokens": Range(1),
-    "max_tokens": Range(0),
+    "max_tokens": Range(NO_LIMIT),
     "max_tokens_per_doc": Range(0),
     "max_tool_calls": Range(1),
     "min_p": Range(0.0, 1.0),
     "min_tokens": Range(0),
-    "n": Range(1, MAX_CHOICES),
+    "n": Range(1),
     "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
     "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS),
     # Wider than any model needs, and far from an overflow of float32 logits.
     "repetition_penalty": Range(0.01, 100.0),
-    "seed": Range(RANDOM_SEED, (1 << 64) - 1),
+    "seed": Range(-1 << 63, (1 << 64) - 1),
     "temperature": Range(0.0),
     "top_k": Range(-1),
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
@@ -148,7 +150,7 @@ def _bounded_fields(
 
 
 _STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}
-_STOPS: Final = {"maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}}
+_STOPS: Final = {"items": {"type": "string", **_STOP}}
 _FUNCTION_NAME: Final = {"string": {"pattern": FUNCTION_NAME}}
 _OF_OBJECTS: Final = {"object": {"properties": {"type": {"const": "object"}}}}
 
@@ -173,6 +175,7 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
         }
     },
     "stop_token_ids": {"array": {"maxItems": MAX_STOP_TOKENS}},
+    "allowed_token_ids": {"array": {"minItems": 1}},
     "bad_words": {
         "array": {
             "maxItems": MAX_BAD_WORDS,
@@ -187,10 +190,6 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "StructuredOutputs.choice": _CHOICES,
     "guided_json": _SCHEMA_TEXT,
     "StructuredOutputs.json": _SCHEMA_TEXT,
-    # These options are not supported.
-    "StructuredOutputs.structural_tag": {"string": {"maxLength": 0}},
-    "StructuredOutputs.whitespace_pattern": {"string": {"maxLength": 0}},
-    "StructuredOutputs.disable_additional_properties": {"boolean": {"const": False}},
     "messages": {"array": {"minItems": 1}},
     # Reasoning alone is not part of a prompt.
     "ResponsesBody.input": {

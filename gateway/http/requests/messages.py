@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from draftgate.backends.chat_template import RawJson
+from draftgate.backends.chat_template import PromptEnding, RawJson
+from draftgate.backends.errors import RequestRejected
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
-from draftgate.gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
-from draftgate.gateway.http.tools.dialects import dialect_of
+from draftgate.gateway.http.requests.schemas import (
+    ChatBody,
+    ContentPart,
+    Message,
+    TokenizeBody,
+    ToolCallMessage,
+)
+from draftgate.gateway.http.requests.tools import OfferedTools
+from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.tools.described import instructions, placements, without_calls
+from draftgate.gateway.tools.dialects import DESCRIBED
 
 ROLES: Final = {
     "system": "system",
@@ -29,32 +39,38 @@ PART_TYPES: Final = ("text", "refusal")
 
 def chat_prompt(
     messages: Sequence[Message] | None,
-    tokenizer: Tokenizer,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    served: ServedModel,
+    tools: OfferedTools | None = None,
     variables: Mapping[str, Any] | None = None,
     *,
     most_tokens: int | None = None,
     keep_tokens: int | None = None,
     add_special_tokens: bool = False,
+    ending: PromptEnding = PromptEnding.RESPONSE,
 ) -> TokenIds:
     """Return the token ids of the prompt for a chat.
 
     Args:
         messages: the messages as received.
-        tokenizer: the tokenizer with the model's template.
-        tools: functions on offer, in the form that templates expect.
+        served: the model, with its template.
+        tools: functions on offer.
         variables: further variables of the template (`reasoning.template_variables`).
         most_tokens: the length of the context, or None without a limit.
         keep_tokens: the number of tokens at the end that are needed, or None for all.
         add_special_tokens: whether to add special tokens to those that the template writes.
+        ending: the end of the prompt.
 
     Raises:
         InvalidRequest: a message is malformed, or the prompt cannot fit.
         RequestRejected: the model has no template, or its template rejects the messages.
     """
-    text = tokenizer.render_chat(template_messages(messages, tokenizer), tools, variables)
+    shown = template_messages(messages, served)
+    if ending is PromptEnding.OPEN and messages and messages[-1].tool_calls:
+        where = f"messages[{len(messages) - 1}].tool_calls"
+        raise invalid(where, "must not be part of a message to continue")
+    text = _rendered(shown, served, tools, variables, ending)
     ids = encode_prompt(
-        tokenizer,
+        served.tokenizer,
         text,
         most_tokens,
         "messages",
@@ -66,8 +82,59 @@ def chat_prompt(
     return compact(ids)
 
 
+def prompt_ending(wire: ChatBody | TokenizeBody) -> PromptEnding:
+    """Return the end of the prompt that a request wants, as in vLLM.
+
+    Raises:
+        InvalidRequest: the request wants two ends.
+    """
+    if wire.continue_final_message:
+        if wire.add_generation_prompt:
+            words = "cannot be combined with add_generation_prompt: true"
+            raise invalid("continue_final_message", words)
+        return PromptEnding.OPEN
+    begins = wire.add_generation_prompt is not False
+    return PromptEnding.RESPONSE if begins else PromptEnding.MESSAGE
+
+
+def continued_text(wire: ChatBody) -> str | None:
+    """Return the text of the last message if the response continues it, or else None."""
+    if not wire.continue_final_message or not wire.messages:
+        return None
+    return _text(wire.messages[-1], f"messages[{len(wire.messages) - 1}]")
+
+
+def _rendered(
+    messages: Sequence[Mapping[str, Any]],
+    served: ServedModel,
+    tools: OfferedTools | None,
+    variables: Mapping[str, Any] | None,
+    ending: PromptEnding,
+) -> str:
+    """Return the prompt that the template writes.
+
+    Raises:
+        RequestRejected: the model has no template, or its template rejects the messages.
+        Unsupported: the template writes tools nowhere.
+    """
+    render = partial(served.tokenizer.render_chat, ending=ending)
+    if tools is None or tools.dialect is not DESCRIBED:
+        return render(messages, None if tools is None else tools.shown, variables)
+    text = instructions(tools.shown, several=tools.several)
+    failure: RequestRejected | None = None
+    for some in placements(messages, text):
+        try:
+            prompt = render(some, None, variables)
+        except RequestRejected as error:
+            failure = error
+        else:
+            if text in prompt:
+                return prompt
+    raise failure or Unsupported("tools", " by this model's chat template")
+
+
 def template_messages(
-    messages: Sequence[Message] | None, tokenizer: Tokenizer
+    messages: Sequence[Message] | None, served: ServedModel
 ) -> list[dict[str, Any]]:
     """Return messages in the form that the model's template expects.
 
@@ -77,8 +144,10 @@ def template_messages(
     if not messages:
         raise invalid("messages", "must be given and must not be empty")
     plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    dialect = dialect_of(tokenizer.tool_template)
-    if dialect is None:
+    dialect = served.dialect
+    if dialect is DESCRIBED:
+        plain = without_calls(plain)
+    elif dialect is None:
         for i, message in enumerate(messages):
             _check_no_call(message, f"messages[{i}]")
     elif dialect.between is None:
@@ -92,8 +161,6 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         raise Unsupported(f"{where}.role", f" {message.role!r}")
     if message.role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role!r}")
-    if message.function_call is not None:
-        raise Unsupported(f"{where}.function_call")
     text = _text(message, where)
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     if message.name is not None:

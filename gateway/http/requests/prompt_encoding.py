@@ -31,15 +31,18 @@ def encode_prompt(
     Args:
         most_tokens: the length of the context, or None without a limit.
         param: path of the prompt in the request.
-        keep_tokens: the number of tokens at the end that are needed, or None for all. The result
-            has at least this number of tokens, if the whole prompt has.
+        keep_tokens: the number of tokens at the end that are needed, or None for all. If it is
+            negative, they are at the beginning. The result has at least this number of tokens, if
+            the whole prompt has.
 
     Raises:
         ContextTooLong: the prompt cannot fit, by its bytes.
         Abandoned: the client has disconnected.
     """
     stop_if_abandoned()
-    if keep_tokens is not None:
+    if keep_tokens is not None and keep_tokens < 0:
+        text = tokenizer.beginning(text, -keep_tokens)
+    elif keep_tokens is not None:
         text = tokenizer.ending(text, keep_tokens)
     elif most_tokens is not None and (least := tokenizer.least_tokens(text)) > most_tokens:
         raise too_long(param, most_tokens, f"at least {least}")

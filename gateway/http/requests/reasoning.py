@@ -38,10 +38,19 @@ def marks_reasoning(tokenizer: Tokenizer) -> bool:
     return CLOSED in (tokenizer.tool_template or "")
 
 
-def reasoning_of(prompt: TokenIds, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the reasoning that the response to a chat's prompt may have, or None."""
+def reasoning_of(
+    prompt: TokenIds, tokenizer: Tokenizer, continued: str | None = None
+) -> Reasoning | None:
+    """Return the reasoning that the response to a chat's prompt may have, or None.
+
+    Args:
+        continued: the text of the assistant that the response continues, or None without one.
+    """
     if not marks_reasoning(tokenizer):
         return None
+    if continued:
+        is_inside = continued.rfind(OPENED) > continued.rfind(CLOSED)
+        return Reasoning.BEGUN if is_inside else None
     end = tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False).rstrip()
     if end.endswith(CLOSED):
         return None

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from draftgate.gateway.errors import ContextTooLong, Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import RenamedParams, decode, reject_unsupported
+from draftgate.gateway.http.requests.decoding import RenamedParams, decode
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
@@ -22,7 +22,6 @@ from draftgate.gateway.http.requests.schemas import (
     AllowedTool,
     AllowedToolChoice,
     AllowedTools,
-    CacheSalt,
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -35,16 +34,22 @@ from draftgate.gateway.http.requests.schemas import (
     NamedTool,
     RegexFormat,
     ResponseFormat,
-    SpeculationOptions,
+    SharedFields,
     TextFormat,
     ThinkingOptions,
     Tool,
     ToolCallMessage,
     ToolMode,
+    Wire,
 )
 from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.structured_outputs import FORMAT_PARAMS
 from draftgate.gateway.http.requests.truncation import drop_oldest_turns
-from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
+from draftgate.gateway.http.requests.validation import (
+    ParsedRequest,
+    parse_decoded_chat,
+    with_grammar_param,
+)
 from draftgate.gateway.served_model import ServedModel
 
 Summary = Literal["auto", "concise", "detailed"]
@@ -67,7 +72,7 @@ class SchemaTextFormat(JsonSchemaOptions, tag_field="type", tag="json_schema"):
     """The `text.format` for a JSON value that satisfies a schema."""
 
 
-class TextOptions(Struct):
+class TextOptions(Wire):
     """The field `text`.
 
     The verbosity has no effect.
@@ -77,7 +82,7 @@ class TextOptions(Struct):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(Struct):
+class ReasoningOptions(Wire):
     """The field `reasoning`.
 
     An effort of `none` switches reasoning off if the chat template can do so. The other values are
@@ -102,7 +107,7 @@ class FlatNamedTool(NamedFunction, tag_field="type", tag="function"):
     """A `tool_choice` that names one function."""
 
 
-class FlatAllowedTools(Struct, tag_field="type", tag="allowed_tools"):
+class FlatAllowedTools(Wire, tag_field="type", tag="allowed_tools"):
     """A `tool_choice` that allows some of the tools, in the layout of `/v1/responses`."""
 
     tools: list[FlatAllowedTool]
@@ -113,7 +118,7 @@ class InputPart(ContentPart):
     """A part of an item's content."""
 
 
-class InputItem(Struct):
+class InputItem(Wire):
     """A message, a function call, the output of a function call, or reasoning.
 
     Reasoning belongs to the assistant's message or call that follows.
@@ -128,38 +133,21 @@ class InputItem(Struct):
     output: str | list[InputPart] | None = None
 
 
-class UnsupportedResponsesFields(Struct):
-    """Fields that change the output and are not supported.
-
-    Only neutral values are accepted.
-    """
-
-    background: Any = None
-    conversation: Any = None
-    prompt: Any = None
-
-
-class ResponsesBody(UnsupportedResponsesFields):
+class ResponsesBody(SharedFields):
     """Body of `POST /v1/responses`.
 
-    No tool runs in the server, so `max_tool_calls` has no effect. The last nine fields are
-    extensions.
+    No tool runs in the server, so `max_tool_calls` has no effect. Most fields of `SharedFields`
+    are extensions.
     """
 
-    model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     include: list[Includable] | None = None
     top_logprobs: int | None = None
     truncation: Literal["auto", "disabled"] | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = None
     tool_choice: str | FlatNamedTool | FlatAllowedTools | None = None
@@ -171,22 +159,14 @@ class ResponsesBody(UnsupportedResponsesFields):
     prompt_cache_key: str | None = None
     store: bool | None = None
     user: str | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    speculation: SpeculationOptions | None = None
-    priority: int | None = None
-    cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     thinking: bool | ThinkingOptions | None = None
 
 
 _SAME_IN_CHATS: Final = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "seed",
-    "stream", "parallel_tool_calls", "top_logprobs", "speculation", "priority",
-    "cache_salt",
-    "chat_template_kwargs", "enable_thinking", "thinking",
+    *(name for name in SharedFields.__struct_fields__ if name != "response_format"),
+    "parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "enable_thinking", "thinking",
 )  # fmt: skip
 
 ITEM_TYPES: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -204,8 +184,6 @@ PARAMS: Final = {
     "messages": "input",
     ".function": "",
     "tool_choice.allowed_tools": "tool_choice",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
 }
 """This endpoint's names for the parameters of chats."""
 
@@ -230,13 +208,12 @@ def parse_responses(
     wire = decode(body, _decoder)
     served = served.named(wire.model)
     check_ranges(wire)
-    reject_unsupported(wire, UnsupportedResponsesFields.__struct_fields__)
     _check_metadata(wire.metadata or {})
     messages, paths = _messages(wire, earlier)
     chat = ChatBody(
         messages=messages,
         max_completion_tokens=wire.max_output_tokens,
-        response_format=_format(wire.text),
+        response_format=_format(wire),
         tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
         tool_choice=_tool_choice(wire.tool_choice),
         reasoning_effort=None if wire.reasoning is None else wire.reasoning.effort,
@@ -258,15 +235,17 @@ def parse_responses(
             return False
         return len(parsed.job.prompts[0]) <= most
 
-    with RenamedParams(paths):
+    own_format = wire.response_format is None
+    names = dict.fromkeys(FORMAT_PARAMS, "text.format") if own_format else {}
+    with RenamedParams({**paths, **names}):
         if wire.truncation == "auto":
-            template_messages(messages, served.tokenizer)  # checks also the turns to drop
+            template_messages(messages, served)  # checks also the turns to drop
             messages = drop_oldest_turns(messages, fits)
         parsed = tried.get(len(messages)) or parse(messages)
     if parsed.tools is not None and chat.logprobs:
         param = "top_logprobs" if wire.top_logprobs else "include"
         raise Unsupported(param, " together with tools")
-    return replace(parsed, include_usage=True, body=wire)
+    return replace(with_grammar_param(parsed, names), include_usage=True, body=wire)
 
 
 def _messages(
@@ -365,8 +344,12 @@ def _content(content: str | list[InputPart] | None) -> str | list[ContentPart] |
     return [ContentPart(INPUT_PART_TYPES.get(p.type, p.type), p.text, p.refusal) for p in content]
 
 
-def _format(text: TextOptions | None) -> ResponseFormat | None:
-    wanted = None if text is None else text.format
+def _format(wire: ResponsesBody) -> ResponseFormat | None:
+    wanted = None if wire.text is None else wire.text.format
+    if wanted is None:
+        return wire.response_format
+    if wire.response_format is not None:
+        raise invalid("response_format", "cannot be combined with text.format")
     return JsonSchemaFormat(wanted) if isinstance(wanted, SchemaTextFormat) else wanted
 
 

@@ -1,15 +1,23 @@
 """The bodies of requests, as msgspec structs.
 
-Decoding checks the types, and `validation` checks the values. Unknown fields are ignored, because
-clients send many.
+Decoding checks the types, and `validation` checks the values. The module `inventory` lists the
+fields that the structs do not have.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from draftgate.gateway.http.requests.inventory import (
+    EMBEDDING,
+    GENERATION,
+    NONE,
+    SCORING,
+    TOKENS,
+    FieldLists,
+)
 from draftgate.policies.types import Role, SpeculationMode
 
 ToolMode = Literal["none", "auto", "required"]
@@ -19,51 +27,70 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 """A text that separates the cached prefixes of a tenant."""
 
 
-class StreamOptions(Struct):
+class Wire(Struct, forbid_unknown_fields=True):
+    """An object of a body. `decoding` removes the fields that it does not have."""
+
+
+class Body(Wire):
+    """The body of a request, with the inventory of the fields that clients send in addition."""
+
+    lists: ClassVar[FieldLists] = NONE
+
+
+class StreamOptions(Wire):
     """The field `stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class SpeculationOptions(Struct):
+class SpeculationOptions(Wire):
     """The field `speculation`, with the client's preferences.
 
-    The response describes each step if `trace` is true.
+    The response describes each step if `trace` is true. If `corpus` is false, the request uses no
+    drafts from earlier outputs, and its output is not kept for later drafts.
     """
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
     trace: bool | None = None
+    corpus: bool | None = None
 
 
-class TextFormat(Struct, tag_field="type", tag="text"):
+class TextFormat(Wire, tag_field="type", tag="text"):
     """The `response_format` for any text."""
 
 
-class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """The `response_format` for any JSON object."""
+class JsonObjectFormat(Wire, tag_field="type", tag="json_object"):
+    """The `response_format` for a JSON object, which satisfies the schema if there is one."""
+
+    schema: dict[str, Any] | None = None
 
 
-class JsonSchemaOptions(Struct):
+class JsonSchemaOptions(Wire):
     """The field `response_format.json_schema`.
 
-    The worker compiles the schema. Every schema is enforced exactly, so `strict` has no effect.
+    The worker compiles the schema. If `strict` is true, the worker refuses keywords that it cannot
+    enforce. If it is false, the worker ignores them.
     """
 
-    name: str
     schema: Raw
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """The `response_format` for a JSON value that satisfies a schema."""
+class JsonSchemaFormat(Wire, tag_field="type", tag="json_schema"):
+    """The `response_format` for a JSON value that satisfies a schema.
 
-    json_schema: JsonSchemaOptions
+    In llama.cpp's form, the schema is part of the format itself.
+    """
+
+    json_schema: JsonSchemaOptions | None = None
+    schema: dict[str, Any] | None = None
 
 
-class RegexFormat(Struct, tag_field="type", tag="regex"):
+class RegexFormat(Wire, tag_field="type", tag="regex"):
     """The `response_format` for a text that a regular expression matches fully (an extension)."""
 
     pattern: str
@@ -72,11 +99,10 @@ class RegexFormat(Struct, tag_field="type", tag="regex"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
-class StructuredOutputs(Struct):
+class StructuredOutputs(Wire):
     """The field `structured_outputs` of vLLM, in which at most one form is given.
 
-    JSON always has one layout, so `disable_any_whitespace` has no effect. The last three fields are
-    not supported.
+    JSON always has one layout, so `disable_any_whitespace` has no effect.
     """
 
     json: str | dict[str, Any] | None = None
@@ -85,38 +111,14 @@ class StructuredOutputs(Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    structural_tag: str | None = None
-    whitespace_pattern: str | None = None
 
 
-class UnsupportedFields(Struct):
-    """Fields that change the output and are not supported.
+class SharedFields(Body):
+    """The fields that all endpoints that generate text have in common."""
 
-    Only neutral values are accepted.
-    """
-
-    add_generation_prompt: Any = None
-    allowed_token_ids: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
-    documents: Any = None
-    function_call: Any = None
-    functions: Any = None
-    include_stop_str_in_output: Any = None
-    length_penalty: Any = None
-    logits_processors: Any = None
-    modalities: Any = None
-    use_beam_search: Any = None
-    web_search_options: Any = None
-
-
-class GenerationFields(UnsupportedFields):
-    """The fields that chats and completions have in common."""
+    lists: ClassVar[FieldLists] = GENERATION
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -132,43 +134,47 @@ class GenerationFields(UnsupportedFields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
     priority: int | None = None
     cache_salt: CacheSalt | None = None
-    user: str | None = None
 
 
-class ThinkingOptions(Struct, forbid_unknown_fields=True):
+class GenerationFields(SharedFields):
+    """The fields that chats and completions have in common."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ThinkingOptions(Wire):
     """The field `thinking` as an object."""
 
     type: Literal["enabled", "disabled"]
 
 
 class CompletionBody(GenerationFields):
-    """Body of `POST /v1/completions`.
+    """Body of `POST /v1/completions`."""
 
-    Only chats support the fields in `ONLY_IN_CHATS`.
-    """
-
-    chat_template_kwargs: Any = None
-    enable_thinking: Any = None
-    thinking: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     prompt: str | list[str | int | list[int]] | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -176,12 +182,7 @@ class CompletionBody(GenerationFields):
     echo: bool | None = None
 
 
-ONLY_IN_CHATS: Final = (
-    *("chat_template_kwargs", "enable_thinking", "thinking", "tool_choice", "tools"),
-)
-
-
-class ContentPart(Struct):
+class ContentPart(Wire):
     """A part of a message's content.
 
     Only the assistant refuses.
@@ -192,7 +193,7 @@ class ContentPart(Struct):
     refusal: str | None = None
 
 
-class CalledFunction(Struct):
+class CalledFunction(Wire):
     """The field `function` of a call.
 
     The arguments are JSON in a string, as the model wrote them.
@@ -202,14 +203,14 @@ class CalledFunction(Struct):
     arguments: str
 
 
-class ToolCallMessage(Struct, tag_field="type", tag="function"):
+class ToolCallMessage(Wire, tag_field="type", tag="function"):
     """A call in an earlier message of the assistant."""
 
     id: str
     function: CalledFunction
 
 
-class Message(Struct):
+class Message(Wire):
     """A chat message."""
 
     role: str
@@ -219,10 +220,9 @@ class Message(Struct):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    function_call: Any = None
 
 
-class Function(Struct):
+class Function(Wire):
     """A function on offer.
 
     The field `parameters` is the JSON schema of its arguments.
@@ -234,68 +234,61 @@ class Function(Struct):
     strict: bool | None = None
 
 
-class Tool(Struct, tag_field="type", tag="function"):
+class Tool(Wire, tag_field="type", tag="function"):
     """A tool on offer, which is always a function."""
 
     function: Function
 
 
-class NamedFunction(Struct):
+class NamedFunction(Wire):
     """The function to call."""
 
     name: str
 
 
-class NamedTool(Struct, tag_field="type", tag="function"):
+class NamedTool(Wire, tag_field="type", tag="function"):
     """A `tool_choice` that names one function."""
 
     function: NamedFunction
 
 
-class AllowedTool(Struct, tag_field="type", tag="function"):
+class AllowedTool(Wire, tag_field="type", tag="function"):
     """A function that the response may call."""
 
     function: NamedFunction
 
 
-class AllowedTools(Struct):
+class AllowedTools(Wire):
     """The functions that the response may call, and whether it must call one of them."""
 
     tools: list[AllowedTool]
     mode: ToolMode = "auto"
 
 
-class AllowedToolChoice(Struct, tag_field="type", tag="allowed_tools"):
+class AllowedToolChoice(Wire, tag_field="type", tag="allowed_tools"):
     """A `tool_choice` that allows some of the tools."""
 
     allowed_tools: AllowedTools
 
 
-class TextPart(Struct, tag_field="type", tag="text"):
+class TextPart(Wire, tag_field="type", tag="text"):
     """A part of a text."""
 
     text: str
 
 
-class Prediction(Struct, tag_field="type", tag="content"):
+class Prediction(Wire, tag_field="type", tag="content"):
     """The output that the client predicts, from which the worker drafts."""
 
     content: str | list[TextPart]
 
 
-ONLY_IN_COMPLETIONS: Final = ("best_of", "echo", "suffix")
-
-
 class ChatBody(GenerationFields):
-    """Body of `POST /v1/chat/completions`.
+    """Body of `POST /v1/chat/completions`."""
 
-    Only completions support the fields in `ONLY_IN_COMPLETIONS`.
-    """
-
-    best_of: int | None = None
-    echo: Any = None
-    suffix: Any = None
     messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -309,16 +302,10 @@ class ChatBody(GenerationFields):
     thinking: bool | ThinkingOptions | None = None
 
 
-class UnsupportedEmbeddingFields(UnsupportedFields):
-    """Fields that change an embedding, and are not supported."""
-
-    echo: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-
-
-class EmbeddingBody(UnsupportedEmbeddingFields):
+class EmbeddingBody(Body):
     """Body of `POST /v1/embeddings`."""
+
+    lists: ClassVar[FieldLists] = EMBEDDING
 
     input: str | list[str | int | list[int]] | None = None
     model: str | None = None
@@ -327,26 +314,18 @@ class EmbeddingBody(UnsupportedEmbeddingFields):
     encoding_format: Literal["float", "base64"] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
-    user: str | None = None
 
 
-class UnsupportedRerankFields(Struct):
-    """Fields that change a score, and are not supported."""
-
-    max_tokens_per_query: Any = None
-    rank_fields: Any = None
-    truncate_prompt_tokens: Any = None
-    use_activation: Any = None
-
-
-class RerankDocument(Struct):
+class RerankDocument(Wire):
     """A document as an object."""
 
     text: str
 
 
-class RerankBody(UnsupportedRerankFields, kw_only=True):
+class RerankBody(Body):
     """Body of `POST /v1/rerank`."""
+
+    lists: ClassVar[FieldLists] = SCORING
 
     query: str
     documents: list[str | RerankDocument]
@@ -355,28 +334,52 @@ class RerankBody(UnsupportedRerankFields, kw_only=True):
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = None
     priority: int | None = None
-    user: str | None = None
 
 
-class TokenizeBody(Struct):
+class ScoreBody(Body):
+    """Body of `POST /score`, with one of four pairs of names for the texts."""
+
+    lists: ClassVar[FieldLists] = SCORING
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+    model: str | None = None
+    max_tokens_per_doc: int | None = None
+    priority: int | None = None
+
+
+class TokenizeBody(Body):
     """Body of `POST /tokenize`, with a prompt or with messages and the tools on offer."""
+
+    lists: ClassVar[FieldLists] = TOKENS
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Struct):
+class DetokenizeBody(Body):
     """Body of `POST /detokenize`."""
 
+    lists: ClassVar[FieldLists] = TOKENS
+
     tokens: list[int]
+    skip_special_tokens: bool | None = None
     model: str | None = None
 
 
-class WorkerRoleBody(Struct):
+class WorkerRoleBody(Body):
     """Body of `PUT /workers/{worker_id}/role`."""
 
     role: Role

@@ -6,31 +6,37 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from msgspec import Raw
+
 from draftgate.backends.types import GrammarKind, GrammarSpec
-from draftgate.gateway.errors import Unsupported, invalid
+from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.requests.decoding import values_of
 from draftgate.gateway.http.requests.limits import MAX_GUIDED_CHOICES
 from draftgate.gateway.http.requests.schemas import (
-    GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
+    JsonSchemaOptions,
     RegexFormat,
     ResponseFormat,
+    SharedFields,
     StructuredOutputs,
 )
 
 _GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED)
+_PLAIN: Final = ("json_schema", "regex", "grammar", "ebnf")
+_FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED, *_PLAIN)
+
+FORMAT_PARAMS: Final = ("response_format.json_schema", "response_format")
+"""The paths of parameters that endpoints with a format of their own name differently."""
 
 ANY_OBJECT: Final = '{"type": "object"}'
 
 
-def grammar_of(wire: GenerationFields) -> GrammarSpec | None:
+def grammar_of(wire: SharedFields) -> GrammarSpec | None:
     """Return the grammar that a request sets, which the worker later compiles, or None.
 
     Raises:
         InvalidRequest: a parameter is malformed, or several parameters set a grammar.
-        Unsupported: an option of `structured_outputs` is not supported.
     """
     if values_of(wire, _FIELDS).count(None) == len(_FIELDS):
         return None  # the usual case
@@ -44,23 +50,40 @@ def grammar_of(wire: GenerationFields) -> GrammarSpec | None:
 
 def _of_format(wanted: ResponseFormat | None) -> Iterator[GrammarSpec]:
     match wanted:
-        case JsonObjectFormat():
+        case JsonObjectFormat(None):
             yield GrammarSpec(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
-        case JsonSchemaFormat(options):
-            yield GrammarSpec(GrammarKind.JSON_SCHEMA, _raw_schema(bytes(options.schema)))
+        case JsonObjectFormat(dict(schema)):
+            yield _schema(schema, "response_format.schema")
+        case JsonSchemaFormat(options, schema):
+            yield _of_json_schema(options, schema)
         case RegexFormat(pattern):
             yield GrammarSpec(GrammarKind.REGEX, pattern)
 
 
-def _of_guided(wire: GenerationFields) -> Iterator[GrammarSpec]:
-    """Yield the grammars of vLLM's older names."""
-    return _of_forms(*values_of(wire, _GUIDED), prefix="guided_")
+def _of_json_schema(
+    options: JsonSchemaOptions | None, schema: dict[str, Any] | None
+) -> GrammarSpec:
+    if options is not None and schema is not None:
+        raise invalid("response_format.schema", "cannot be combined with json_schema")
+    if options is not None:
+        param = "response_format.json_schema.schema"
+        return _raw_schema(options.schema, param, strict=options.strict)
+    if schema is not None:
+        return _schema(schema, "response_format.schema")
+    raise invalid("response_format.json_schema", "must be given")
+
+
+def _of_guided(wire: SharedFields) -> Iterator[GrammarSpec]:
+    """Yield the grammars of vLLM's older names, and of the names of llama.cpp and SGLang."""
+    yield from _of_forms(*values_of(wire, _GUIDED), prefix="guided_")
+    if wire.json_schema is not None:
+        yield _schema(wire.json_schema, "json_schema")
+    yield from _of_forms(None, wire.regex, None, wire.grammar, prefix="")
+    if wire.ebnf is not None:
+        yield GrammarSpec(GrammarKind.GRAMMAR, wire.ebnf, "ebnf")
 
 
 def _of_structured(options: StructuredOutputs) -> Iterator[GrammarSpec]:
-    for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
-        if getattr(options, name):
-            raise Unsupported(f"structured_outputs.{name}")
     forms = (options.json, options.regex, options.choice, options.grammar)
     yield from _of_forms(*forms, prefix="structured_outputs.", any_object=options.json_object)
 
@@ -87,12 +110,11 @@ def _of_forms(
         yield GrammarSpec(GrammarKind.GRAMMAR, grammar, f"{prefix}grammar")
 
 
-def _raw_schema(raw: bytes) -> str:
-    param = "response_format.json_schema.schema"
-    if not raw.startswith(b"{"):
+def _raw_schema(raw: Raw, param: str, *, strict: bool | None = None) -> GrammarSpec:
+    if not bytes(raw).startswith(b"{"):
         raise invalid(param, "must be an object")
     try:
-        return raw.decode()
+        return GrammarSpec(GrammarKind.JSON_SCHEMA, bytes(raw).decode(), strict=strict)
     except UnicodeDecodeError as error:
         raise invalid(param, str(error)) from None
 

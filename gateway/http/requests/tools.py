@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from draftgate.backends.call_form import CallForm, ContentForm, FunctionForm
+from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import GrammarKind, GrammarSpec
 from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
@@ -24,7 +25,9 @@ from draftgate.gateway.http.requests.schemas import (
     Tool,
     ToolMode,
 )
-from draftgate.gateway.http.tools.dialects import Dialect, dialect_of
+from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.tools.dialects import Dialect
+from draftgate.gateway.tools.parsing import CallParser
 
 CHOICES: Final[tuple[str, ...]] = get_args(ToolMode)
 
@@ -38,6 +41,7 @@ class OfferedTools:
         several: whether a response may have more than one call.
         shown: the tools in the form that chat templates expect.
         schemas: the JSON schemas of the arguments, by name of the function that may be called.
+        strict: the field `strict` of each function, by its name.
         forced: whether the response must call one of the functions in `schemas`.
     """
 
@@ -46,7 +50,13 @@ class OfferedTools:
     several: bool
     shown: tuple[dict[str, Any], ...]
     schemas: Mapping[str, Mapping[str, Any]]
+    strict: Mapping[str, bool | None]
     forced: bool
+
+    def parser(self) -> CallParser:
+        """Return a parser of the calls in a response."""
+        names = self.schemas if self.forced else self.names
+        return CallParser(self.dialect, names, several=self.several, forced=self.forced)
 
     def grammar(self, content: GrammarSpec | None) -> GrammarSpec | None:
         """Return the grammar of a response, or None without constraints.
@@ -55,18 +65,27 @@ class OfferedTools:
             content: the grammar of a response without calls, or None.
         """
         if self.forced:
-            return calls_grammar(self.dialect, self.schemas, several=self.several)
+            return calls_grammar(
+                self.dialect, self.schemas, several=self.several, strict=self.strict
+            )
         if content is None:
             return None
-        return calls_grammar(self.dialect, self.schemas, several=self.several, content=content)
+        return calls_grammar(
+            self.dialect,
+            self.schemas,
+            several=self.several,
+            content=content,
+            strict=self.strict,
+        )
 
 
-def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
+def offered_tools(wire: ChatBody, served: ServedModel) -> OfferedTools | None:
     """Return the tools of a chat, or None if it has no tools or `tool_choice` is `none`.
 
     Raises:
         InvalidRequest: a tool or the choice is malformed.
-        Unsupported: the model's template has no tools, or writes calls in an unknown format.
+        Unsupported: the model gets no tools.
+        RequestRejected: the model has no chat template.
     """
     if wire.tools is None and wire.tool_choice is None:
         return None  # the usual case
@@ -78,8 +97,10 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
     chosen = _chosen(choice, functions)
     if not functions or choice == "none":
         return None
-    dialect = dialect_of(template)
+    dialect = served.dialect
     if dialect is None:
+        if served.tokenizer.tool_template is None:
+            raise RequestRejected("this model has no chat template", param="messages")
         raise Unsupported("tools", " by this model's chat template")
     named = isinstance(choice, NamedTool)
     return OfferedTools(
@@ -88,6 +109,7 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
         wire.parallel_tool_calls is not False and not named,
         tuple(map(_shown, functions)),
         {f.name: _schema(f) for f in functions if not named or f.name == chosen},
+        {f.name: f.strict for f in functions},
         named or chosen == "required",
     )
 
@@ -98,6 +120,7 @@ def calls_grammar(
     *,
     several: bool,
     content: GrammarSpec | None = None,
+    strict: Mapping[str, bool | None] | None = None,
 ) -> GrammarSpec:
     """Return the grammar of a response that consists of calls, or of content.
 
@@ -105,11 +128,15 @@ def calls_grammar(
         functions: the JSON schemas of the arguments, which are objects, by name of the function.
         several: whether the response may have more than one call, if the dialect supports that.
         content: the grammar of a response without calls, or None to force a call.
+        strict: the field `strict` of the functions, by name.
     """
     form = CallForm(
         tuple(
             FunctionForm(
-                f'{{"name": {json.dumps(name)}, "{dialect.arguments}": ', dict(schema), "}"
+                f'{{"name": {json.dumps(name)}, "{dialect.arguments}": ',
+                dict(schema),
+                "}",
+                None if strict is None else strict.get(name),
             )
             for name, schema in functions.items()
         ),
@@ -117,7 +144,7 @@ def calls_grammar(
         dialect.between if several else None,
         dialect.closed,
         dialect.markers,
-        None if content is None else ContentForm(content.kind, content.text),
+        None if content is None else ContentForm(content.kind, content.text, content.strict),
     )
     param = "tools" if content is None else content.param
     return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode(), param)

@@ -6,53 +6,43 @@ long prompt would hold the event loop for too long.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
 import msgspec
 
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import invalid
-from draftgate.gateway.http.requests.bad_words import bad_words
-from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
-from draftgate.gateway.http.requests.echo import echoed_texts, prompt_alternatives
+from draftgate.gateway.http.requests.decoding import client_name, decode
+from draftgate.gateway.http.requests.echo import echoed_texts
 from draftgate.gateway.http.requests.infilling import infilled
 from draftgate.gateway.http.requests.limits import (
-    BIAS,
     FIT_CONTEXT,
-    MAX_BIASED_TOKENS,
-    MAX_SEQUENCES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_TOKENS,
-    MAX_STOPS,
-    RANDOM_SEED,
+    NO_LIMIT,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.messages import chat_prompt, continued_text, prompt_ending
 from draftgate.gateway.http.requests.prompt_encoding import encode_prompt
 from draftgate.gateway.http.requests.reasoning import (
     Reasoning,
     reasoning_of,
     template_variables,
 )
+from draftgate.gateway.http.requests.sampling import check_allowed, sampling_params, stop_texts
 from draftgate.gateway.http.requests.schemas import (
-    ONLY_IN_CHATS,
-    ONLY_IN_COMPLETIONS,
     ChatBody,
     CompletionBody,
     GenerationFields,
     Prediction,
     SpeculationOptions,
     StreamOptions,
-    UnsupportedFields,
 )
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.structured_outputs import grammar_of
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
+from draftgate.gateway.http.requests.work import check_choices, most_output_tokens
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import SpeculationMode
@@ -60,12 +50,6 @@ from draftgate.policies.values import immutable, replace
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions. Chats continue until the model ends or the context is full."""
-
-GENERATED_SEED_BITS: Final = 53
-"""Size of a generated seed, which clients that read JSON numbers as doubles keep exactly."""
-
-_NOT_IN_CHATS: Final = (*UnsupportedFields.__struct_fields__, *ONLY_IN_COMPLETIONS)
-_NOT_IN_COMPLETIONS: Final = (*UnsupportedFields.__struct_fields__, *ONLY_IN_CHATS)
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
@@ -121,18 +105,18 @@ def parse_decoded_chat(wire: ChatBody, served: ServedModel, sender: Sender) -> P
     """Return the parsed form of a decoded chat, as `parse_chat` does."""
     served = served.named(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, _NOT_IN_CHATS, wire.n or 1)
-    tools = offered_tools(wire, served.tokenizer.tool_template)
-    shown = None if tools is None else tools.shown
+    tools = offered_tools(wire, served)
     special = bool(wire.add_special_tokens)
+    check_choices(1, wire.n or 1, served.max_request_tokens)
     prompt = chat_prompt(
         wire.messages,
-        served.tokenizer,
-        shown,
+        served,
+        tools,
         template_variables(wire, served.tokenizer),
         most_tokens=served.max_model_len,
         keep_tokens=_kept_tokens(wire, served),
         add_special_tokens=special,
+        ending=prompt_ending(wire),
     )
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
@@ -143,12 +127,23 @@ def parse_decoded_chat(wire: ChatBody, served: ServedModel, sender: Sender) -> P
     if tools is not None:
         grammar = tools.grammar(parsed.job.grammar)
         parsed = replace(parsed, job=replace(parsed.job, grammar=grammar))
+        check_allowed(parsed.job.sampling, grammar)
     # A grammar applies to the whole output, so such an output has no reasoning.
     reasons = parsed.job.grammar is None
-    reasoning = reasoning_of(prompt, served.tokenizer) if reasons else None
+    continued = continued_text(wire)
+    reasoning = reasoning_of(prompt, served.tokenizer, continued) if reasons else None
     if tools is None and reasoning is None:
         return parsed
     return replace(parsed, tools=tools, reasoning=reasoning)
+
+
+def with_grammar_param(parsed: ParsedRequest, names: Mapping[str, str]) -> ParsedRequest:
+    """Return a request whose grammar has the client's name of the parameter that sets it."""
+    grammar = parsed.job.grammar
+    if grammar is None:
+        return parsed
+    named = replace(grammar, param=client_name(grammar.param, names) or grammar.param)
+    return replace(parsed, job=replace(parsed.job, grammar=named))
 
 
 def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
@@ -160,8 +155,10 @@ def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> Parsed
     wire = decode(body, _completion_decoder)
     served = served.named(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, _NOT_IN_COMPLETIONS)
     special = wire.add_special_tokens is not False
+    n = _choices(wire)
+    name = "n" if n == (wire.n or 1) else "best_of"
+    check_choices(num_prompts(wire.prompt), n, served.max_request_tokens, name)
     prompts = prompts_of(
         "prompt",
         wire.prompt,
@@ -172,12 +169,8 @@ def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> Parsed
     if wire.suffix:
         _check_with_suffix(wire)
         prompts = infilled(wire.suffix, served, prompts, add_special_tokens=special)
-    n = _choices(wire)
-    if len(prompts) * n > MAX_SEQUENCES:
-        sequences = f"{len(prompts)} prompts of {n} choices"
-        raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    parsed = _call(wire, served, sender, prompts, max_tokens, wire.logprobs)
+    parsed = _call(wire, served, sender, prompts, max_tokens, wire.logprobs, generated=n)
     if wire.echo:
         parsed = replace(parsed, echoed=echoed_texts(wire, parsed.job.prompts, served.tokenizer))
     return parsed if n == parsed.job.n else _best_of(parsed, n)
@@ -186,7 +179,7 @@ def parse_completion(body: bytes, served: ServedModel, sender: Sender) -> Parsed
 def _choices(wire: CompletionBody) -> int:
     """Return the number of choices to generate for each prompt."""
     n = wire.n or 1
-    if wire.best_of is None or wire.best_of == n:
+    if not wire.best_of or wire.best_of == n:
         return n
     if wire.echo or wire.prompt_logprobs is not None:
         raise invalid("best_of", "cannot be combined with echo or prompt_logprobs")
@@ -222,30 +215,31 @@ def _call(
     prompts: tuple[TokenIds, ...],
     max_tokens: int | None,
     logprobs: int | None,
+    *,
+    generated: int | None = None,
 ) -> ParsedRequest:
+    """Return the request for some prompts.
+
+    Args:
+        generated: number of choices to generate, if the response has only the best of them.
+    """
+    if max_tokens == NO_LIMIT:
+        max_tokens = None
     speculation = wire.speculation or SpeculationOptions()
     prompts = tuple([_truncated(prompt, wire, served, max_tokens) for prompt in prompts])
-    random_seed = wire.seed in {None, RANDOM_SEED}
-    sampling = SamplingParams(
-        max_tokens=1 if max_tokens is None else max_tokens,
-        seed=secrets.randbits(GENERATED_SEED_BITS) if random_seed else wire.seed or 0,
-        temperature=_temperature(wire),
-        top_k=max(wire.top_k or 0, 0),
-        top_p=wire.top_p or 1.0,
-        min_p=wire.min_p or 0.0,
-        logit_bias=_logit_bias(wire.logit_bias, served),
-        repetition_penalty=1.0 if wire.repetition_penalty is None else wire.repetition_penalty,
-        frequency_penalty=wire.frequency_penalty or 0.0,
-        presence_penalty=wire.presence_penalty or 0.0,
-        min_tokens=wire.min_tokens or 0,
-        stop=_stops(wire.stop),
-        ignore_eos=bool(wire.ignore_eos),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_alternatives(wire),
-        stop_token_ids=_stop_token_ids(wire.stop_token_ids or (), served),
-        bad_words=bad_words(wire.bad_words or (), served.tokenizer),
-        skip_special_tokens=wire.skip_special_tokens is not False,
+    sampling = sampling_params(wire, served, max_tokens, logprobs)
+    grammar = grammar_of(wire)
+    check_allowed(sampling, grammar)
+    allowed = most_output_tokens(
+        prompts,
+        generated or wire.n or 1,
+        max_tokens,
+        (sampling.prompt_logprobs, logprobs),
+        served.max_request_tokens,
     )
+    usual = served.defaults().max_new_tokens
+    if max_tokens is None and allowed is not None:
+        usual = allowed if usual is None else min(usual, allowed)
     job = Job(
         sender.request_id,
         prompts,
@@ -254,7 +248,7 @@ def _call(
         wire.n or 1,
         speculation.mode or SpeculationMode.AUTO,
         speculation.max_draft_tokens,
-        grammar_of(wire),
+        grammar,
         sender.service_level(wire.priority),
         sender.account.name,
         sender.account.share,
@@ -264,6 +258,8 @@ def _call(
         traced=bool(speculation.trace),
         cache_salt=wire.cache_salt or "",
         adapter=served.adapter,
+        usual_max_tokens=usual,
+        corpus=speculation.corpus is not False,
     )
     options = wire.stream_options or StreamOptions()
     return ParsedRequest(
@@ -290,67 +286,29 @@ def _check_common(wire: GenerationFields) -> None:
             raise invalid("stream_options", "requires stream: true")
         if options.continuous_usage_stats and not options.include_usage:
             raise invalid("stream_options.continuous_usage_stats", "requires include_usage: true")
-    _stops(wire.stop)
-
-
-def _temperature(wire: GenerationFields) -> float:
-    """Return the temperature, which is 0 if `top_p` keeps no more than the likeliest token."""
-    if wire.top_p == 0:
-        return 0.0
-    return 1.0 if wire.temperature is None else wire.temperature
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop texts. Empty texts are ignored, because clients send them for none."""
-    if not stop:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise invalid("stop", f"must have at most {MAX_STOPS} texts, not {len(stops)}")
-    if any(len(text) > MAX_STOP_CHARACTERS for text in stops):
-        raise invalid("stop", f"each text must have at most {MAX_STOP_CHARACTERS} characters")
-    return tuple(text for text in stops if text)
-
-
-def _stop_token_ids(ids: Sequence[int], served: ServedModel) -> tuple[int, ...]:
-    if len(ids) > MAX_STOP_TOKENS:
-        raise invalid("stop_token_ids", f"must have at most {MAX_STOP_TOKENS} ids, not {len(ids)}")
-    for index, token_id in enumerate(ids):
-        served.check_token_id(token_id, f"stop_token_ids[{index}]")
-    return tuple(ids)
+    stop_texts(wire.stop)
 
 
 def _kept_tokens(wire: GenerationFields, served: ServedModel) -> int | None:
-    """Return the number of tokens at the end of a prompt that are needed, or None for all."""
+    """Return the tokens of a prompt that `truncate_prompt_tokens` needs, as `encode_prompt`."""
     most = wire.truncate_prompt_tokens
-    return served.max_model_len if most == FIT_CONTEXT else most
+    if most is None:
+        return None
+    if most == FIT_CONTEXT:
+        most = served.max_model_len
+    return -most if wire.truncation_side == "right" else most
 
 
 def _truncated(
     prompt: TokenIds, wire: GenerationFields, served: ServedModel, max_tokens: int | None
 ) -> TokenIds:
-    """Return the end of a prompt that `truncate_prompt_tokens` keeps."""
+    """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
     most = wire.truncate_prompt_tokens
     if most is None:
         return prompt
     if most == FIT_CONTEXT:
         most = max(served.max_model_len - (max_tokens or 1), 1)
-    return prompt[-most:]
-
-
-def _logit_bias(
-    bias: dict[int, float] | None, served: ServedModel
-) -> tuple[tuple[int, float], ...]:
-    """Return the bias of each token id, in ascending order."""
-    pairs = sorted((bias or {}).items())
-    if len(pairs) > MAX_BIASED_TOKENS:
-        raise invalid(
-            "logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}"
-        )
-    for token_id, value in pairs:
-        served.check_token_id(token_id, "logit_bias")
-        BIAS.check("logit_bias", value)
-    return tuple(pairs)
+    return prompt[:most] if wire.truncation_side == "right" else prompt[-most:]
 
 
 def _prediction_ids(prediction: Prediction, served: ServedModel) -> tuple[int, ...]:
@@ -367,6 +325,13 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
     if wire.top_logprobs:
         raise invalid("top_logprobs", "requires logprobs: true")
     return None
+
+
+def num_prompts(given: str | list[str | int | list[int]] | None) -> int:
+    """Return the number of prompts, of which a list of token ids is one."""
+    if not isinstance(given, list) or not given or isinstance(given[0], int):
+        return 1
+    return len(given)
 
 
 def prompts_of(

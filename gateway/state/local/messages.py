@@ -26,7 +26,7 @@ from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 from draftgate.policies.flows.types import HopRecord
-from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals
+from draftgate.policies.quotas import Levels, QuotaReservation, Settlement, Shortage, Totals
 
 MOST_BYTES: Final = 1 << 30
 """Maximum size of a message. Both ends belong to one node, so this limit only detects errors."""
@@ -92,6 +92,7 @@ METHODS: Final = {
     "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),
     "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),
     "quotas.totals": _method(tuple[str], Totals),
+    "quotas.levels": _method(tuple[str], Levels),
     "flows.begin_hop": _method(tuple[FlowKey, HopArrival], FlowHop | None),
     "flows.end_hop": _method(tuple[FlowKey, FlowHop, HopLengths], None),
     "flows.cancel": _method(tuple[FlowKey, FlowHop], bool),
@@ -101,7 +102,7 @@ METHODS: Final = {
     "responses.delete": _method(tuple[str, str], bool),
     "responses.usage": _method(tuple[()], StoreUsage),
     "snapshots.share": _method(tuple[str, str, ProcessSnapshot], None),
-    "snapshots.metrics": _method(tuple[str], list[list[Row]]),
+    "snapshots.metrics": _method(tuple[()], list[list[Row]]),
     "snapshots.activities": _method(tuple[str], list[Activity]),
     "snapshots.streams": _method(tuple[str], list[ProcessStreams]),
     "snapshots.decisions": _method(tuple[str, int, str | None], list[tuple[float, bytes]]),

@@ -13,13 +13,13 @@ from typing import Any, Final, cast
 import msgspec
 
 from draftgate.backends.framing import Frames
+from draftgate.gateway.logs import log
 from draftgate.gateway.processes.snapshots import SharedSnapshots
 from draftgate.gateway.state.flow_store import MemoryFlows
 from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Call, encoded
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.response_store import MemoryResponseStore
-from draftgate.gateway.telemetry.logs import log
 
 _call_decoder: Final = msgspec.msgpack.Decoder(Call)
 

@@ -19,7 +19,14 @@ from draftgate.gateway.state.store import (
     WorkerReport,
 )
 from draftgate.policies.flows.types import HopRecord
-from draftgate.policies.quotas import QuotaReservation, Settlement, Shortage, Totals, release_of
+from draftgate.policies.quotas import (
+    Levels,
+    QuotaReservation,
+    Settlement,
+    Shortage,
+    Totals,
+    release_of,
+)
 
 SCHEME: Final = "local://"
 """The scheme of the address of shared stores, which the path of their socket follows."""
@@ -48,6 +55,9 @@ class LocalStore:
         self._client = Client(path)
         self.quotas = LocalQuotas(self._client)
         self.flows = LocalFlows(self._client)
+
+    async def warm_up(self) -> None:
+        """Do nothing, because a connection on this machine takes no time."""
 
     async def publish(self, report: WorkerReport) -> bool:
         """Replace a worker's report, as `Store.publish` describes."""
@@ -142,6 +152,10 @@ class LocalQuotas:
     async def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
         return cast(Totals, await self._client.call("quotas.totals", tenant))
+
+    async def levels(self, tenant: str) -> Levels:
+        """Return what a tenant uses now, as `QuotaStore.levels` describes."""
+        return cast(Levels, await self._client.call("quotas.levels", tenant))
 
 
 class LocalFlows:

@@ -30,7 +30,11 @@ _HOP_FIELDS: Final = 4
 
 
 class RedisFlows:
-    """A `FlowStore` in Redis, with one script and one round trip for each call."""
+    """A `FlowStore` in Redis, with one script and one round trip for each call.
+
+    Attributes:
+        scripts: its scripts.
+    """
 
     def __init__(self, connected: Connected, pool: str, clock: str = "") -> None:
         """Use a client, which the owner of this store closes.
@@ -39,7 +43,7 @@ class RedisFlows:
             pool: name of the pool, which is part of the prefix of all keys.
             clock: Lua source that replaces `lua/clock.lua`.
         """
-        self._scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "flows"), clock=clock)
+        self.scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "flows"), clock=clock)
 
     async def begin_hop(self, key: FlowKey, arrival: HopArrival) -> FlowHop | None:
         """Add a hop to a flow, as `FlowStore.begin_hop` describes."""
@@ -49,7 +53,7 @@ class RedisFlows:
             *(-1 if deadline_s is None else _us(deadline_s), _us(KEEP_S)),
             *(MOST_FLOWS, MOST_FLOW_HOPS),
         )
-        found = await self._scripts.run("begin_hop", args)
+        found = await self.scripts.run("begin_hop", args)
         if found is None:
             return None
         number, age_us, deadline_us, life = found
@@ -58,15 +62,15 @@ class RedisFlows:
     async def end_hop(self, key: FlowKey, hop: FlowHop, lengths: HopLengths) -> None:
         """Record the end of a hop, as `FlowStore.end_hop` describes."""
         encoded = msgspec.json.encode(lengths)
-        await self._scripts.run("end_hop", (key.tenant, key.text, hop.life, hop.number, encoded))
+        await self.scripts.run("end_hop", (key.tenant, key.text, hop.life, hop.number, encoded))
 
     async def cancel(self, key: FlowKey, hop: FlowHop) -> bool:
         """End a flow, as `FlowStore.cancel` describes."""
-        return bool(await self._scripts.run("cancel_flow", (key.tenant, key.text, hop.life)))
+        return bool(await self.scripts.run("cancel_flow", (key.tenant, key.text, hop.life)))
 
     async def take(self, key: FlowKey, hop: FlowHop) -> tuple[HopRecord, ...] | None:
         """End a flow and return its hops, as `FlowStore.take` describes."""
-        found = await self._scripts.run("take_flow", (key.tenant, key.text, hop.life))
+        found = await self.scripts.run("take_flow", (key.tenant, key.text, hop.life))
         return None if found is None else tuple(_hops(found))
 
 

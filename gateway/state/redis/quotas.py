@@ -12,6 +12,7 @@ from draftgate.gateway.state.redis.client import Connected
 from draftgate.gateway.state.redis.scripts import Scripts
 from draftgate.gateway.state.store import GATEWAY_S
 from draftgate.policies.quotas import (
+    Levels,
     Limit,
     QuotaReservation,
     Settlement,
@@ -20,28 +21,32 @@ from draftgate.policies.quotas import (
     shortage_of,
 )
 
-_SCRIPTS: Final = ("reserve_quota", "renew_quota", "settle_quota", "quota_totals")
+_SCRIPTS: Final = ("reserve_quota", "renew_quota", "settle_quota", "quota_totals", "quota_levels")
 _LIMITS: Final = tuple(Limit)
 
 
 class RedisQuotas:
-    """A `QuotaStore` in Redis, with one script and one round trip for each call."""
+    """A `QuotaStore` in Redis, with one script and one round trip for each call.
+
+    Attributes:
+        scripts: its scripts.
+    """
 
     def __init__(self, connected: Connected, pool: str, node_id: str, clock: str = "") -> None:
         """Use a client, which the owner of this store closes.
 
         Args:
             pool: name of the pool, which is part of the prefix of all keys.
-            node_id: the id of this node among the nodes that renew leases.
+            node_id: the id of this node among the nodes with quotas.
             clock: Lua source that replaces `lua/clock.lua`.
         """
         self._node_id = node_id
-        self._scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "quotas"), clock=clock)
+        self.scripts = Scripts(connected, pool, _SCRIPTS, ("pool", "quotas"), clock=clock)
 
     async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
         """Reserve what a request may use, as `QuotaStore.reserve` describes."""
         args = (round(ttl_s * 1e6), *reservation_arguments(reservation))
-        found = await self._scripts.run("reserve_quota", args)
+        found = await self.scripts.run("reserve_quota", args)
         return shortage_in(reservation, found) if found else None
 
     async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
@@ -51,18 +56,22 @@ class RedisQuotas:
             quota = reservation.quota
             args += _fields(reservation)
             args += (quota.requests_per_minute or 0, quota.tokens_per_minute or 0)
-        gateways: int = await self._scripts.run("renew_quota", args)
+        gateways: int = await self.scripts.run("renew_quota", args)
         return gateways
 
     async def settle(self, settlements: Collection[Settlement]) -> None:
         """End reservations, as `QuotaStore.settle` describes."""
         if settlements:
-            await self._scripts.run("settle_quota", [one for used in settlements for one in used])
+            await self.scripts.run("settle_quota", [one for used in settlements for one in used])
 
     async def totals(self, tenant: str) -> Totals:
         """Return the totals of a tenant, as `QuotaStore.totals` describes."""
-        reserved, settled, released = await self._scripts.run("quota_totals", (tenant,))
+        reserved, settled, released = await self.scripts.run("quota_totals", (tenant,))
         return Totals(reserved, settled, released, reserved - settled - released)
+
+    async def levels(self, tenant: str) -> Levels:
+        """Return what a tenant uses now, as `QuotaStore.levels` describes."""
+        return Levels(*map(int, await self.scripts.run("quota_levels", (tenant,))))
 
 
 def reservation_arguments(reservation: QuotaReservation) -> list[object]:

@@ -36,11 +36,12 @@ class Scripts:
             clock: Lua source that replaces `lua/clock.lua`.
             constants: Lua source in front of the helpers.
         """
+        self._client = connected.client
         self._closing = connected.closing
         self._pool = f"draftgate:{{{pool}}}:"
         head = "\n".join((clock or _read_lua("clock"), constants, *map(_read_lua, helpers), ""))
         self._scripts = {
-            name: connected.client.register_script(head + _read_lua(name)) for name in names
+            name: self._client.register_script(head + _read_lua(name)) for name in names
         }
 
     async def run(self, name: str, args: Iterable[Any]) -> Any:
@@ -51,6 +52,18 @@ class Scripts:
         """
         try:
             return await self._scripts[name]((self._pool,), args)
+        except (RedisError, OSError, *BROKEN) as error:
+            raise StoreError(f"{type(error).__name__}: {error}") from error
+
+    async def load(self) -> None:
+        """Load all scripts into the server.
+
+        Raises:
+            StoreError: the server did not respond, or responded with an error.
+        """
+        try:
+            for script in self._scripts.values():
+                await self._client.script_load(script.script)
         except (RedisError, OSError, *BROKEN) as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
 

@@ -17,6 +17,8 @@ from enum import StrEnum
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from draftgate.addresses import mask_url
+
 
 class Topology(StrEnum):
     """The arrangement of the servers of a store."""
@@ -55,13 +57,23 @@ def read_redis_url(text: str) -> RedisUrl:
     """Parse an address.
 
     Raises:
-        ValueError: the address is invalid. The message does not quote it, because it may contain a
-            password.
+        ValueError: the address is invalid. The message contains no password.
     """
     try:
         return _read(text)
     except ValueError:
-        raise ValueError(_EXPECTED) from None
+        raise ValueError(_EXPECTED + _suggestion(text)) from None
+
+
+def _suggestion(text: str) -> str:
+    """Return a question with the probable address after a semicolon, or an empty string."""
+    if "://" in text or not text:
+        return ""
+    try:
+        _read(f"redis://{text}")
+    except ValueError:
+        return ""
+    return f"; did you mean {mask_url(f'redis://{text}')}?"
 
 
 def _read(text: str) -> RedisUrl:

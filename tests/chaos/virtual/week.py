@@ -15,7 +15,6 @@ from msgspec import structs
 
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -24,6 +23,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.store import FORGET_S
+from draftgate.lab.sim.virtual_time import run_virtual
 from tests.chaos.usage import open_files, resident_mb
 from tests.chaos.virtual.nodes import (
     GatewayNode,

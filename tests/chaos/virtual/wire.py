@@ -58,7 +58,6 @@ class Wire:
     """A connection between a gateway and a worker."""
 
     def __init__(self) -> None:
-        """Open both ends."""
         self.ends = WireEnd(self), WireEnd(self)
         self._held: list[tuple[WireEnd, Callable[[WireEnd], None]]] | None = None
 

@@ -105,16 +105,27 @@ def test_verified_rows_have_the_bits_of_decodes(
         assert torch.equal(alone[0], together[token]), (sequence, index)
 
 
+_LONG = pytest.mark.long
 _SKEWED = ([1] * 9, [20, 70, 33, 1500, 64, 65, 1, 40, 128])
 _EQUAL = ([1] * 6, [150] * 6)
 _DRAFTS = ([5] * 7, [20, 70, 33, 900, 64, 65, 6])
 
 
-@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
-    ("lens", "trees"),
-    [(_SKEWED, False), (_EQUAL, False), (([1], [1500]), False), (_DRAFTS, True)],
-    ids=["skewed", "equal", "single", "trees"],
+    ("window", "lens", "trees"),
+    [
+        pytest.param(window, lens, trees, id=f"{window}-{name}", marks=() if quick else _LONG)
+        for window, lens, trees, name, quick in [
+            (None, _SKEWED, False, "skewed", True),
+            (100, _SKEWED, False, "skewed", False),
+            (None, _EQUAL, False, "equal", True),
+            (100, _EQUAL, False, "equal", False),
+            (None, ([1], [1500]), False, "single", True),
+            (100, ([1], [1500]), False, "single", False),
+            (None, _DRAFTS, True, "trees", False),
+            (100, _DRAFTS, True, "trees", True),
+        ]
+    ],
 )
 def test_row_has_the_same_bits_alone_and_among_other_contexts(
     lens: tuple[list[int], list[int]], trees: bool, window: int | None

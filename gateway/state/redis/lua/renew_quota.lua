@@ -1,10 +1,13 @@
 -- Extend the reservations that a gateway holds, and restore lost reservations.
 -- O(reservations given x log reservations)
--- ARGV: ttl in us, maximum age of a gateway's lease in us, the node, then for each reservation:
+-- ARGV: ttl in us, maximum age of a node's last call in us, the node, then for each reservation:
 --       request, tenant, requests, tokens, requests per minute, tokens per minute (0 without a limit)
--- Returns the number of gateways, including the node.
+-- Returns the number of nodes that call this script, including the node. They are the nodes with quotas.
 
-local ttl_us, gateway_us, node = ARGV[1], ARGV[2], ARGV[3]
+-- Sorted set: node with quotas -> time of its last call.
+local QUOTA_NODES = POOL .. 'quota-nodes'
+
+local ttl_us, recent_us, node = ARGV[1], ARGV[2], ARGV[3]
 local now = now_us()
 prune_quotas(now)
 for at = 4, #ARGV, 6 do
@@ -18,4 +21,6 @@ for at = 4, #ARGV, 6 do
   end
 end
 save_accounts()
-return count_gateways(node, now - gateway_us)
+redis.call('ZADD', QUOTA_NODES, now, node)
+redis.call('ZREMRANGEBYSCORE', QUOTA_NODES, '-inf', '(' .. digits(now - recent_us))
+return redis.call('ZCARD', QUOTA_NODES)

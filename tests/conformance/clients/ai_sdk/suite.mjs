@@ -16,16 +16,16 @@ import {
 } from "ai";
 import { z } from "zod";
 
-const urls = { "draftgate-demo": process.env.SHIPPED, scripted: process.env.SCRIPTED };
+const { SHIPPED, SCRIPTED, TOOLLESS } = process.env;
 const providers = {
-  compatible: (model) =>
+  compatible: (model, url) =>
     createOpenAICompatible({
-      name: "draftgate", baseURL: `${urls[model]}/v1`, includeUsage: true,
+      name: "draftgate", baseURL: `${url}/v1`, includeUsage: true,
       supportsStructuredOutputs: true,
     })(model),
-  chat: (model) => createOpenAI({ apiKey: "none", baseURL: `${urls[model]}/v1` }).chat(model),
-  responses: (model) =>
-    createOpenAI({ apiKey: "none", baseURL: `${urls[model]}/v1` }).responses(model),
+  chat: (model, url) => createOpenAI({ apiKey: "none", baseURL: `${url}/v1` }).chat(model),
+  responses: (model, url) =>
+    createOpenAI({ apiKey: "none", baseURL: `${url}/v1` }).responses(model),
 };
 const Forecast = z.strictObject({ city: z.enum(["Paris", "Rome"]), days: z.literal([1, 2]) });
 const get_weather = tool({
@@ -39,8 +39,7 @@ const limits = { maxRetries: 0, maxOutputTokens: 60, temperature: 0 };
 const quiet = { onError: () => {} };
 
 for (const [name, provider] of Object.entries(providers)) {
-  const demo = { ...limits, model: provider("draftgate-demo") };
-  const told = { maxRetries: 0, model: provider("scripted") };
+  const demo = { ...limits, model: provider("draftgate-demo", SHIPPED) };
 
   test(`${name}: a text has usage and a finish reason`, async () => {
     const found = await generateText({ ...demo, maxOutputTokens: 16, prompt });
@@ -86,25 +85,28 @@ for (const [name, provider] of Object.entries(providers)) {
     assert.equal(found.toolResults.length, found.toolCalls.length);
   });
 
-  test(`${name}: an agent runs a function and answers`, async () => {
-    const found = await generateText({
-      ...told, prompt: call, tools: { get_weather }, stopWhen: stepCountIs(3),
-    });
-    assert.equal(found.steps.length, 2);
-    assert.match(found.text, /Rome is sunny for 2 days\./);
-  });
+  for (const [node, url] of Object.entries({ SCRIPTED, TOOLLESS })) {
+    const agent = {
+      maxRetries: 0, model: provider("scripted", url), prompt: call, tools: { get_weather },
+      stopWhen: stepCountIs(3),
+    };
 
-  test(`${name}: a streamed agent runs a function and answers`, async () => {
-    const stream = streamText({
-      ...told, ...quiet, prompt: call, tools: { get_weather }, stopWhen: stepCountIs(3),
+    test(`${name}, ${node}: an agent runs a function and answers`, async () => {
+      const found = await generateText(agent);
+      assert.equal(found.steps.length, 2);
+      assert.match(found.text, /Rome is sunny for 2 days\./);
     });
-    const types = new Set();
-    for await (const part of stream.fullStream) types.add(part.type);
-    for (const type of ["tool-input-delta", "tool-call", "tool-result", "text-delta"]) {
-      assert.ok(types.has(type), type);
-    }
-    assert.match(await stream.text, /Rome is sunny for 2 days\./);
-  });
+
+    test(`${name}, ${node}: a streamed agent runs a function and answers`, async () => {
+      const stream = streamText({ ...agent, ...quiet });
+      const types = new Set();
+      for await (const part of stream.fullStream) types.add(part.type);
+      for (const type of ["tool-input-delta", "tool-call", "tool-result", "text-delta"]) {
+        assert.ok(types.has(type), type);
+      }
+      assert.match(await stream.text, /Rome is sunny for 2 days\./);
+    });
+  }
 
   test(`${name}: an error has the status and the body of the server`, async () => {
     await assert.rejects(generateText({ ...demo, topP: 2, prompt }), (error) => {
@@ -125,9 +127,9 @@ for (const [name, provider] of Object.entries(providers)) {
 }
 
 for (const [name, model] of Object.entries({
-  compatible: createOpenAICompatible({ name: "draftgate", baseURL: `${urls["draftgate-demo"]}/v1` })
+  compatible: createOpenAICompatible({ name: "draftgate", baseURL: `${SHIPPED}/v1` })
     .textEmbeddingModel("draftgate-demo"),
-  chat: createOpenAI({ apiKey: "none", baseURL: `${urls["draftgate-demo"]}/v1` })
+  chat: createOpenAI({ apiKey: "none", baseURL: `${SHIPPED}/v1` })
     .textEmbeddingModel("draftgate-demo"),
 })) {
   test(`${name}: each value has an embedding`, async () => {

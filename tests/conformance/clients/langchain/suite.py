@@ -63,9 +63,11 @@ class Standard(ChatModelIntegrationTests):
 class TestScripted(Standard):
     """A model that follows instructions passes every test that applies."""
 
+    node = "SCRIPTED"
+
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "scripted", "base_url": os.environ["SCRIPTED"] + "/v1",
+        return {"model": "scripted", "base_url": os.environ[self.node] + "/v1",
                 "api_key": "none", "max_retries": 0, "stream_usage": True}  # fmt: skip
 
 
@@ -75,6 +77,12 @@ class TestResponses(TestScripted):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {**super().chat_model_params, "use_responses_api": True}
+
+
+class TestToolless(TestScripted):
+    """The same tests pass with a chat template that does not render tools."""
+
+    node = "TOOLLESS"
 
 
 class TestShipped(Standard):

@@ -7,10 +7,10 @@ from typing import Any
 
 import lm_eval
 import pytest
+from common import TOKENIZER
 from lm_eval.tasks import TaskManager
 
 TASKS = Path(__file__).parent / "tasks"
-TOKENIZER = Path(__file__).parents[4] / "backends" / "engine" / "demo" / "target"
 
 
 def evaluated(model: str, url: str, task: str, **options: Any) -> dict[str, Any]:

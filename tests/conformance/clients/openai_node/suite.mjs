@@ -78,16 +78,19 @@ test("a forced call has arguments of the schema", async () => {
   Forecast.parse(JSON.parse(found.choices[0].message.tool_calls[0].function.arguments));
 });
 
-for (const stream of [false, true]) {
-  test(`runTools runs a function, ${stream ? "streamed" : "whole"}`, async () => {
-    const runner = scripted.chat.completions.runTools({
-      model: "scripted", messages: call, tools: [weather], stream,
+for (const node of ["SCRIPTED", "TOOLLESS"]) {
+  for (const stream of [false, true]) {
+    test(`${node}: runTools runs a function, ${stream ? "streamed" : "whole"}`, async () => {
+      const told = new OpenAI({ ...options, baseURL: `${process.env[node]}/v1` });
+      const runner = told.chat.completions.runTools({
+        model: "scripted", messages: call, tools: [weather], stream,
+      });
+      assert.equal(await runner.finalContent(), "The tool says: Rome is sunny for 2 days.");
+      const { name, arguments: given } = await runner.finalFunctionToolCall();
+      assert.equal(name, "get_weather");
+      assert.deepEqual(JSON.parse(given), { city: "Rome", days: 2 });
     });
-    assert.equal(await runner.finalContent(), "The tool says: Rome is sunny for 2 days.");
-    const { name, arguments: given } = await runner.finalFunctionToolCall();
-    assert.equal(name, "get_weather");
-    assert.deepEqual(JSON.parse(given), { city: "Rome", days: 2 });
-  });
+  }
 }
 
 test("completions continue a text, streamed and with echo", async () => {

@@ -1,4 +1,4 @@
-"""pydantic-ai with its models of chats and of responses."""
+"""pydantic-ai with its models of chats, of responses and of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from pydantic_ai import (
 )
 from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
 from pydantic_ai.models import Model
+from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.profiles import ModelProfile
+from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
 
-KINDS = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}
+KINDS = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel, "messages": AnthropicModel}
 LIMITED = ModelSettings(max_tokens=60, temperature=0)
 
 
@@ -38,16 +41,26 @@ def provider(url: str) -> OpenAIProvider:
     return OpenAIProvider(base_url=url, api_key="none")
 
 
+def model_of(kind: str, name: str, url: str) -> Model:
+    """Return a model through an API. Anthropic's client adds `/v1` to the URL."""
+    if kind == "messages":
+        anthropic = AnthropicProvider(base_url=url.removesuffix("/v1"), api_key="none")
+        profile = ModelProfile(supports_json_schema_output=True)  # unknown for other models
+        settings = ModelSettings(max_tokens=300)  # the default exceeds the context
+        return AnthropicModel(name, provider=anthropic, profile=profile, settings=settings)
+    return KINDS[kind](name, provider=provider(url))
+
+
 @pytest.fixture(params=KINDS)
 def demo(request: pytest.FixtureRequest, shipped: str) -> Model:
     """The shipped model through each API."""
-    return KINDS[request.param]("draftgate-demo", provider=provider(shipped))
+    return model_of(request.param, "draftgate-demo", shipped)
 
 
 @pytest.fixture(params=KINDS)
 def told(request: pytest.FixtureRequest, scripted: str) -> Model:
-    """The scripted model through each API."""
-    return KINDS[request.param]("scripted", provider=provider(scripted))
+    """The scripted models through each API."""
+    return model_of(request.param, "scripted", scripted)
 
 
 def agent_with_weather(model: Model, **options: Any) -> Agent:
@@ -148,4 +161,8 @@ def test_error_has_the_status_and_the_body(demo: Model) -> None:
     with pytest.raises(ModelHTTPError) as caught:
         Agent(demo).run_sync("x " * 100_000)
     assert caught.value.status_code == 400
-    assert caught.value.body["code"] == "context_length_exceeded"
+    body = caught.value.body
+    if "code" in body:  # Anthropic's errors have none
+        assert body["code"] == "context_length_exceeded"
+    else:
+        assert body["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,340 @@
+"""Compare Draftgate with vLLM and llama.cpp: the same model, requests and core, in one run.
+
+    draftgate bench field MODEL --vllm vllm --llama-server llama-server --gguf FILE --json OUT
+
+The arms are Draftgate with `auto`, `off` and each proposer of the model, vLLM for CPUs without
+speculation, with n-grams and with suffix decoding, and llama.cpp's server without speculation and
+with two kinds of n-grams. An arm whose program is absent or does not start is skipped and named.
+
+All servers have one thread and share a core, and the client has another core. Only one server has
+requests at a time. In each turn, the servers of a group run the requests of a cell back to back. A
+cell has a number of streams and a temperature. Each stream sends its next request after the
+previous response. The prompts are token ids, every output has the same number of tokens, and no
+prompt occurs twice. The order reverses from round to round.
+
+At most `--at-once` servers run besides `Draftgate off`, which runs in every group. Ratios are to
+its run in the same turn. The CPU time of a server includes all its processes. On a busy machine,
+only tokens per CPU second are comparable, not tokens/s and latencies.
+
+MODEL is a checkpoint directory, and by default the shipped model. llama.cpp's server needs the same
+model as a GGUF file. `--prompts` has a JSON object per line, whose `turns`
+begin with a user's message, as in Spec-Bench. The default is held-out code.
+
+The results are written after every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import uvloop
+
+from bench.field.arms import (
+    Arm,
+    Plan,
+    Serving,
+    alternating,
+    draftgate_arm,
+    in_groups,
+    plan_arms,
+)
+from bench.field.measure import (
+    WARM_REQUESTS,
+    Contender,
+    Prompt,
+    Sessions,
+    Turn,
+    chat_tokens,
+    model_facts,
+    requests_of,
+    warm_up,
+)
+from bench.field.report import Cell, Run, summary, tables
+from bench.field.servers import RunningServers
+from bench.harness.processes import on_core, two_cores
+from bench.harness.prompts import held_out_windows
+from bench.harness.provenance import (
+    BUSY_LIMIT,
+    bench_parser,
+    busy_share,
+    cpu_name,
+    simulated_provenance,
+)
+
+FORMAT: Final = "field/1"
+CONTEXT_STEP_TOKENS: Final = 256
+DRAFT_ROOM_TOKENS: Final = 64
+"""Context for drafts beyond the end of an output. llama.cpp's n-grams draft up to 64 tokens."""
+
+HELD_OUT: Final = 512
+HELD_OUT_CHARACTERS: Final = (120, 750)
+
+
+class Comparison:
+    """The arms of a run, their turns and results."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        serving: Serving,
+        servers: RunningServers,
+        sessions: Sessions,
+    ) -> None:
+        self._args = args
+        self._serving = serving
+        self._servers = servers
+        self._sessions = sessions
+        self._reference = draftgate_arm(serving, "off")
+        self._plan = Plan([], {})
+        self._facts: dict[str, Any] = {}
+        self._runs: list[Run] = []
+        self._prompts: Iterator[Prompt] = iter(())
+        self._warm_prompts: list[Prompt] = []
+        self._ends_s = time.monotonic() + 60 * args.minutes
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of a round, with the shortest first."""
+        return [Cell(t, n) for n in self._args.streams for t in self._args.temperatures]
+
+    async def run(self, head: dict[str, Any]) -> None:
+        """Run all rounds, and write the results after each turn."""
+        reference = await self._contender(self._reference)
+        assert reference is not None
+        listed = await model_facts(reference.client.session, reference.client.url)
+        self._plan = plan_arms(
+            self._serving,
+            listed["proposers"],
+            vllm=self._args.vllm,
+            llama_server=self._args.llama_server,
+        )
+        if self._args.only:
+            self._plan.arms[:] = [arm for arm in self._plan.arms if arm.name in self._args.only]
+        self._prompts = iter(await self._read_prompts(reference, chat=listed["chat"]))
+        self._warm_prompts = [next(self._prompts) for _ in range(WARM_REQUESTS)]
+        await self._warm(reference)
+        rounds = range(self._args.rounds)
+        prompts = [
+            {
+                cell: [next(self._prompts) for _ in range(requests_of(cell.streams))]
+                for cell in self.cells
+            }
+            for _ in rounds
+        ]
+        groups = list(enumerate(in_groups(self._plan.arms, self._args.at_once)))
+        for number in rounds:
+            for group, arms in groups if number % 2 == 0 else groups[::-1]:
+                if time.monotonic() > self._ends_s:
+                    print(f"round {number}, group {group}: no time left", flush=True)
+                    continue
+                contenders = await self._start_group(arms)
+                for cell in self.cells:
+                    if time.monotonic() > self._ends_s:
+                        break
+                    turn = Turn(number, group, cell, prompts[number][cell], self._args.tokens)
+                    await self._run_turn(turn, contenders, reference)
+                    self._write(head)
+
+    async def _start_group(self, arms: Sequence[Arm]) -> dict[str, Contender]:
+        self._servers.keep([self._reference, *arms])
+        found = {}
+        for arm in [self._reference, *arms]:
+            if (contender := await self._contender(arm)) is not None:
+                found[arm.name] = contender
+        return found
+
+    async def _contender(self, arm: Arm) -> Contender | None:
+        """Return the client of an arm, whose server starts and warms up if it does not run."""
+        began_s = time.monotonic()
+        server = self._servers.run(arm)
+        if server is None:
+            print(f"{arm.name} is skipped: {self._servers.failed[arm.name]}", flush=True)
+            return None
+        contender, is_new = await self._sessions.contender(arm, server)
+        if is_new:
+            self._facts[arm.name] = await contender.facts()
+            await self._warm(contender)
+            print(f"{arm.name} is ready after {time.monotonic() - began_s:.0f} s", flush=True)
+        return contender
+
+    async def _warm(self, contender: Contender) -> None:
+        await warm_up(contender, self._warm_prompts)
+
+    async def _run_turn(
+        self, turn: Turn, contenders: dict[str, Contender], reference: Contender
+    ) -> None:
+        arms = alternating([one.arm for one in contenders.values()], turn.round)
+        order = [contenders[arm.name] for arm in arms]
+        runs, failed = await turn.run(order, reference, list(self._servers.servers.values()))
+        self._runs.extend(runs)
+        for name, reason in failed.items():
+            print(f"{name} failed {reason}", flush=True)
+            del contenders[name]
+            self._servers.fail(name, reason)
+        rates = ", ".join(f"{run.arm} {run.tokens_per_cpu_s:.0f}" for run in runs)
+        cell = f"T {turn.cell.temperature:g}, {turn.cell.streams} streams"
+        print(f"round {turn.round}, {cell}: tokens per CPU second {rates}", flush=True)
+
+    async def _read_prompts(self, reference: Contender, *, chat: bool) -> list[Prompt]:
+        """Return distinct prompts of at most `--prompt-tokens` tokens in shuffled order.
+
+        Raises:
+            SystemExit: the file has too few of them.
+        """
+        args = self._args
+        texts = _messages(args.prompts) if args.prompts else _held_out_texts()
+        texts = list(dict.fromkeys(texts))
+        random.Random(args.seed).shuffle(texts)
+        needed = WARM_REQUESTS + args.rounds * sum(requests_of(c.streams) for c in self.cells)
+        found: list[Prompt] = []
+        for text in texts:
+            tokens = await chat_tokens(reference, text, chat=chat)
+            if len(tokens) <= args.prompt_tokens:
+                found.append(tokens)
+            if len(found) == needed:
+                return found
+        raise SystemExit(
+            f"the run needs {needed} prompts of at most {args.prompt_tokens} tokens, but there are "
+            f"{len(found)}: use fewer rounds or streams, or more --prompt-tokens"
+        )
+
+    def _names(self) -> list[str]:
+        return [self._reference.name, *(arm.name for arm in self._plan.arms)]
+
+    def _write(self, head: dict[str, Any]) -> None:
+        results = self.results(head)
+        if self._args.json is None:
+            return
+        content = json.dumps({**results, "columns": Run._fields}, indent=1)
+        rows = ",\n".join(f"  {json.dumps(run)}" for run in self._runs)
+        part = self._args.json.with_suffix(".part")
+        part.write_text(f'{content[:-2]},\n "runs": [\n{rows}\n ]\n}}\n', encoding="utf-8")
+        part.replace(self._args.json)
+
+    def results(self, head: dict[str, Any]) -> dict[str, Any]:
+        """Return the results so far as JSON values."""
+        commands = [self._reference, *self._plan.arms]
+        return {
+            **head,
+            "skipped": {**self._plan.skipped, **self._servers.failed},
+            "servers": {
+                arm.name: {"command": _shown(arm), **self._facts.get(arm.name, {})}
+                for arm in commands
+            },
+            "cells": summary(self._runs, self._names(), self._reference.name),
+        }
+
+
+def _shown(arm: Arm) -> str:
+    """Return the command of an arm without the folders of this machine."""
+    return " ".join(Path(word).name if word.startswith("/") else word for word in arm.command)
+
+
+def _messages(path: Path) -> list[str]:
+    return [json.loads(line)["turns"][0] for line in path.read_text("utf-8").splitlines()]
+
+
+def _held_out_texts() -> list[str]:
+    """Return windows of held-out code, of 40 to 240 tokens of the shipped model."""
+    rng = random.Random(0)
+    windows = islice(held_out_windows(rng), HELD_OUT)
+    return [window[: rng.randint(*HELD_OUT_CHARACTERS)] for window in windows]
+
+
+async def compare(
+    args: argparse.Namespace, serving: Serving, servers: RunningServers, head: dict[str, Any]
+) -> list[str]:
+    """Run the comparison, and return the lines of the report."""
+    async with Sessions() as sessions:
+        comparison = Comparison(args, serving, servers, sessions)
+        await comparison.run(head)
+    results = comparison.results(head)
+    skipped = [f"skipped: {name}: {reason}" for name, reason in results["skipped"].items()]
+    return [*tables(results["cells"], "Draftgate off"), "", *skipped]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bench_parser("field", __doc__)
+    add = parser.add_argument
+    add("model", nargs="?", type=Path, help="checkpoint directory")
+    add("--vllm", help="vLLM's command, as a name or path")
+    add("--llama-server", help="llama.cpp's server, as a name or path")
+    add("--gguf", type=Path, help="the model for llama.cpp's server")
+    add("--prompts", type=Path, help="JSON lines with `turns` (default: held-out code)")
+    add("--markdown", type=Path, help="write the tables to this file")
+    add("--dtype", default="bfloat16", help="data type of Draftgate and vLLM")
+    add("--streams", nargs="+", type=int, default=[1, 4, 16, 64])
+    add("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
+    add("--tokens", type=int, default=64, help="output tokens of each request")
+    add("--prompt-tokens", type=int, default=256, help="longest prompt")
+    add("--rounds", type=int, default=2)
+    add("--minutes", type=float, default=60.0, help="begin no turn after this time")
+    add("--at-once", type=int, default=3, help="servers that run besides `Draftgate off`")
+    add("--kv-bytes", type=int, default=512 << 20, help="KV memory of Draftgate and vLLM")
+    add("--only", action="append", help="measure only this arm besides `Draftgate off`; repeatable")
+    add("--seed", type=int, default=0, help="seed of the order of the prompts")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `draftgate bench field`."""
+    args = _parser().parse_args(arguments)
+    longest_tokens = args.prompt_tokens + args.tokens + DRAFT_ROOM_TOKENS
+    busy = busy_share()
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        **simulated_provenance("field", arguments),
+        "device": cpu_name(),
+        "busy_share_before": round(busy, 3),
+        "disturbed": busy > BUSY_LIMIT,
+        "model": "shipped" if args.model is None else args.model.name,
+        "dtype": args.dtype,
+        "gguf": None if args.gguf is None else args.gguf.name,
+        "tokens": args.tokens,
+        "prompt_tokens": args.prompt_tokens,
+    }
+    # The default action for SIGTERM would end this process without its servers. The event loop
+    # would notice Ctrl-C only after the start of a server, which takes minutes.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    cores = two_cores()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        RunningServers(Path(scratch), cores.servers) as servers,
+        on_core(cores.clients),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        serving = Serving(
+            model=args.model,
+            gguf=args.gguf,
+            dtype=args.dtype,
+            streams=max(args.streams),
+            context_tokens=-(-longest_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS,
+            kv_bytes=args.kv_bytes,
+            core=cores.servers,
+            scratch=Path(scratch),
+        )
+        lines = runner.run(compare(args, serving, servers, head))
+    report = "\n".join(lines)
+    print(report)
+    if args.markdown is not None:
+        args.markdown.write_text(report + "\n", encoding="utf-8")
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

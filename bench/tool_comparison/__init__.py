@@ -1,1 +1,0 @@
-"""Comparison of load generators with the known behaviour of a mock server."""

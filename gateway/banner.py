@@ -1,0 +1,90 @@
+"""The text that a terminal shows once a node listens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from draftgate import __version__
+from draftgate.backends.types import Task
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http.endpoints.health import outage_of
+from draftgate.gateway.model_service import ModelService
+from draftgate.gateway.node import Node
+
+
+def banner(where: Listening) -> str:
+    """Return the address, the served model and an example request."""
+    node = where.node
+    described = _upstreams(node) if node.fleet.forwards else _models(node)
+    lines = [
+        ("API", f"{where.url}/v1"),
+        ("live page", f"{where.url}/"),
+        *described,
+        ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
+    ]
+    shown = "\n".join(f"  {label:12} {value}" for label, value in lines)
+    outage = outage_of(node)
+    state = "is ready" if outage is None else f"is not ready: {outage}"
+    return f"\nDraftgate {__version__} {state}\n{shown}\n\n{_curl(where.url, node)}\n"
+
+
+def _models(node: Node) -> list[tuple[str, str]]:
+    proposers = ", ".join(node.fleet.proposers) or "none"
+    adapters = ", ".join(node.fleet.adapters())
+    return [
+        *(line for model in node.models if model.is_known for line in _about(model, node)),
+        *([("adapters", adapters)] if adapters else []),
+        ("speculation", f"{node.policy.name}; proposers: {proposers}"),
+    ]
+
+
+def _about(model: ModelService, node: Node) -> Iterator[tuple[str, str]]:
+    """Yield the lines about a model."""
+    yield "model", _described(model, node)
+    defaults = model.served.defaults().given()
+    if defaults:
+        yield "defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+
+
+def _described(model: ModelService, node: Node) -> str:
+    served, workers = model.served, model.fleet.workers
+    elsewhere = model.fleet.size == 0 and node.siblings is None
+    where = f"pool {node.config.pool}" if elsewhere else node.config.backend
+    several = f", {len(workers)} workers" if len(workers) > 1 else ""
+    return f"{served.name} ({where}{several}, {served.max_model_len} tokens of context)"
+
+
+def _upstreams(node: Node) -> list[tuple[str, str]]:
+    addresses = [
+        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not respond)")
+        for worker in node.fleet.workers
+    ]
+    return [
+        ("model", node.models[0].name or "unknown until an upstream responds"),
+        ("upstreams", ", ".join(addresses)),
+    ]
+
+
+_EXAMPLES: Final[Mapping[Task, tuple[str, Mapping[str, object]]]] = {
+    Task.GENERATE: (
+        "completions",
+        {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True},
+    ),
+    Task.EMBED: ("embeddings", {"input": "def fibonacci(n):"}),
+    Task.SCORE: (
+        "rerank",
+        {"query": "a sequence", "documents": ["def fibonacci(n):", "import os"]},
+    ),
+}
+"""The endpoint and the body of a first request, by the task of the model."""
+
+
+def _curl(url: str, node: Node) -> str:
+    """Return a first request as a command, for the first task of the model."""
+    task = Task.GENERATE if node.fleet.forwards else node.fleet.card.capabilities.tasks[0]
+    path, fields = _EXAMPLES[task]
+    body = json.dumps({"model": node.models[0].name, **fields})
+    key = " -H 'Authorization: Bearer KEY'" if node.accounts.required else ""
+    return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"

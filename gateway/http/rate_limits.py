@@ -1,0 +1,55 @@
+"""The headers with the state of a key's quota, as in OpenAI's and in Anthropic's API."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import UTC, datetime
+from typing import Final
+
+from aiohttp import web
+
+from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.http.context import ACCOUNT, is_anthropic
+from draftgate.policies.quotas import Limit
+
+QUOTAS: Final = web.RequestKey("quotas", Quotas)
+"""The quotas of the model of a request. Only requests that count against quotas have this key."""
+
+RATE_LIMIT_HEADERS: Final = tuple(
+    f"x-ratelimit-{field}-{limit}" for limit in Limit for field in ("limit", "remaining", "reset")
+)
+
+
+async def add_rate_limits(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the state of each limit of a key with a quota."""
+    quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
+    if quotas is None or account is None:
+        return
+    if is_anthropic(request):
+        form, shown = "anthropic-ratelimit-{0}-{1}", _time
+    else:
+        form, shown = "x-ratelimit-{1}-{0}", duration
+    for limit, level in (await quotas.levels(account.name)).items():
+        response.headers[form.format(limit, "limit")] = str(level.most)
+        response.headers[form.format(limit, "remaining")] = str(level.remaining)
+        response.headers[form.format(limit, "reset")] = shown(level.reset_s)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as OpenAI's API does, such as `1h0m3s`, `1.5s` or `20ms`, rounded up."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    shown = f"{rest / 1000:g}s"
+    if hours:
+        return f"{hours}h{minutes}m{shown}"
+    return f"{minutes}m{shown}" if minutes else shown
+
+
+def _time(seconds: float) -> str:
+    """Return the time after some seconds in RFC 3339, rounded up to a second."""
+    at = datetime.fromtimestamp(math.ceil(time.time() + seconds), UTC)
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,280 @@
+"""The aiohttp application, with routes, request ids, accounts and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Final
+
+from aiohttp import hdrs, web
+
+from draftgate.gateway.accounts import ANONYMOUS, Account, Role, fingerprint_of_key
+from draftgate.gateway.errors import (
+    CertificateRequired,
+    Forbidden,
+    GatewayError,
+    Unauthorized,
+    as_gateway_error,
+)
+from draftgate.gateway.http.browsers import BrowserAccess
+from draftgate.gateway.http.connections import add_headers, check_framing, ends_connection
+from draftgate.gateway.http.content_encoding import DECODING
+from draftgate.gateway.http.context import (
+    ACCOUNT,
+    ERROR_CODE,
+    NODE,
+    READERS,
+    REQUEST_ID,
+    error_format,
+    request_id_of,
+)
+from draftgate.gateway.http.endpoints import (
+    embeddings,
+    health,
+    input_tokens,
+    live,
+    models,
+    page,
+    rerank,
+    score,
+    stored_responses,
+    worker_role,
+)
+from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
+from draftgate.gateway.http.endpoints.responses import RESPONSES
+from draftgate.gateway.http.error_responses import convert_http_error, error_response
+from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
+from draftgate.gateway.http.openapi.document import get_document
+from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
+from draftgate.gateway.http.rate_limits import add_rate_limits
+from draftgate.gateway.http.readers import Readers
+from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
+from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.logs import AboutRequest, log
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.policies.pacing import PathState
+
+CHAT: Final = Endpoint(
+    "/v1/chat/completions", "chat", parse_chat, ChatRendering, {"messages": "messages"}
+)
+COMPLETIONS: Final = Endpoint(
+    "/v1/completions", "text_completion", parse_completion, CompletionRendering
+)
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
+"""Paths for orchestrators, which have no API key. Their responses contain no request data."""
+
+METRICS_PATH: Final = "/metrics"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(node: Node) -> web.Application:
+    """Return the application that serves a node."""
+    entrance = Entrance(node)
+    app = web.Application(
+        # a single one, because each adds coroutines to every request
+        middlewares=[entrance.respond],
+        client_max_size=node.config.max_body_bytes,
+    )
+    app[NODE] = node
+    app[DECODING] = asyncio.Lock()
+    app[READERS] = readers = Readers(time.monotonic)
+    node.metrics.read(metric.SLOW_READERS, lambda: readers.num_slow)
+    for state in PathState:
+        node.metrics.read(metric.CLIENT_PATHS, partial(readers.count, state), state.value)
+    app.on_response_prepare.append(entrance.finish_headers)
+    app.cleanup_ctx.append(live.sampling)
+    app.on_shutdown.append(live.end_streams)
+    routes = _routes()
+    # A path may end with a slash. This form is first, because {model:.+} also matches a slash.
+    app.add_routes(
+        web.RouteDef(route.method, f"{route.path}/", route.handler, route.kwargs)
+        for route in routes
+    )
+    app.add_routes([web.get("/", page.index), *routes])
+    add_peer_routes(app)
+    return app
+
+
+def _routes() -> list[web.RouteDef]:
+    """Return the routes of clients."""
+    return [
+        *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)),
+        web.post(COUNT_PATH, count_message_tokens),
+        web.post(input_tokens.PATH, input_tokens.count_input_tokens),
+        web.get(stored_responses.ROUTE, stored_responses.get_response),
+        web.delete(stored_responses.ROUTE, stored_responses.delete_response),
+        web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
+        web.post(embeddings.PATH, embeddings.EMBEDDINGS.handle),
+        *(web.post(path, rerank.RERANK.handle) for path in rerank.PATHS),
+        *(web.post(path, score.SCORE.handle) for path in score.PATHS),
+        web.get("/v1/models", models.list_models),
+        web.get("/v1/models/{model:.+}", models.get_model),
+        web.post("/tokenize", models.tokenize),
+        web.post("/detokenize", models.detokenize),
+        web.get("/health", health.health),
+        web.get("/ready", health.ready),
+        web.get("/version", health.version),
+        web.get(METRICS_PATH, health.metrics),
+        web.get("/decisions", live.list_decisions),
+        web.get("/live", live.live, allow_head=False),
+        web.get("/workers", live.list_workers),
+        web.put(worker_role.PATH, worker_role.set_role),
+        web.get("/web/{name}", page.file),
+        web.get("/openapi.json", get_document),
+    ]
+
+
+class Entrance:
+    """The checks and headers that all requests have in common."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._browsers = BrowserAccess(node.config)
+        self._wants_certificate = node.config.tls_client_ca_file is not None
+
+    @web.middleware
+    async def respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check a request and respond to it. All its log lines contain its id."""
+        request_id = request_id_of(request)
+        response: web.StreamResponse | None = None
+        with AboutRequest(id=request_id):
+            try:
+                check_framing(request)
+                response = self._check_browser(request)
+                if response is None:
+                    self._authenticate(request)
+                    response = await handler(request)
+            except Exception as error:  # noqa: BLE001 - every exception becomes a response
+                response = _failed(request, error)
+            finally:
+                self._record_use(request, CLIENT_GONE if response is None else response.status)
+        return response
+
+    async def finish_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the headers of every response, and announce the end of the connection."""
+        # The next connection of a client reaches another node while this node drains.
+        draining = self._node.lifecycle.state is NodeState.DRAINING
+        if draining or ends_connection(request, response, self._node.config.max_body_bytes):
+            response.force_close()
+        add_headers(request, response)
+        await add_rate_limits(request, response)
+        self._browsers.add_headers(request, response)
+
+    def _check_browser(self, request: web.Request) -> web.Response | None:
+        """Return the response to a preflight of a listed origin, or None for other requests.
+
+        Raises:
+            ForbiddenHost, ForbiddenOrigin: a foreign page sent the request.
+        """
+        self._browsers.check(request, keys=self._node.accounts.required)
+        return self._browsers.preflight(request)
+
+    def _authenticate(self, request: web.Request) -> None:
+        """Find the account of a request.
+
+        Other nodes have no account, because they prove that they are nodes.
+
+        Raises:
+            Unauthorized: keys are required, and the request has no known key.
+            CertificateRequired: the connection has no client certificate.
+            Forbidden: the role of the key does not include the path.
+        """
+        request[ACCOUNT] = ANONYMOUS
+        if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
+            return
+        if self._wants_certificate:
+            _check_certificate(request)
+        accounts = self._node.accounts
+        if not accounts.required:
+            return
+        key = _key(request.headers)
+        account = None if key is None else accounts.find(key)
+        if account is None:
+            sent = "no API key was sent" if key is None else "the API key is not known"
+            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        request[ACCOUNT] = account  # before its role, because the audit log names the tenant
+        _check_role(account, request.path.rstrip("/"))
+
+    def _record_use(self, request: web.Request, status: int) -> None:
+        """Record a refusal or the use of a key in the audit log, if one is configured."""
+        audit = self._node.audit
+        if audit is None:
+            return
+        account, key = request.get(ACCOUNT), _key(request.headers)
+        audit.record(
+            request[REQUEST_ID],
+            request.remote or "",
+            (request.method, request.path),
+            status,
+            request.get(ERROR_CODE),
+            tenant=(account.name or None) if account is not None else None,
+            key=None if key is None else fingerprint_of_key(key),
+        )
+
+
+def _failed(request: web.Request, error: Exception) -> web.Response:
+    """Return the response to a request that caused an error."""
+    if isinstance(error, ConnectionResetError):
+        return web.Response(status=CLIENT_GONE)  # the client cannot read this response
+    if isinstance(error, web.HTTPMethodNotAllowed) and request.method == hdrs.METH_OPTIONS:
+        allowed = sorted({*error.allowed_methods, hdrs.METH_OPTIONS})
+        return web.Response(status=204, headers={"Allow": ", ".join(allowed)})
+    if isinstance(error, web.HTTPException):
+        return _error(request, convert_http_error(error, request))
+    shown = as_gateway_error(error)
+    if type(shown) is GatewayError:
+        log(logging.ERROR, "internal error", error=error)
+    return _error(request, shown)
+
+
+def _check_role(account: Account, path: str) -> None:
+    """Check that the role of a key includes a path. The metrics name all tenants."""
+    reads_metrics = path == METRICS_PATH
+    if account.role is Role.TENANT and reads_metrics:
+        raise Forbidden("the role of this API key is tenant; use a key of an operator for /metrics")
+    if account.role is Role.METRICS and not reads_metrics:
+        raise Forbidden("the role of this API key is metrics, so it can only read /metrics")
+
+
+def _check_certificate(request: web.Request) -> None:
+    """Check that the client has shown a certificate.
+
+    TLS has already verified the certificate of a client that has one.
+    """
+    if request.transport is None or not request.transport.get_extra_info("peercert"):
+        raise CertificateRequired("this server requires a client certificate")
+
+
+def _key(headers: Mapping[str, str]) -> str | None:
+    """Return the API key of a request, which Anthropic's clients send as `x-api-key`."""
+    authorized = _authorized_key(headers.get("Authorization", ""))
+    return authorized or headers.get("x-api-key", "").strip() or None
+
+
+def _authorized_key(authorization: str) -> str | None:
+    """Return the API key from a header: a bearer token, or the password that a browser sends."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip() or None
+    if scheme.lower() != "basic":
+        return None
+    try:
+        name_and_password = base64.b64decode(value, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return name_and_password.partition(":")[2] or None
+
+
+def _error(request: web.Request, error: GatewayError) -> web.Response:
+    """Return the response to an error, whose code the audit log records."""
+    request[ERROR_CODE] = error.code
+    return error_response(error, error_format(request), request_id_of(request))

@@ -1,0 +1,1 @@
+"""Planning and simulation of deployments, with the production code and the load generator."""

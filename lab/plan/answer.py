@@ -1,0 +1,220 @@
+"""The answer of a search for a deployment, as a plan, a table and a page with plots."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftgate.lab.plan.goodput import speculation_of
+from draftgate.lab.plan.planner import Planner
+from draftgate.lab.plan.simulated import latency_charts, summary_of
+from draftgate.lab.planning.deployments import Deployment, Layout, Measured, Search
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.report.charts import Chart, colour, scatter
+from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
+from draftgate.loadgen.types import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a search.
+
+    Attributes:
+        question: `placement` or `pools`.
+        deployment: the recommended machines, or None if no deployment meets the targets.
+        rate_rps: the rate for which they are planned, or None for the highest rate.
+        records: simulated requests of these machines at that rate, if any.
+        per: the unit that the weights of deployments count per hour, such as USD, or empty.
+    """
+
+    question: str
+    planner: Planner
+    search: Search
+    deployment: Deployment | None
+    rate_rps: float | None
+    records: Sequence[Record] = ()
+    per: str = ""
+
+    def as_plan(self) -> dict[str, Any]:
+        """Return the plan in the form `plan/1` with its search."""
+        machines, deployment, targets = self.planner.machines, self.deployment, self.planner.targets
+        counts = Counter(dict.fromkeys(machines.names, 0))
+        for group in deployment.groups if deployment else ():
+            counts[group.profile] += group.count
+        return {
+            "format": "plan/1",
+            "question": self.question,
+            "feasible": deployment is not None,
+            "cost_per_hour": deployment.total(machines.prices) if deployment else None,
+            "counts": dict(counts),
+            "machines": _machines(deployment, machines.files) if deployment else [],
+            "phases": self.planner.simulation.phases[deployment.layout] if deployment else None,
+            "infeasible_buckets": [],
+            "simulated": summary_of(self.records) if self.records else None,
+            "rate_rps": self.rate_rps,
+            "targets": {
+                "ttft_s": _finite(targets.ttft_s),
+                "tpot_s": _finite(targets.tpot_s),
+                "share": targets.share,
+            },
+            "prices_per_hour": machines.prices,
+            "search": search_as_json(self.search),
+        }
+
+    def show(self) -> None:
+        """Print the measured deployments and the plan."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console, best, ranked = Console(), self.search.best, _ranked(self.search)
+        if ranked:
+            table = Table(*self._head)
+            for row in self._rows:
+                table.add_row(*row)
+            console.print(table)
+        if self.deployment is None:
+            console.print("no deployment meets the targets")
+        else:
+            console.print(f"recommended ({self.deployment.layout}): {self.deployment}")
+            if best is not ranked[0]:
+                other = ranked[0].candidate.deployment
+                console.print(f"{other} has a higher goodput, but the intervals overlap")
+        if self.records:
+            met = sum(map(meets_slo, self.records)) / len(self.records)
+            console.print(f"{met:.1%} of {len(self.records)} simulated requests met both targets")
+        if not self.search.complete:
+            left = len(self.search.unmeasured)
+            console.print(f"--max-simulations ended the search before {left} deployments")
+
+    @property
+    def _head(self) -> list[str]:
+        head = ["deployment", "bound, requests/s", "goodput, requests/s", "interval"]
+        return [*head, f"requests per {self.per}"] if self.per else head
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        """The measured deployments, the best one first."""
+        rows = [[str(one.candidate.deployment), *_rates(one)] for one in _ranked(self.search)]
+        if self.per:
+            for row, one in zip(rows, _ranked(self.search), strict=True):
+                row.append(f"{3600.0 * one.value:.0f}" if one.rate_rps else "-")
+        return rows
+
+    def page(self) -> str:
+        """Return an HTML page with the machines, the simulated deployments and the latencies."""
+        return html_page(f"Plan: {self.question}", self._body(self.as_plan()))
+
+    def _body(self, plan: Mapping[str, Any]) -> Iterator[str]:
+        yield f"<h1>Plan: {self.question}</h1>"
+        prices = self.planner.machines.prices
+        if self.deployment is None:
+            yield "<p>No deployment meets the targets.</p>"
+        else:
+            rows = [
+                [
+                    group.profile,
+                    group.role.value,
+                    speculation_of(self.deployment, group.role),
+                    str(group.count),
+                    f"{group.count * prices[group.profile]:.2f}",
+                ]
+                for group in self.deployment.groups
+            ]
+            head = ["profile", "role", "speculation", "number", "USD per hour"]
+            yield html_table(head, rows, f"Phases: {plan['phases']}", words=(0, 1, 2))
+        if self.records:
+            share = plan["simulated"]["attainment"]
+            yield f"<h2>Simulated requests</h2><p>{share:.2%} met all of their targets.</p>"
+            yield latency_charts(self.records)
+        yield "<h2>Simulated deployments</h2>"
+        chart = goodput_chart(self.search)
+        if chart.data:
+            yield f'<div class="charts">{html_chart(chart)}</div>'
+        yield html_table(self._head, self._rows, words=(0,))
+        settings = {key: plan[key] for key in ("rate_rps", "targets")}
+        yield "<h2>The question</h2>" + html_settings(settings)
+
+
+def search_as_json(search: Search) -> dict[str, Any]:
+    """Return the measured deployments, and the bounds of the others."""
+    return {
+        "complete": search.complete,
+        "measured": [
+            {
+                "deployment": str(one.candidate.deployment),
+                "layout": one.candidate.deployment.layout.value,
+                "bound_rps": one.candidate.bound_rps,
+                "goodput_rps": one.rate_rps,
+                "interval": [one.low_rps, _finite(one.high_rps)],
+                "weight": one.candidate.weight,
+            }
+            for one in search.measured
+        ],
+        "unmeasured": [
+            {"deployment": str(one.deployment), "bound_rps": one.bound_rps, "weight": one.weight}
+            for one in search.unmeasured
+        ],
+    }
+
+
+def goodput_chart(search: Search) -> Chart:
+    """Return the goodput of the measured deployments, with intervals, for each layout."""
+    known = [one for one in _ranked(search) if one.rate_rps and one.high_rps < math.inf]
+    data = []
+    for place, layout in enumerate(Layout):
+        shown = [one for one in known if one.candidate.deployment.layout is layout]
+        rates = [one.rate_rps or 0.0 for one in shown]
+        bars = {
+            "type": "data",
+            "symmetric": False,
+            "array": [one.high_rps - rate for one, rate in zip(shown, rates, strict=True)],
+            "arrayminus": [rate - one.low_rps for one, rate in zip(shown, rates, strict=True)],
+        }
+        names = [str(one.candidate.deployment) for one in shown]
+        marker = {"color": colour(place), "size": 8}
+        if shown:
+            trace = scatter(rates, names, layout.value, "markers", error_x=bars, marker=marker)
+            data.append(trace)
+    layout_of_axes = {
+        "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
+        "yaxis": {
+            "categoryarray": [str(one.candidate.deployment) for one in known],
+            "autorange": "reversed",
+            "automargin": True,
+        },
+    }
+    caption = "highest rate at which the share of requests meets the targets, with 95% intervals"
+    return Chart("Goodput", caption, data, layout_of_axes, wide=True)
+
+
+def _machines(deployment: Deployment, files: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "profile": files[group.profile],
+            "role": group.role.value,
+            "count": group.count,
+            "speculation": speculation_of(deployment, group.role),
+        }
+        for group in deployment.groups
+    ]
+
+
+def _ranked(search: Search) -> list[Measured]:
+    return sorted(search.measured, key=lambda one: -one.value)
+
+
+def _rates(one: Measured) -> tuple[str, str, str]:
+    """Return the bound, the goodput and its interval as text."""
+    bound = f"{one.candidate.bound_rps:.2f}"
+    if one.rate_rps is None:
+        return bound, "-", f"below {one.high_rps:.2f}"
+    limited = one.high_rps < math.inf
+    interval = f"{one.low_rps:.2f} to {one.high_rps:.2f}" if limited else f"from {one.low_rps:.2f}"
+    return bound, f"{one.rate_rps:.2f}", interval
+
+
+def _finite(value: float) -> float | None:
+    return value if value < math.inf else None

@@ -1,0 +1,224 @@
+"""The answer of `draftgate plan mix` for a trace or a workload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from draftgate.lab.plan.machines import (
+    AUTO,
+    OFF,
+    Rentable,
+    check_speculation,
+    simulate_machines,
+)
+from draftgate.lab.plan.mix_search import ATTEMPTS, Attempt, best, search
+from draftgate.lab.plan.simulated import summary_of
+from draftgate.lab.plan.solver import silent_solver
+from draftgate.lab.plan.sources import Requests
+from draftgate.lab.planning.histogram import Bucket, PlannedLength
+from draftgate.lab.planning.load_mix import LoadPlanner, Offer
+from draftgate.lab.planning.mix import Mix
+from draftgate.lab.planning.throughput import Targets
+from draftgate.loadgen.types import Record, Slo
+
+
+@dataclass(frozen=True)
+class LoadQuestion:
+    """Which machines serve a load.
+
+    Attributes:
+        requests: the load, in a form that several simulations can use (`Requests.kept`).
+        rate_rps: mean rate of the load.
+        slo: targets of the requests, which `requests` have too.
+        share: share of the requests that must meet both targets.
+        types: types of machines by name.
+        limits: number of machines that can be rented, by name.
+        speculation: `off` or `auto`.
+        proposer: what machines draft with.
+        attempts: largest number of simulated mixes.
+        report: receives each simulated mix.
+    """
+
+    requests: Requests
+    rate_rps: float
+    slo: Slo
+    share: float
+    types: Mapping[str, Rentable]
+    limits: Mapping[str, int]
+    speculation: str = AUTO
+    proposer: str = "ngram"
+    attempts: int = ATTEMPTS
+    report: Callable[[Attempt], None] = lambda _attempt: None
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: a value is out of range, or a limit is for an unknown type.
+        """
+        check_speculation(self.speculation)
+        if unknown := self.limits.keys() - self.types.keys():
+            raise ValueError(f"--limit {min(unknown)}: --profiles has no such profile")
+
+    @cached_property
+    def targets(self) -> Targets:
+        """The targets, infinite where there is none."""
+        limits_s = {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s}
+        given = {name: limit_s for name, limit_s in limits_s.items() if limit_s is not None}
+        return Targets(**given, share=self.share)
+
+    @cached_property
+    def lengths(self) -> Sequence[PlannedLength]:
+        """The lengths of the requests."""
+        return self.requests.lengths()
+
+    @cached_property
+    def planner(self) -> LoadPlanner:
+        """The predicted throughputs."""
+        offers = {
+            name: Offer(one.machine(), one.price, self.limits.get(name), self._drafts(one))
+            for name, one in self.types.items()
+        }
+        return LoadPlanner.of(self.lengths, offers, self.targets)
+
+    def bursts(self) -> float:
+        """Return the factor for the bursts of the load."""
+        return self.planner.bursts(self.lengths, self.targets)
+
+    def mix_at(self, factor: float, only: str | None = None) -> Mix:
+        """Return the cheapest mix for a multiple of the rate."""
+        with silent_solver():
+            return self.planner.mix(factor * self.rate_rps, only)
+
+    def mix_of(self, name: str, count: int) -> Mix:
+        """Return a number of machines of one type."""
+        counts = {**dict.fromkeys(self.types, 0), name: count}
+        return Mix(counts, count * self.types[name].price)
+
+    def simulate(self, mix: Mix) -> Sequence[Record]:
+        """Return the records of the load on a mix, until the share is certainly missed."""
+        most_missed = int((1.0 - self.share) * len(self.lengths) + 1e-9)
+        return simulate_machines(
+            mix.counts, self.requests, self.speculation, self.proposer, most_missed
+        )
+
+    def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
+        """Return the plan as `plan/1`, and the simulated requests of its machines.
+
+        There are no simulated requests if the plan is infeasible. With `auto`, the plan is the one
+        without speculation if that is cheaper, because the searches simulate different mixes.
+        """
+        found = self.solve()
+        if self.speculation == AUTO:
+            without = replace(self, speculation=OFF).solve()
+            if is_better(without[0], found[0]):
+                return without
+        return found
+
+    def solve(self) -> tuple[dict[str, Any], Sequence[Record]]:
+        """Return the plan and the simulated requests with `speculation`, even if it costs more."""
+        factor = self.bursts()
+        first = self.mix_at(factor)
+        plan: dict[str, Any] = {
+            "format": "plan/1",
+            "question": "mix",
+            "feasible": first.feasible,
+            "cost_per_hour": None,
+            "counts": dict(first.counts),
+            "machines": [],
+            "infeasible_buckets": [
+                _lengths(self.planner.buckets[one]) for one in first.infeasible_buckets
+            ],
+            "simulated": None,
+            "rate_rps": self.rate_rps,
+            "speculation": self.speculation,
+            "targets": {
+                "ttft_s": self.slo.ttft_s,
+                "tpot_s": self.slo.tpot_s,
+                "share": self.share,
+            },
+            "prices_per_hour": {name: one.price for name, one in self.types.items()},
+        }
+        if not first.feasible:
+            return plan, ()
+        attempts = search(
+            self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
+        )
+        attempts += self._single_types(attempts)
+        chosen = best(attempts, self.share)
+        alone = {name: self.mix_at(chosen.factor or factor, name) for name in self.types}
+        plan |= {
+            "cost_per_hour": chosen.mix.cost_per_hour,
+            "counts": dict(chosen.mix.counts),
+            "machines": self._machines(chosen.mix),
+            "simulated": summary_of(chosen.records),
+            "bursts": factor,
+            "over_provisioning": chosen.factor,
+            "attempts": [one.as_dict() for one in attempts],
+            "single_types": {
+                name: {
+                    "count": one.counts[name] if one.feasible else None,
+                    "cost_per_hour": one.cost_per_hour if one.feasible else None,
+                }
+                for name, one in alone.items()
+            },
+        }
+        return plan, chosen.records
+
+    def _single_types(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """Simulate machines of one type that cost less than the best attempt.
+
+        The program is cautious about several machines that share their queue, so fewer machines of
+        one type than it needs may suffice.
+        """
+        tried: list[Attempt] = []
+        for name, one in self.types.items():
+            if not self.mix_at(1.0, name).feasible:
+                continue
+            while (chosen := best([*attempts, *tried], self.share)).attainment >= self.share:
+                most = math.ceil(chosen.mix.cost_per_hour / one.price - 1e-9) - 1
+                count = min(most, self.limits.get(name, most))
+                mix = self.mix_of(name, count)
+                if count < 1 or any(one.mix.counts == mix.counts for one in attempts):
+                    break
+                tried.append(Attempt(None, mix, self.simulate(mix)))
+                self.report(tried[-1])
+                if tried[-1].attainment < self.share:
+                    break
+        return tried
+
+    def _drafts(self, one: Rentable) -> Any:
+        if self.speculation == OFF:
+            return lambda _bucket: ()
+        return lambda bucket: one.drafts(bucket.class_name, bucket.output_range[0], self.share)
+
+    def _machines(self, mix: Mix) -> list[dict[str, Any]]:
+        return [
+            {"profile": name, "role": "any", "count": count, "speculation": self.speculation}
+            for name, count in mix.counts.items()
+            if count
+        ]
+
+
+def is_better(plan: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether a plan costs less than another one, or alone meets its share."""
+    if not plan["feasible"] or not other["feasible"]:
+        return bool(plan["feasible"])
+    met, other_met = (
+        one["simulated"]["attainment"] >= one["targets"]["share"] for one in (plan, other)
+    )
+    if met != other_met:
+        return bool(met)
+    return bool(plan["cost_per_hour"] < other["cost_per_hour"] - 1e-9)
+
+
+def _lengths(bucket: Bucket) -> dict[str, Any]:
+    return {
+        "class": bucket.class_name,
+        "prompt_tokens": list(bucket.prompt_range),
+        "output_tokens": list(bucket.output_range),
+    }

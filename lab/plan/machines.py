@@ -1,0 +1,119 @@
+"""The machines that `draftgate plan` may rent, and their simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
+
+from msgspec import structs
+
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.lab.plan.sources import Requests
+from draftgate.lab.planning.throughput import DraftPoint, Machine
+from draftgate.lab.sim.draft_points import recorded_drafts
+from draftgate.lab.sim.environment import SimEnvironment
+from draftgate.lab.sim.recording import load_recording
+from draftgate.lab.simulate.cluster import SimulatedCluster, simulate
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.types import Record
+
+CONFIG: Final = WorkerConfig(max_num_seqs=256, max_step_tokens=2048, max_model_len=32_768)
+"""The configuration of every planned worker, with the defaults of `draftgate simulate`."""
+
+OFF, AUTO = "off", "auto"
+
+
+def check_speculation(speculation: str) -> None:
+    """Check the value of `--speculation`.
+
+    Raises:
+        ValueError: it is neither `off` nor `auto`.
+    """
+    if speculation not in {OFF, AUTO}:
+        raise ValueError(f"--speculation: expected off or auto, not {speculation!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rentable:
+    """A type of machine.
+
+    Attributes:
+        name: profile, as given: a shipped or derived name, or the path of a file.
+        price: US dollars per hour.
+        proposer: what it drafts with.
+    """
+
+    name: str
+    profile: Profile
+    price: float
+    proposer: str = "ngram"
+
+    @classmethod
+    def of(cls, name: str, proposer: str) -> Rentable:
+        """Load a profile.
+
+        Raises:
+            ValueError: the profile is unknown, or has no price.
+        """
+        profile = load_profile(name)
+        if profile.price_per_hour_usd is None:
+            raise ValueError(f"the profile {name} has no price_per_hour_usd: add it to the file")
+        return cls(name, profile, profile.price_per_hour_usd, proposer)
+
+    def machine(self) -> Machine:
+        """Return the costs for the prediction of throughputs."""
+        profile, host = self.profile, self.profile.host
+        draft = profile.draft.get(self.proposer, DraftCost())
+        return Machine(
+            profile.cost,
+            profile.kv_bytes // profile.kv_token_bytes,
+            *CONFIG.step_limits("cuda"),
+            draft.depths,
+            draft.call_s,
+            draft.sequence_s,
+            host.step_s,
+            host.sequence_s,
+        )
+
+    def drafts(self, class_name: str, output_tokens: int, share: float) -> Sequence[DraftPoint]:
+        """Return the ways to draft for requests of a class.
+
+        Args:
+            output_tokens: least length of their outputs.
+            share: share of the requests that must meet their targets.
+        """
+        recording = load_recording(self.profile.recording)
+        drafts = recorded_drafts(recording, self.proposer, class_name)
+        return drafts.points(max(output_tokens, 2), share)
+
+
+def simulate_machines(
+    counts: Mapping[str, int],
+    requests: Requests,
+    speculation: str,
+    proposer: str,
+    most_missed: int,
+    seed: int = 0,
+) -> list[Record]:
+    """Return the records of requests on machines with the production scheduler and `least_cost`.
+
+    Args:
+        counts: number of machines by profile.
+        speculation: policy of the workers.
+        most_missed: number of requests that may miss their targets. The simulation ends early when
+            more have missed them, and later requests then have no record.
+    """
+    names = tuple(name for name, count in counts.items() for _ in range(count))
+    config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
+    cluster = SimulatedCluster(config, len(names), SimEnvironment(seed), profiles=names)
+    missed = 0
+
+    def count(record: Record) -> None:
+        nonlocal missed
+        missed += not meets_slo(record)
+
+    sent = takewhile(lambda _planned: missed <= most_missed, requests.planned)
+    return simulate(cluster, sent, count, requests.to_job)

@@ -1,0 +1,150 @@
+"""`draftgate plan mix`, the cheapest mix of machines for a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from draftgate.gateway.cli.options import BAD_USAGE, fail
+from draftgate.lab.plan.options import (
+    ComposeFile,
+    HtmlFile,
+    JsonFile,
+    KubernetesFolder,
+    Limits,
+    Profiles,
+    Proposer,
+    Rate,
+    Share,
+    SloTpotMs,
+    SloTtftMs,
+    Speculation,
+    TraceFile,
+    WorkloadName,
+    limits,
+    write_deployments,
+    write_page,
+    write_plan,
+)
+from draftgate.lab.plan.solver import require_solver, silent_solver
+from draftgate.lab.plan.throughputs import Throughputs
+from draftgate.lab.planning.mix import cheapest_mix
+
+
+def mix(  # noqa: PLR0913, PLR0917 - each is a flag
+    tputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file with the throughput and price of each GPU, and the workload.",
+            metavar="FILE",
+        ),
+    ] = None,
+    trace: TraceFile = None,
+    workload: WorkloadName = None,
+    rate: Rate = None,
+    slo_ttft_ms: SloTtftMs = None,
+    slo_tpot_ms: SloTpotMs = None,
+    share: Share = 0.95,
+    profiles: Profiles = "l4-8b,a10g-8b,a100-8b,h100-8b,h200-8b",
+    speculation: Speculation = "auto",
+    proposer: Proposer = "ngram",
+    arrival: Annotated[
+        str | None,
+        typer.Option(help="Arrivals: recorded (default of a trace), poisson, gamma:CV, ..."),
+    ] = None,
+    class_name: Annotated[
+        str | None,
+        typer.Option("--class", help="Class of a trace's requests, which selects their drafts."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=2, help="Number of requests to plan for and to simulate.")
+    ] = 2000,
+    limit: Limits = None,
+    json_out: JsonFile = None,
+    html_out: HtmlFile = None,
+    compose: ComposeFile = None,
+    kubernetes: KubernetesFolder = None,
+) -> None:
+    """Find the cheapest mix of GPUs that serves a workload within its latency targets.
+
+    The workload is a trace or a built-in workload at a rate, whose mix is also simulated, or a file
+    of given throughputs in the format of Mélange. If no mix is feasible, the plan names the lengths
+    of the requests that cannot be served.
+    """
+    require_solver()
+    try:
+        if tputs is not None:
+            plan = _given(tputs, limits(limit or []))
+        else:
+            from draftgate.lab.plan.load_question import LoadQuestion
+            from draftgate.lab.plan.machines import CONFIG, Rentable
+            from draftgate.lab.plan.mix_report import page, print_attempt, print_plan
+            from draftgate.lab.plan.sources import source_with_arrivals
+            from draftgate.loadgen.types import Slo
+
+            if rate is None:
+                raise ValueError("give --rate, or --tputs")
+            if not rate > 0.0:
+                raise ValueError(f"--rate must be positive, not {rate}")
+            slo = Slo.of_ms(slo_ttft_ms, slo_tpot_ms)
+            source = source_with_arrivals(
+                workload,
+                trace,
+                slo,
+                arrival=arrival,
+                class_name=class_name,
+                most_tokens=CONFIG.max_model_len or 0,
+            )
+            question = LoadQuestion(
+                source.requests(rate, 0, requests).kept(),
+                rate,
+                slo,
+                share,
+                {name: Rentable.of(name, proposer) for name in profiles.split(",")},
+                limits(limit or []),
+                speculation,
+                proposer,
+                report=print_attempt,
+            )
+            plan, records = question.answer()
+            print_plan(plan)
+            write_page(lambda: page(plan, question.planner, records), html_out)
+        write_plan(plan, json_out)
+        write_deployments(plan, compose, kubernetes)
+    except (OSError, ValueError) as error:
+        fail(error, BAD_USAGE)
+
+
+def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Plan for given throughputs, and print the plan.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file or a limit is wrong.
+    """
+    from draftgate.lab.plan.mix_report import print_counts
+
+    given = msgspec.json.decode(file.read_bytes(), type=Throughputs)
+    with silent_solver():
+        found = cheapest_mix(given.workload(), given.types(limits))
+    buckets = [list(given.buckets[one]) for one in found.infeasible_buckets]
+    if found.feasible:
+        prices = {name: gpu.cost for name, gpu in given.gpu_info.items()}
+        print_counts(found.counts, prices, {})
+    else:
+        names = ", ".join(map(str, buckets))
+        typer.echo(f"no mix serves the buckets {names} (row and column, from 0)")
+    return {
+        "format": "plan/1",
+        "question": "mix",
+        "feasible": found.feasible,
+        "cost_per_hour": found.cost_per_hour if found.feasible else None,
+        "counts": dict(found.counts),
+        "machines": [],
+        "infeasible_buckets": buckets,
+        "simulated": None,
+    }

@@ -1,0 +1,251 @@
+"""The search for a deployment, with bounds and simulations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
+from draftgate.lab.plan.goodput import CHECKED, Simulation
+from draftgate.lab.plan.machine_types import MachineTypes
+from draftgate.lab.plan.machines import AUTO, CONFIG, check_speculation
+from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
+from draftgate.lab.planning.bounds import Bounds, Lengths
+from draftgate.lab.planning.deployments import (
+    Candidate,
+    Deployment,
+    Layout,
+    Measured,
+    Outcome,
+    Search,
+    bound_rps,
+    find_best,
+    find_least,
+)
+from draftgate.lab.planning.throughput import Targets
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.search.types import SearchGoal
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import Record, Slo
+
+MOST_REQUESTS: Final = 6000
+"""Most simulated requests per deployment. An interval of 5% needs 2,000 to 8,000 requests near the
+root. Chosen, not tuned, 2026-11-24."""
+
+MORE: Final = 3
+"""How many units a plan may have more than the goodput of one unit predicts."""
+
+
+def link_of(gbps: float | None) -> KvLink:
+    """Return the link of an option in Gbit/s, or the default link for None."""
+    return LOCAL_LINK if gbps is None else KvLink(gbps * 1e9 / 8, LOCAL_LINK.latency_s)
+
+
+def targets_of(ttft_ms: float | None, tpot_ms: float | None, share: float) -> Targets:
+    """Return the targets of the options.
+
+    Raises:
+        ValueError: no target is given, or the share is not between 0 and 1.
+    """
+    if ttft_ms is None and tpot_ms is None:
+        raise ValueError("a plan needs --slo-ttft-ms or --slo-tpot-ms")
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"--share must be between 0 and 1, not {share}")
+    slo = Slo.of_ms(ttft_ms, tpot_ms)
+    return Targets(slo.ttft_s or math.inf, slo.tpot_s or math.inf, share)
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Finds deployments of machines for a workload.
+
+    Attributes:
+        targets: latency targets of the requests.
+        bounds: bounds of one machine of each type without drafts.
+        goal: share, precision and warm-up of each search for a rate.
+        draft_bounds: the bounds with drafts, or none if no deployment may speculate.
+    """
+
+    machines: MachineTypes
+    simulation: Simulation
+    targets: Targets
+    bounds: Mapping[str, Bounds]
+    goal: SearchGoal
+    draft_bounds: Mapping[str, Bounds] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        machines: MachineTypes,
+        source: Source,
+        targets: Targets,
+        *,
+        link: KvLink,
+        phases: Mapping[Layout, str],
+        precision: float,
+        seed: int,
+    ) -> Planner:
+        """Return a planner for the mean lengths of a source, without drafts.
+
+        Args:
+            link: link between the machines.
+            phases: the phases policy of each layout.
+        """
+        lengths = Lengths.of(lengths_of(source), targets.share)
+        goal = SearchGoal(
+            start_rps=1.0,
+            limit_s=_finite(targets.ttft_s),
+            answer_s=_finite(lengths.output_tokens * targets.tpot_s),
+            share=targets.share,
+            precision=precision,
+            most_requests=MOST_REQUESTS,
+            seed=seed,
+        )
+        simulation = Simulation(source, machines.files, phases, link)
+        return cls(machines, simulation, targets, machines.bounds(lengths, targets), goal)
+
+    def with_drafts(self, proposer: str) -> Planner:
+        """Return a planner that compares each deployment without and with drafts."""
+        source = self.simulation.source
+        lengths = Lengths.of(lengths_of(source), self.targets.share)
+        config = structs.replace(CONFIG, proposer=proposer)
+        return replace(
+            self,
+            simulation=replace(self.simulation, config=config),
+            draft_bounds=self.machines.bounds(lengths, self.targets, classes_of(source)),
+        )
+
+    def candidate(self, deployment: Deployment, weight: float) -> Candidate:
+        """Return a deployment with its bound."""
+        bounds = self.draft_bounds if deployment.drafts else self.bounds
+        return Candidate(deployment, bound_rps(deployment, bounds), weight)
+
+    def candidates(
+        self, found: Iterable[Deployment], each: Mapping[str, float] | None = None
+    ) -> Iterator[Candidate]:
+        """Yield deployments without drafts, and with drafts if deployments may speculate.
+
+        Args:
+            each: the weight of one machine, by profile. Without it, all deployments have equal
+                weights.
+        """
+        for deployment in found:
+            weight = 1.0 if each is None else deployment.total(each)
+            yield self.candidate(deployment, weight)
+            if self.draft_bounds:
+                yield self.candidate(replace(deployment, drafts=True), weight)
+
+    def search(self, candidates: Iterable[Candidate], most: int) -> Search:
+        """Simulate candidates briefly, and then those that may be the best precisely.
+
+        The simulations run in parallel processes.
+
+        Args:
+            most: most candidates to simulate.
+        """
+        possible = [one for one in candidates if one.bound_rps > 0.0]
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+            return find_best(
+                possible,
+                lambda pairs: processes.map(self.test, *_columns(pairs)),
+                lambda pairs: processes.map(self.measure, *_columns(pairs)),
+                most,
+            )
+
+    def search_least(self, candidates: Iterable[Candidate], rate_rps: float, most: int) -> Search:
+        """Simulate candidates in the order of their weights until one serves a rate.
+
+        Args:
+            most: most candidates to simulate.
+        """
+        return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
+
+    def test(self, candidate: Candidate, rate_rps: float) -> Outcome:
+        """Return whether a candidate serves a rate, by a short simulation."""
+        with without_full_gc():
+            return self.simulation.test(candidate.deployment, self.goal, rate_rps)
+
+    def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
+        """Return the goodput of a candidate (`Simulation.measure`)."""
+        with without_full_gc():
+            return self.simulation.measure(candidate, self.goal, beat_rps)
+
+    def holds(self, candidate: Candidate, rate_rps: float) -> bool:
+        """Return whether a deployment serves a rate, by one simulation."""
+        with without_full_gc():
+            return self.simulation.holds(candidate.deployment, self.goal, rate_rps)
+
+    def records(self, deployment: Deployment, rate_rps: float) -> list[Record]:
+        """Simulate a deployment at a rate, and return its requests."""
+        requests = self.simulation.source.requests(rate_rps, self.goal.seed, CHECKED)
+        with without_full_gc():
+            return self.simulation.records(deployment, requests, self.goal.seed)
+
+    def enough(self, unit: Measured, rate_rps: float) -> tuple[Deployment | None, Sequence[Record]]:
+        """Return as many copies of a unit as serve a rate, and their simulated requests.
+
+        If the simulation misses the share, the deployment gets up to `MORE` more units. It is None
+        if they are not enough.
+        """
+        assert unit.rate_rps
+        units = math.ceil(rate_rps / unit.rate_rps)
+        for times in range(units, units + MORE + 1):
+            deployment = unit.candidate.deployment.repeated(times)
+            records = self.records(deployment, rate_rps)
+            if sum(map(meets_slo, records)) >= self.goal.share * len(records):
+                return deployment, records
+        return None, records
+
+
+def _columns(
+    pairs: Sequence[tuple[Candidate, float]],
+) -> tuple[Iterator[Candidate], Iterator[float]]:
+    return (one for one, _ in pairs), (rate_rps for _, rate_rps in pairs)
+
+
+def planner_of(  # noqa: PLR0913 - each is an option
+    profiles: str,
+    workload: str | None,
+    trace: Path | None,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    share: float,
+    *,
+    speculation: str,
+    proposer: str,
+    link_gbps: float | None,
+    phases: Mapping[Layout, str],
+    precision: float,
+    seed: int,
+) -> Planner:
+    """Return the planner that the options describe.
+
+    Raises:
+        OSError: the trace cannot be read.
+        ValueError: an option is missing or wrong.
+    """
+    check_speculation(speculation)
+    machines = MachineTypes.load(profiles, proposer)
+    targets = targets_of(ttft_ms, tpot_ms, share)
+    source = source_of(workload, trace, Slo.of_ms(ttft_ms, tpot_ms))
+    planner = Planner.of(
+        machines,
+        source,
+        targets,
+        link=link_of(link_gbps),
+        phases=phases,
+        precision=precision,
+        seed=seed,
+    )
+    return planner.with_drafts(proposer) if speculation == AUTO else planner
+
+
+def _finite(value: float) -> float:
+    return value if value < math.inf else 0.0

@@ -1,0 +1,1 @@
+"""What simulations add to the simulated worker, such as replays of recorded requests."""

@@ -1,0 +1,1 @@
+"""`draftgate simulate`, which sends loadgen's requests to the dispatcher in virtual time."""

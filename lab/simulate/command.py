@@ -1,0 +1,315 @@
+"""Flags, progress and output of `draftgate simulate`.
+
+The command imports heavy modules when it runs, so that `draftgate --help` starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from draftgate.gateway.cli.options import BAD_USAGE, fail
+from draftgate.loadgen.command_line import PlainTyper
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from draftgate.lab.sim.exact_replay import ExactReplay
+    from draftgate.lab.sim.recorded_run import RecordedRun
+    from draftgate.lab.simulate.experiment import OnRecord, Setup
+    from draftgate.loadgen.types import Record
+
+app = PlainTyper("")
+
+RECORDED: Final = "recorded"
+"""Arrival process of a recorded run."""
+
+PROGRESS_S: Final = 10.0
+"""Interval between lines of progress, in seconds, if the output is not a terminal."""
+
+
+def _check_plotly(page: Path | None) -> Path | None:
+    from draftgate.loadgen.cli.flags import check_plotly
+
+    return check_plotly(page)
+
+
+@app.command()
+def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL).")
+    ] = None,
+    arrival: Annotated[
+        str | None,
+        typer.Option(
+            help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S], or recorded"
+            " for the requests of --recording."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, for all workers together.")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Replay a trace this many times faster than recorded.")
+    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens of each request.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Temperature of all requests.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Number of consecutive seeds, starting at --seed.")
+    ] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of workers, one device each (default: those of --roles)."),
+    ] = None,
+    phases: Annotated[
+        str,
+        typer.Option(
+            help="Phases policy, which picks the workers of prompt and output: together, apart,"
+            " splitwise, auto."
+        ),
+    ] = "together",
+    roles: Annotated[
+        str, typer.Option(help="Number of workers of each role, such as prefill=2,decode=2.")
+    ] = "",
+    routing: Annotated[
+        str,
+        typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
+    ] = "least_cost",
+    rescheduling: Annotated[
+        str, typer.Option(help="Rescheduling policy: off, llumnix[:LOW,HIGH], least_time, ...")
+    ] = "off",
+    binding: Annotated[
+        str,
+        typer.Option(
+            help="When a request gets its worker: late, once it has capacity, or early, on arrival."
+        ),
+    ] = "late",
+    speculation: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Speculation policies, including oracle. Separate them with commas or repeat the"
+            " option (default: auto)."
+        ),
+    ] = None,
+    batching: Annotated[
+        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first.")
+    ] = "slack",
+    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file.")] = (
+        "h100-8b"
+    ),
+    proposer: Annotated[
+        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self.")
+    ] = None,
+    recording: Annotated[
+        str | None,
+        typer.Option(help="Recorded acceptance to replay: a name or a file (default: profile's)."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048,
+    max_model_len: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens of a sequence.")
+    ] = 32768,
+    belief_error: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.99, help="Initial relative error of the workers' step costs."),
+    ] = 0.3,
+    truth: Annotated[
+        str,
+        typer.Option(help="Device model: roofline (with noise) or profile (without noise)."),
+    ] = "roofline",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file.")
+    ] = None,
+    html_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", callback=_check_plotly, help="Write a page with plots to this file."
+        ),
+    ] = None,
+) -> None:
+    """Simulate a load under one or more policies, with production code in virtual time."""
+    from draftgate.backends.worker_config import WorkerConfig
+    from draftgate.lab.sim.recording import load_recording
+    from draftgate.lab.simulate.experiment import Setup, read_roles
+    from draftgate.loadgen.planning.plan import Load
+    from draftgate.loadgen.types import Slo
+
+    try:
+        replays = arrival == RECORDED
+        if replays:
+            given = {
+                "--workload": workload,
+                "--trace": trace,
+                "--rate": rate,
+                "--duration": duration,
+                "--max-tokens": max_tokens,
+                "--temperature": temperature,
+                "--slo-ttft-ms": slo_ttft_ms,
+                "--slo-tpot-ms": slo_tpot_ms,
+            }
+            trace = _recorded_file(recording, given)
+        load = Load(
+            workload=workload,
+            trace=trace,
+            arrival=None if replays else arrival,
+            rate_rps=rate,
+            duration_s=duration,
+            requests=requests,
+            time_scale=time_scale,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            slo=Slo.of_ms(slo_ttft_ms, slo_tpot_ms),
+            seed=seed,
+        )
+        config = WorkerConfig(
+            batching=batching,
+            proposer=proposer,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            profile=profile,
+        )
+        named = (name for text in speculation or ["auto"] for name in text.split(","))
+        policies = tuple(filter(None, named))
+        replayed = None if recording is None else load_recording(recording)
+        named_roles = read_roles(roles)
+        count = workers or max(len(named_roles), 1)
+        setup = Setup(
+            *(load, config, policies, count, routing, repeat, belief_error, truth, replayed),
+            _exact_replay(trace) if replays and trace is not None else None,
+            *(rescheduling, binding, phases, named_roles),
+        )
+        _run(setup, json_out, html_out)
+    except (OSError, ValueError) as error:
+        fail(error, BAD_USAGE)
+
+
+def _recorded_file(recording: str | None, given: Mapping[str, object]) -> Path:
+    """Return the file of a recorded run.
+
+    Args:
+        given: values of the flags that describe other requests.
+
+    Raises:
+        ValueError: no recording is given, or a flag describes other requests.
+    """
+    if recording is None:
+        raise ValueError(f"--arrival {RECORDED} needs the file of a server: --recording FILE")
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"--arrival {RECORDED} replays recorded requests, and excludes {flag}")
+    return Path(recording)
+
+
+def _exact_replay(file: Path) -> tuple[RecordedRun, ExactReplay]:
+    """Replay a recorded run, and print what it contains.
+
+    Raises:
+        ValueError: the run cannot be replayed exactly.
+    """
+    from rich.console import Console
+
+    from draftgate.lab.sim.exact_replay import replay_exactly
+    from draftgate.lab.sim.recorded_run import load_run
+
+    run = load_run(file)
+    exact = replay_exactly(run)
+    Console(stderr=True).print(
+        f"live run with {run.worker.speculation}: {len(exact.requests)} requests, {exact.steps}"
+        f" steps in {run.duration_s:.1f} s, {exact.drafted_tokens} draft tokens,"
+        f" {exact.accepted_tokens} accepted; the replay made the same steps",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return run, exact
+
+
+def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
+    """Simulate, print the table, and write the files.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: a setting is wrong.
+    """
+    from rich.console import Console
+
+    from draftgate.lab.simulate.experiment import run_experiment
+    from draftgate.lab.simulate.report import as_json, page, render
+
+    errors = Console(stderr=True)
+    with _progress(errors, setup) as on_record:
+        results = run_experiment(setup, on_record)
+    if json_out is not None:
+        text = json.dumps(as_json(setup, results), indent=1)
+        json_out.write_text(text + "\n", encoding="utf-8")
+    if html_out is not None:
+        html_out.write_text(page(setup, results), encoding="utf-8")
+    Console().print(render(results))
+    rate = results.requests / max(results.cpu_s, 1e-9)
+    effort = f"{results.requests} requests in {results.cpu_s:.1f} CPU s: {rate:.0f} per CPU second"
+    errors.print(effort, highlight=False)
+
+
+@contextmanager
+def _progress(console: Console, setup: Setup) -> Iterator[OnRecord]:
+    """Show the number of finished requests, as bars on a terminal or as lines elsewhere."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    total = setup.load.longest  # None if only the duration is known
+    of_total = "" if total is None else f" of {total}"
+    runs = [(policy, seed) for seed in setup.seeds for policy in setup.policies]
+    ended = dict.fromkeys(runs, 0)
+    columns = TextColumn("{task.description}", markup=False), BarColumn()
+    lines, printed_s = not console.is_terminal, time.monotonic()
+    bars = Progress(
+        *columns,
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=lines,
+    )
+    tasks = {}
+
+    def on_record(policy: str, seed: int, _record: Record) -> None:
+        nonlocal printed_s
+        run = policy, seed
+        name = policy if setup.repeat == 1 else f"{policy}, seed {seed}"
+        ended[run] += 1
+        if run not in tasks:
+            tasks[run] = bars.add_task(name, total=total)
+            line = f"run {len(tasks)} of {len(runs)}: {name}"
+        else:
+            line = f"{name}: {ended[run]}{of_total} requests done"
+        bars.advance(tasks[run])
+        if lines and (ended[run] == 1 or time.monotonic() - printed_s >= PROGRESS_S):
+            printed_s = time.monotonic()
+            console.print(line, highlight=False, markup=False)
+
+    with bars:
+        yield on_record

@@ -1,0 +1,270 @@
+"""Experiments that run several policies on the same load, with one or more seeds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from msgspec import structs
+
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.assembly import BINDINGS
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import Watch
+from draftgate.lab.sim.environment import SimEnvironment
+from draftgate.lab.sim.exact_replay import ExactReplay
+from draftgate.lab.sim.recorded_run import RecordedRun
+from draftgate.lab.sim.recording import Recording, load_recording
+from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.lab.simulate.conversion import job_of
+from draftgate.lab.simulate.intervals import batch_means
+from draftgate.lab.simulate.move_counts import MoveCounts
+from draftgate.lab.simulate.recorded_load import recorded_job_of, recorded_plan
+from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.planning.traces import TraceRow, read_trace
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
+from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
+from draftgate.policies.types import Role
+
+NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
+"""Health of a load generator that is never late, as in virtual time."""
+
+TRUTHS: Final = ("roofline", "profile")
+"""The device models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """An experiment with one load, one cluster and several policies.
+
+    Attributes:
+        load: an open loop, whose seed is the first seed.
+        config: the configuration of every worker, whose policy is replaced.
+        policies: names of speculation policies, such as `fixed:4`.
+        routing: name of the routing policy.
+        repeat: number of seeds.
+        belief_error: initial relative error of the workers' step costs.
+        recording: the texts whose drafts are replayed; None means those of the profile.
+        truth: `roofline`, or `profile` for devices that follow the profile exactly.
+        replay: the recorded run whose requests are the load, and its exact replay, or None.
+        rescheduling: name of the rescheduling policy.
+        binding: `late` or `early`, as in `WaitingRules`.
+        phases: name of the phases policy.
+        roles: roles of the first workers. The others have the role `any`.
+    """
+
+    load: Load
+    config: WorkerConfig
+    policies: tuple[str, ...]
+    workers: int = 1
+    routing: str = "least_cost"
+    repeat: int = 1
+    belief_error: float = 0.3
+    truth: str = "roofline"
+    recording: Recording | None = None
+    replay: tuple[RecordedRun, ExactReplay] | None = None
+    rescheduling: str = "off"
+    binding: str = "late"
+    phases: str = "together"
+    roles: tuple[Role, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: the load is not an open loop, a policy is named twice, a name is unknown, or
+                there are more roles than workers.
+        """
+        routing_policy(self.routing)
+        rescheduling_policy(self.rescheduling)
+        if self.binding not in BINDINGS:
+            raise ValueError(f"binding: expected {' or '.join(BINDINGS)}, not {self.binding!r}")
+        phases_policy(self.phases)
+        if len(self.roles) > self.workers:
+            raise ValueError(f"{len(self.roles)} roles need as many workers, not {self.workers}")
+        if self.truth not in TRUTHS:
+            raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
+        if self.load.clients is not None:
+            raise ValueError("a simulation needs a schedule: give a rate or a trace, not clients")
+        if len(set(self.policies)) < len(self.policies):
+            raise ValueError(f"a policy is named twice: {', '.join(self.policies)}")
+
+    @property
+    def replayed(self) -> Recording:
+        """The recording, by default the profile's.
+
+        Raises:
+            ValueError: the profile or its recording cannot be read.
+        """
+        return self.recording or load_recording(load_profile(self.config.profile).recording)
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the runs."""
+        return range(self.load.seed, self.load.seed + self.repeat)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The results of one policy.
+
+    Attributes:
+        summaries: a `summary/1` per seed.
+        run: the run with the first seed, for plots.
+        samples: nearly independent values of each metric, from the batches of one run or from
+            several seeds. Values of two policies at the same index belong to the same requests.
+        moves: number of moves by reason and end, as in `MoveCounts`.
+    """
+
+    policy: str
+    summaries: list[dict[str, Any]] = field(default_factory=list)
+    run: LoadRun | None = None
+    samples: dict[str, list[float | None]] = field(default_factory=dict)
+    moves: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The outcomes of all policies.
+
+    Attributes:
+        outcomes: one outcome per policy, in the order of the policies.
+        requests: number of simulated requests.
+        cpu_s: CPU time of the simulation, in seconds.
+    """
+
+    outcomes: list[Outcome]
+    requests: int
+    cpu_s: float
+
+
+def read_roles(text: str) -> tuple[Role, ...]:
+    """Return the roles in a text such as `prefill=2,decode=2`.
+
+    Raises:
+        ValueError: a role or its number of workers is invalid.
+    """
+    roles = list[Role]()
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        if name not in set(Role) or not number.isdecimal():
+            raise ValueError(f"expected roles as in prefill=2,decode=2, not {part!r}")
+        roles += [Role(name)] * int(number)
+    return tuple(roles)
+
+
+OnRecord = Callable[[str, int, Record], None]
+"""A callback that receives each record with its policy and seed."""
+
+
+def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) -> Results:
+    """Simulate every policy with every seed.
+
+    Raises:
+        OSError: the trace or the text cannot be read.
+        ValueError: a setting is wrong.
+    """
+    trace = setup.load.trace if setup.replay is None else None
+    rows = () if trace is None else read_trace(trace)
+    outcomes = [Outcome(policy) for policy in setup.policies]
+    began_s, requests = time.process_time(), 0
+    # No object is freed before the end, so full collections would scan millions of objects in vain.
+    with without_full_gc():
+        for seed in setup.seeds:
+            for outcome in outcomes:
+                watch = MoveCounts()
+                run = _run(setup, outcome.policy, seed, rows, on_record, watch)
+                outcome.moves += watch.ends
+                requests += len(run.records)
+                outcome.summaries.append(_without_health(summarize(run)))
+                _add_samples(outcome, run, repeated=setup.repeat > 1)
+                outcome.run = outcome.run or run
+    return Results(outcomes, requests, time.process_time() - began_s)
+
+
+def _run(
+    setup: Setup,
+    policy: str,
+    seed: int,
+    rows: Sequence[TraceRow],
+    on_record: OnRecord,
+    watch: Watch,
+) -> LoadRun:
+    """Simulate one policy with one seed, which determines all random choices."""
+    load = replace(setup.load, seed=seed)
+    config = structs.replace(setup.config, speculation=policy)
+    run = None if setup.replay is None else setup.replay[0]
+    environment = SimEnvironment(
+        *(seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run),
+        delivers_tokens=setup.rescheduling != "off" or phases_policy(setup.phases).separates,
+    )
+    rules = replace(
+        ADMIT_ALL,
+        routing=setup.routing,
+        rescheduling=setup.rescheduling,
+        binding=setup.binding,
+        phases=setup.phases,
+    )
+    cluster = SimulatedCluster(config, setup.workers, environment, rules, roles=setup.roles)
+    to_job: Callable[[PlannedRequest], Job] = job_of
+    if run is None:
+        plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
+    else:
+        plan, to_job = recorded_plan(run, load), recorded_job_of(run)
+    records = simulate(
+        cluster, plan.requests, lambda record: on_record(policy, seed, record), to_job, watch
+    )
+    return LoadRun(
+        {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},
+        records,
+        max((record.end_s for record in records), default=0.0),
+        plan.schedule_s,
+        NEVER_LATE,
+    )
+
+
+def _without_health(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary without the values that only a real load generator has."""
+    dropped = {"health", "lossless", "invalid_reasons"}
+    kept = {key: value for key, value in summary["details"].items() if key not in dropped}
+    return {**summary, "details": kept}
+
+
+_REQUEST_METRICS: Final[dict[str, Callable[[Record], float | None]]] = {
+    "latency_s.mean": lambda record: latency_s(record) if record.chunks else None,
+    "ttft_s.mean": ttft_s,
+    "tpot_s.mean": tpot_s,
+    "attainment": lambda record: float(meets_slo(record)),
+}
+"""Means over requests, whose intervals result from the batches of a single run."""
+
+_SEED_METRICS: Final = (
+    *_REQUEST_METRICS,
+    "latency_s.p99",
+    "ttft_s.p99",
+    "tpot_s.p99",
+    "goodput_rps",
+    "accepted_tokens_per_s",
+)
+"""Metrics of a summary, whose intervals result from several seeds."""
+
+
+def _add_samples(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
+    if not repeated:
+        for metric, value in _REQUEST_METRICS.items():
+            outcome.samples[metric] = batch_means([value(record) for record in run.records])
+        return
+    for metric in _SEED_METRICS:
+        value_or_none: Any = outcome.summaries[-1]
+        for name in metric.split("."):
+            value_or_none = None if value_or_none is None else value_or_none[name]
+        sample = None if value_or_none is None else float(value_or_none)
+        outcome.samples.setdefault(metric, []).append(sample)

@@ -1,0 +1,100 @@
+"""Tests of the banner, which a terminal shows once a node listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+from pathlib import Path
+
+import httpx
+import pytest
+
+from draftgate.gateway.banner import banner
+from draftgate.gateway.cli.server import show_banner
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.logs import LOGGER, JsonFormatter
+from tests.gateway.harness import PATIENCE_S, client, running
+from tests.gateway.test_cli import COMMAND
+from tests.gateway.upstreams import forwarding, refusal, upstream
+
+
+def example(shown: str) -> httpx.Request:
+    """Return the request of the command in a banner."""
+    words = shlex.split(shown.strip().splitlines()[-1])
+    headers = [words[at + 1] for at, word in enumerate(words) if word == "-H"]
+    body = words[words.index("-d") + 1]
+    url = next(word for word in words if word.startswith("http"))
+    return httpx.Request("POST", url, headers=dict(h.split(": ") for h in headers), content=body)
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_the_example_has_the_header_of_a_key(tmp_path: Path, *, keys: bool) -> None:
+    """The example of a node works as it is, or with a key in place of KEY if the node needs one."""
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys:\n  - {name: a, key: KEY}\n")
+    settings = {"api_keys_file": str(path)} if keys else {}
+    async with running(**settings) as gateway, client(gateway) as http:
+        shown = banner(gateway)
+        assert "is ready\n" in shown
+        assert ("Authorization: Bearer KEY" in shown) is keys
+        assert (await http.send(example(shown))).status_code == 200
+
+
+async def test_the_banner_says_that_a_node_is_not_ready() -> None:
+    """The banner of a node says the same as `/ready`."""
+    async with upstream(refusal(200)) as engine:
+        engine.status = 500
+        async with forwarding(engine) as gateway, client(gateway) as http:
+            await gateway.node.fleet.workers[0].backend.probe()
+            ready = await http.get("/ready")
+            shown = banner(gateway)
+            assert (ready.status_code == 200) is ("is ready\n" in shown)
+            if ready.status_code != 200:
+                assert f"is not ready: {ready.json()['reason']}\n" in shown
+    async with forwarding(engine) as gateway, client(gateway) as http:
+        ready = await http.get("/ready")
+        assert ready.status_code == 503
+        assert f"is not ready: {ready.json()['reason']}\n" in banner(gateway)
+
+
+@pytest.mark.parametrize("form", ["line", "json"])
+async def test_programs_that_read_json_get_the_address_in_the_log(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    """With `--log-format json`, a line of the log has the address in place of the banner."""
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    async with running(log_level="info") as gateway:
+        show_banner(ServeConfig(log_format=form), gateway)
+        url = gateway.url
+    assert bool(capsys.readouterr().out) is (form == "line")
+    logged = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    urls = [line["url"] for line in logged if line["event"] == "listening"]
+    assert urls == ([url] if form == "json" else [])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_json_logs_name_the_port_that_the_system_chose(processes: int) -> None:
+    """A program that starts a node with `--port 0` finds its address in the log."""
+    words = ("serve", "--backend", "sim", "--port", "0", "--log-format", "json")
+    node = await asyncio.create_subprocess_exec(
+        *(*COMMAND, *words, "--processes", str(processes)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert node.stderr is not None
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for line in node.stderr:
+                if (logged := json.loads(line))["event"] == "listening":
+                    break
+            else:
+                pytest.fail("the log names no address")
+        async with httpx.AsyncClient(base_url=logged["url"], timeout=60) as http:
+            assert (await http.get("/ready")).status_code == 200
+    finally:
+        if node.returncode is None:
+            node.terminate()
+        out, _ = await node.communicate()
+    assert out == b"", "programs read no other output"

@@ -1,0 +1,65 @@
+"""Tests of the recommendations of `draftgate plan placement` and `pools`, without simulations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftgate.lab.plan import planner as planning
+from draftgate.lab.plan.answer import Answer
+from draftgate.lab.plan.planner import MORE, Planner
+from draftgate.lab.planning.deployments import (
+    Candidate,
+    Deployment,
+    Group,
+    Measured,
+    Search,
+)
+from draftgate.loadgen.search.types import SearchGoal
+from draftgate.policies.types import Role
+
+TOGETHER = Candidate(Deployment((Group("a", Role.ANY, 1),)), 9.0, weight=2.0)
+APART = Candidate(
+    Deployment((Group("a", Role.PREFILL, 1), Group("a", Role.DECODE, 1))), 8.0, weight=4.0
+)
+UNUSED: Any = None
+
+
+@pytest.mark.parametrize("sufficient", [4, 9])
+def test_machines_that_miss_the_targets_are_no_plan(
+    sufficient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More copies are tried until a simulation meets the share. If none does, there is no plan."""
+    tried: list[int] = []
+
+    def records(_self: Planner, deployment: Deployment, _rate_rps: float) -> list[bool]:
+        tried.append(deployment.machines)
+        return [deployment.machines >= sufficient] * 10
+
+    monkeypatch.setattr(Planner, "records", records)
+    monkeypatch.setattr(planning, "meets_slo", bool)
+    one = Planner(UNUSED, UNUSED, UNUSED, {}, SearchGoal(1.0, 1.0, share=0.9))
+    deployment, _ = one.enough(Measured(TOGETHER, 2.0, 1.9, 2.1), 5.0)
+    if sufficient == 4:
+        assert deployment == TOGETHER.deployment.repeated(4)
+        assert tried == [3, 4]
+    else:
+        assert deployment is None
+        assert tried == list(range(3, 3 + MORE + 1))
+
+
+@pytest.mark.parametrize(("low", "equal"), [(2.8, True), (3.2, False)])
+def test_recommendation_of_an_equal_layout_is_explained(
+    low: float, equal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Together is recommended if its interval reaches that of a higher goodput, with the reason."""
+    measured = (Measured(TOGETHER, 1.5, 1.4, 1.55), Measured(APART, 3.3, low, 3.5))
+    search = Search(measured, (), complete=True)
+    assert search.best is not None
+    deployment = search.best.candidate.deployment
+    Answer("placement", UNUSED, search, deployment, None, per="USD").show()
+    text = capsys.readouterr().out
+    assert "2970" in text  # requests per USD, of 3.3 requests/s for 4 USD per hour
+    assert f"recommended ({'together' if equal else 'apart'})" in text
+    assert ("has a higher goodput, but the intervals overlap" in text) == equal
