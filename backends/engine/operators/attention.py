@@ -7,9 +7,8 @@ their sums, as in split-KV decoding on GPUs (Flash-Decoding, T. Dao et al., 2023
 
 The bits of a row therefore do not depend on the padding of the context or its place in the pool. A
 tile always has the same size, and a masked tile adds zeros. The bits do not depend on the other
-rows either, if each product has at least `min_rows` rows. For fewer rows, torch uses another
-kernel. Measurements on Zen 4 in float32 and bfloat16 with 1 to 512 rows confirm this independence
-(2026-11-21). The worker tests its own machine at start (`warmup`).
+rows either, if the number of rows in each call suits the machine's matrix products (`call_rows`).
+The worker tests its own machine at start (`warmup`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any, Final, NamedTuple
 
@@ -66,8 +66,8 @@ class AttentionPlan:
     """The tokens that each row of a step attends to, shared by all layers with the same window.
 
     A packed row is one query head of a group at one token: row `token * group + head`, the same for
-    every KV head. The tokens of a chunk are contiguous and padded to a multiple of `min_rows`
-    rows.
+    every KV head. The tokens of a chunk are contiguous and padded to a multiple of the rows of
+    `call_rows`.
 
     Attributes:
         tokens: [packed tokens] row of the step of each token, including padding.
@@ -86,12 +86,62 @@ class AttentionPlan:
     rows: Tensor
 
 
-def min_rows(dtype: torch.dtype) -> int:
-    """Return the divisor of the padded number of rows of a chunk.
+class CallRows(NamedTuple):
+    """The numbers of rows for which torch's kernel computes every row with the same instructions.
 
-    The divisor is 16 for bfloat16 with matrix tiles (AMX), otherwise 4.
+    Attributes:
+        divisor: the number of rows in a call is a multiple of this.
+        most: maximum rows in a call, or None.
     """
-    return 16 if dtype is torch.bfloat16 and USES_AMX else 4
+
+    divisor: int
+    most: int | None = None
+
+
+CALL_ROWS: Final = (CallRows(4), CallRows(12, 24))
+"""The choices of `call_rows`, the fastest first.
+
+Products of fewer than 4 rows use other instructions on every machine. MKL for AVX2 on Intel
+processors multiplies 3 rows at a time and computes 2 remaining rows in another order. The kernel
+divides the rows of a call into blocks of at least 32, so more than 24 rows could leave 2 (tested
+on a Zen 4 whose MKL took it for an Intel processor, 2026-11-29).
+"""
+
+AMX_ROWS: Final = CallRows(16)
+"""The rows of a matrix tile."""
+
+_PROBED_ROWS: Final = (36, 72, 240, 816)
+"""Multiples of every divisor. The kernel divides them into blocks of 32, 32, 64 and 256 rows."""
+
+
+def call_rows(dtype: torch.dtype) -> CallRows:
+    """Return the numbers of rows with which the bits of a row do not depend on the other rows.
+
+    If no choice passes the test, the first is returned, and the worker reports inexact results.
+    """
+    if dtype is torch.bfloat16 and USES_AMX:
+        return AMX_ROWS
+    return _float32_rows()
+
+
+@lru_cache
+def _float32_rows() -> CallRows:
+    # Without AMX, products in bfloat16 have the same order, but rounding hides most differences.
+    return next((rows for rows in CALL_ROWS if _is_independent(rows)), CALL_ROWS[0])
+
+
+def _is_independent(rows: CallRows) -> bool:
+    random = torch.Generator().manual_seed(0)
+    shapes = (max(_PROBED_ROWS), KV_TILE, KV_TILE)
+    queries, keys, values = (torch.randn(1, 2, count, 64, generator=random) for count in shapes)
+    few = [_flash_rows(part, keys, values, None, rows)[0] for part in queries.split(rows.divisor, 2)]
+    alone = torch.cat(few, 2)
+    return all(
+        torch.equal(
+            _flash_rows(queries[:, :, :count], keys, values, None, rows)[0], alone[:, :, :count]
+        )
+        for count in _PROBED_ROWS
+    )
 
 
 def plan_attention(
@@ -106,8 +156,8 @@ def plan_attention(
         window: number of positions that a row attends to: from p - window + 1 to p for a row at
             position p. None means all positions up to p.
     """
-    least = min_rows(dtype)
-    unit = least // gcd(least, group)
+    divisor = call_rows(dtype).divisor
+    unit = divisor // gcd(divisor, group)
     packed, real, rows = list[int](), list[int](), list[int]()
     calls: list[_Call] = []
     parts: list[Tensor] = []
@@ -190,8 +240,30 @@ def _attend(
     queries = packed[None, :, call.rows].expand(call.tiles, -1, -1, -1)
     if softcap is not None:
         return _capped(queries, keys, values, call.mask, softcap)
-    result: tuple[Tensor, Tensor] = _flash(queries, keys, values, attn_mask=call.mask, scale=1.0)
-    return result
+    return _flash_rows(queries, keys, values, call.mask, call_rows(packed.dtype))
+
+
+def _flash_rows(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rows: CallRows
+) -> tuple[Tensor, Tensor]:
+    """Return the results of torch's kernel, which gets at most `rows.most` rows at a time."""
+    count = queries.shape[2]
+    most = rows.most or count
+    results = [
+        _flash(
+            queries[:, :, start : start + most],
+            keys,
+            values,
+            attn_mask=None if mask is None else mask[:, :, start : start + most],
+            scale=1.0,
+        )
+        for start in range(0, count, most)
+    ]
+    if len(results) == 1:
+        values, sums = results[0]
+    else:
+        values, sums = (torch.cat(parts, 2) for parts in zip(*results, strict=True))
+    return values, sums
 
 
 def _capped(
