@@ -46,7 +46,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.process import settle_process
 from draftgate.gateway.reloading import WatchedFiles, reloading
 from draftgate.gateway.routes import build_app
-from draftgate.gateway.state.guarded import open_store
+from draftgate.gateway.state.guarded.store import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tls import Listener, tls_listener
 

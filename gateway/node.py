@@ -39,7 +39,7 @@ from draftgate.gateway.model_service import ModelService, NodeParts
 from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.state.guarded_responses import open_response_store
+from draftgate.gateway.state.guarded.responses import open_response_store
 from draftgate.gateway.state.store import FORGET_S, Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog

@@ -29,7 +29,7 @@ import uvloop
 from bench.gateway.shared_store import shared_store
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.gateway.cli.environment import collect_environment
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client

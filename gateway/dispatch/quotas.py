@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from draftgate.gateway.dispatch.leases import LEASE_S
-from draftgate.gateway.state.calls import DEADLINE_S
+from draftgate.gateway.state.guarded.calls import DEADLINE_S
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.policies.quotas import (

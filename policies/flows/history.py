@@ -34,7 +34,7 @@ an application change with its releases, and twenty flows take seconds.)"""
 OVERLAP_S: Final = 0.02
 """Seconds by which a hop must arrive before the end of an earlier hop to overlap it. A client may
 send its next request as soon as it has read the last byte of a stream, before the store knows the
-end. The limit is the deadline of a call of the store (`gateway.state.calls`)."""
+end. The limit is the deadline of a call of the store (`gateway.state.guarded.calls`)."""
 
 LEAST_CHANCE: Final = 0.02
 """Probability below which a further hop is ignored. It ends the prediction of long chains early."""

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from draftgate.gateway.app import Listening
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from tests.gateway.collector import Collector, ReceivedSpan, collecting

@@ -14,7 +14,7 @@ from draftgate.gateway.state.flow_store import (
     HopArrival,
     HopLengths,
 )
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.store import (

@@ -12,7 +12,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import WARM_CONNECTIONS, RedisStore
 from tests.gateway.harness import PATIENCE_S, client, eventually, open_stream, running

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from draftgate.gateway.state.calls import GuardedCalls
+from draftgate.gateway.state.guarded.calls import GuardedCalls
 from draftgate.gateway.state.store import StoreError
 from tests.gateway.test_guarded_store import in_virtual_time, now_s
 

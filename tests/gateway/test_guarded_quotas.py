@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from draftgate.gateway.dispatch.quotas import Quotas, quota_account
-from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE, QUOTA_DEADLINE_S
+from draftgate.gateway.state.guarded.calls import DEADLINE_S, MOST_CALLS, PATIENCE, QUOTA_DEADLINE_S
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.policies.quotas import Limit, Quota, Shortage, Totals
 from tests.gateway.flaky_store import FlakyStore, guarded

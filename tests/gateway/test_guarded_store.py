@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
-from draftgate.gateway.state.guarded import AT_ONCE, GuardedStore
+from draftgate.gateway.state.guarded.calls import DEADLINE_S, MOST_CALLS, PATIENCE
+from draftgate.gateway.state.guarded.store import AT_ONCE, GuardedStore
 from draftgate.gateway.state.store import STALE_S, Refusal
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop, run_virtual
 from tests.gateway.flaky_store import FlakyStore, guarded

@@ -11,7 +11,7 @@ import pytest
 
 from draftgate.gateway.app import Listening, build_node
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.state.guarded import GuardedStore, open_store
+from draftgate.gateway.state.guarded.store import GuardedStore, open_store
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store, WorkerView
 from tests.gateway.harness import PATIENCE_S, ScriptedBackend, leased, post_raw, running

@@ -17,7 +17,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.dispatch.quotas import quota_account
-from draftgate.gateway.state.calls import MOST_CALLS, QUOTA_DEADLINE_S
+from draftgate.gateway.state.guarded.calls import MOST_CALLS, QUOTA_DEADLINE_S
 from draftgate.policies.quotas import Quota
 from tests.examples import examples
 from tests.gateway.test_guarded_quotas import Gateway

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftgate.gateway.state.calls import PATIENCE
-from draftgate.gateway.state.guarded_responses import GuardedResponseStore
+from draftgate.gateway.state.guarded.calls import PATIENCE
+from draftgate.gateway.state.guarded.responses import GuardedResponseStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.responses import RedisResponseStore
 from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore

@@ -14,7 +14,7 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import QueueTimeout
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.store import Lease, Store
 from tests.gateway.flaky_store import FlakyStore
 from tests.gateway.troubles import (

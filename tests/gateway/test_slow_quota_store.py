@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
 from draftgate.gateway.dispatch.quotas import Quotas
-from draftgate.gateway.state.calls import DEADLINE_S
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.calls import DEADLINE_S
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import WARM_CONNECTIONS, RedisStore
 from draftgate.policies.quotas import Quota

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client

@@ -15,8 +15,8 @@ import uvloop
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import Quotas, quota_account
-from draftgate.gateway.state.calls import DEADLINE_S
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.calls import DEADLINE_S
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import Lease, Reservation
 from draftgate.policies.quotas import Quota, Totals

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from draftgate.gateway.state.calls import PATIENCE
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.calls import PATIENCE
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from tests.gateway.flaky_store import FlakyStore

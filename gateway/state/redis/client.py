@@ -19,7 +19,8 @@ from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 CONNECT_S: Final = 1.0
 """Timeout of a connection, with TLS and name resolution.
 
-No request waits for this timeout, because calls have their own deadline (`gateway.state.calls`)."""
+No request waits for this timeout, because calls have their own deadline
+(`gateway.state.guarded.calls`)."""
 
 ANSWER_S: Final = 1.0
 """Timeout of a response, after which the connection is closed.

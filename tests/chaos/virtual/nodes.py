@@ -38,7 +38,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.peers import session as peer_session
 from draftgate.gateway.http.peers.session import PeerSession
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport, new_epoch
 from draftgate.gateway.telemetry.tracing import Tracing

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from draftgate.gateway.state.calls import Call, GuardedCalls, T
+from draftgate.gateway.state.guarded.calls import Call, GuardedCalls, T
 from draftgate.gateway.state.quota_store import QuotaStore
 from draftgate.gateway.state.store import FORGET_S, StoreError
 from draftgate.policies.quotas import (

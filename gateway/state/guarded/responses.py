@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from draftgate.gateway.state.calls import PATIENCE, GuardedCalls
+from draftgate.gateway.state.guarded.calls import PATIENCE, GuardedCalls
 from draftgate.gateway.state.local.store import SCHEME, LocalResponseStore, socket_path
 from draftgate.gateway.state.response_store import MemoryResponseStore, ResponseStore, StoreUsage
 from draftgate.gateway.state.store import StoreError

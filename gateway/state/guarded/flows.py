@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from draftgate.gateway.state.calls import GuardedCalls
 from draftgate.gateway.state.flow_store import (
     FlowHop,
     FlowKey,
@@ -20,6 +19,7 @@ from draftgate.gateway.state.flow_store import (
     HopLengths,
     MemoryFlows,
 )
+from draftgate.gateway.state.guarded.calls import GuardedCalls
 from draftgate.gateway.state.store import StoreError
 from draftgate.policies.flows.types import HopRecord
 

@@ -20,10 +20,15 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, QUOTA_DEADLINE_S, GuardedCalls
 from draftgate.gateway.state.exchange import News, Update
-from draftgate.gateway.state.guarded_flows import GuardedFlows
-from draftgate.gateway.state.guarded_quotas import GuardedQuotas
+from draftgate.gateway.state.guarded.calls import (
+    DEADLINE_S,
+    PATIENCE,
+    QUOTA_DEADLINE_S,
+    GuardedCalls,
+)
+from draftgate.gateway.state.guarded.flows import GuardedFlows
+from draftgate.gateway.state.guarded.quotas import GuardedQuotas
 from draftgate.gateway.state.local.store import SCHEME, LocalStore, socket_path
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import (

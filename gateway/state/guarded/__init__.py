@@ -1,0 +1,1 @@
+"""Wrappers of remote stores that always respond in time."""
