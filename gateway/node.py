@@ -25,6 +25,7 @@ from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
+from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.config.models import ModelPlan
 from draftgate.gateway.dispatch.decisions import Decisions
@@ -36,7 +37,6 @@ from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
-from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded.responses import open_response_store

@@ -28,12 +28,12 @@ import uvloop
 from draftgate.gateway.app import Inherited, Listening, NodeFailed, StartError, serve
 from draftgate.gateway.banner import banner
 from draftgate.gateway.cluster.access import peer_access
+from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.loading import loading_shown
 from draftgate.gateway.logs import configure
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
-from draftgate.gateway.processes.siblings import Siblings
 
 FAILED: Final = 1
 

@@ -19,13 +19,14 @@ import msgspec
 from msgspec.structs import replace
 
 from draftgate.gateway.app import Signals, StartError
+from draftgate.gateway.cluster.snapshots import NodeStores
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
 from draftgate.gateway.processes.listeners import open_listeners
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.processes.plan import Plan, plan_processes
-from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.local.server import SharedResponses, serving_stores
 from draftgate.gateway.state.memory import MemoryStore
 
 PAUSE_S: Final = 1.0
@@ -220,7 +221,7 @@ async def serve_processes(config: ServeConfig, on_ready: Callable[[Notice], None
     with tempfile.TemporaryDirectory(prefix="draftgate-") as folder:
         path = Path(folder) / "stores"
         responses = SharedResponses(config.response_store_bytes, config.response_store_ttl_s)
-        stores = SharedStores(MemoryStore(), responses)
+        stores = NodeStores(MemoryStore(), responses)
         plan = plan_processes(config, path)
         try:
             listeners, opened = open_listeners(config.host, config.port, config.processes)

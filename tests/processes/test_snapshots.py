@@ -12,10 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.types import SpeculationOutcome
+from draftgate.gateway.cluster.siblings import Siblings
+from draftgate.gateway.cluster.snapshots import (
+    NodeStores,
+    ProcessSnapshot,
+    SharedDecision,
+    SharedSnapshots,
+)
 from draftgate.gateway.dispatch.decisions import KEPT, Decisions, MoveRecord, RecentMove
-from draftgate.gateway.processes.siblings import Siblings
-from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecision, SharedSnapshots
-from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.local.server import SharedResponses, serving_stores
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
@@ -175,7 +180,7 @@ class Process:
 async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -> None:
     """Metrics, activity, decisions and streams arrive at the other process as they were."""
     path = tmp_path / "stores"
-    stores = SharedStores(MemoryStore(), SharedResponses(1000, 60))
+    stores = NodeStores(MemoryStore(), SharedResponses(1000, 60))
     async with serving_stores(stores, path):
         one, other = Process(path, "front 0"), Process(path, "front 1")
         one.metrics.add(metric.GENERATION_TOKENS, 5)
@@ -219,7 +224,7 @@ async def test_counters_never_decrease_between_scrapes(tmp_path: Path, seed: int
     rng, path = random.Random(seed), tmp_path / "stores"
     names = [f"front {number}" for number in range(3)]
     shown = 0.0
-    async with serving_stores(SharedStores(MemoryStore(), SharedResponses(1000, 60)), path):
+    async with serving_stores(NodeStores(MemoryStore(), SharedResponses(1000, 60)), path):
         processes = [Process(path, name) for name in names]
         for _ in range(60):
             number = rng.randrange(3)

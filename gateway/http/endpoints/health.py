@@ -8,6 +8,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from draftgate import __version__
+from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.errors import Unavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.http.context import NODE, json_response
@@ -20,7 +21,6 @@ from draftgate.gateway.http.replies.shapes import (
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
-from draftgate.gateway.processes.siblings import Siblings
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_snapshots import Row

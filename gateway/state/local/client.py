@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -10,7 +11,14 @@ from typing import Any, Final, cast
 import msgspec
 
 from draftgate.backends.framing import Frames
-from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Reply, encoded
+from draftgate.gateway.state.local.messages import (
+    METHODS,
+    MOST_BYTES,
+    NOTICE,
+    Method,
+    Reply,
+    encoded,
+)
 from draftgate.gateway.state.store import StoreError
 
 _reply_decoder: Final = msgspec.msgpack.Decoder(Reply)
@@ -25,9 +33,14 @@ processes on a full worker, which ask again after 50 ms. (Chosen, not tuned, 202
 class Client:
     """A client that connects with its first call, and again after the connection was lost."""
 
-    def __init__(self, path: Path) -> None:
-        """Use the stores at a socket, without connecting yet."""
+    def __init__(self, path: Path, methods: Mapping[str, Method] = METHODS) -> None:
+        """Use the stores at a socket, without connecting yet.
+
+        Args:
+            methods: the methods of the stores (`SharedStores.methods`).
+        """
         self._path = path
+        self._methods = methods
         self._connection = _Connection()
         self._connecting = asyncio.Lock()
         self._numbers = 0
@@ -36,7 +49,7 @@ class Client:
         """Return the result of a method.
 
         Args:
-            method: a key of `METHODS`.
+            method: the name of one of the methods.
 
         Raises:
             StoreError: the server did not respond, or the method raised an error.
@@ -47,7 +60,7 @@ class Client:
         reply = await connection.send(number, encoded(number, method, arguments))
         if reply.error:
             raise StoreError(reply.error)
-        return METHODS[method].result.decode(reply.result)
+        return self._methods[method].result.decode(reply.result)
 
     async def call_or(self, otherwise: Any, method: str, *arguments: Any) -> Any:
         """Return the result of a method, or `otherwise` if the server did not respond."""

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from draftgate.backends.framing import framed
-from draftgate.gateway.processes.snapshots import ProcessSnapshot
 from draftgate.gateway.state.exchange import News, Update
 from draftgate.gateway.state.flow_store import FlowHop, FlowKey, HopArrival, HopLengths
 from draftgate.gateway.state.response_store import StoreUsage
@@ -22,9 +21,6 @@ from draftgate.gateway.state.store import (
     Snapshot,
     WorkerReport,
 )
-from draftgate.gateway.telemetry.live import Activity
-from draftgate.gateway.telemetry.metric_snapshots import Row
-from draftgate.gateway.telemetry.worker_list import ProcessStreams
 from draftgate.policies.flows.types import HopRecord
 from draftgate.policies.quotas import Levels, QuotaReservation, Settlement, Shortage, Totals
 
@@ -42,7 +38,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         number: a number that distinguishes the open calls of a connection, or `NOTICE`.
-        method: a key of `METHODS`.
+        method: the names of a store and of its method, such as `leases.renew`.
         arguments: the encoded arguments, a tuple.
     """
 
@@ -71,44 +67,39 @@ class Method(NamedTuple):
     result: msgspec.msgpack.Decoder[Any]
 
 
-def _method(arguments: Any, result: Any) -> Method:
+def method_of(arguments: Any, result: Any) -> Method:
+    """Return the decoders for the types of a method's arguments and result."""
     return Method(msgspec.msgpack.Decoder(arguments), msgspec.msgpack.Decoder(result))
 
 
 METHODS: Final = {
-    "leases.publish": _method(tuple[WorkerReport], bool),
-    "leases.withdraw": _method(tuple[str, str, int], None),
-    "leases.snapshot": _method(tuple[()], Snapshot),
-    "leases.reserve": _method(
+    "leases.publish": method_of(tuple[WorkerReport], bool),
+    "leases.withdraw": method_of(tuple[str, str, int], None),
+    "leases.snapshot": method_of(tuple[()], Snapshot),
+    "leases.reserve": method_of(
         tuple[str, int, tuple[LeaseCandidate, ...], float, QuotaReservation | None], Reservation
     ),
-    "leases.claim": _method(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
-    "leases.renew": _method(tuple[tuple[Lease, ...], float], frozenset[str]),
-    "leases.release": _method(tuple[tuple[str, ...]], None),
-    "leases.begin_move": _method(tuple[str, tuple[str, ...], float], bool),
-    "leases.end_move": _method(tuple[str, tuple[str, ...]], None),
-    "leases.exchange": _method(tuple[Update], News),
-    "quotas.reserve": _method(tuple[QuotaReservation, float], Shortage | None),
-    "quotas.renew": _method(tuple[tuple[QuotaReservation, ...], float], int),
-    "quotas.settle": _method(tuple[tuple[Settlement, ...]], None),
-    "quotas.totals": _method(tuple[str], Totals),
-    "quotas.levels": _method(tuple[str], Levels),
-    "flows.begin_hop": _method(tuple[FlowKey, HopArrival], FlowHop | None),
-    "flows.end_hop": _method(tuple[FlowKey, FlowHop, HopLengths], None),
-    "flows.cancel": _method(tuple[FlowKey, FlowHop], bool),
-    "flows.take": _method(tuple[FlowKey, FlowHop], tuple[HopRecord, ...] | None),
-    "responses.put_counted": _method(tuple[str, str, bytes], tuple[bool, int]),
-    "responses.get": _method(tuple[str, str], bytes | None),
-    "responses.delete": _method(tuple[str, str], bool),
-    "responses.usage": _method(tuple[()], StoreUsage),
-    "snapshots.share": _method(tuple[str, str, ProcessSnapshot], None),
-    "snapshots.metrics": _method(tuple[()], list[list[Row]]),
-    "snapshots.activities": _method(tuple[str], list[Activity]),
-    "snapshots.streams": _method(tuple[str], list[ProcessStreams]),
-    "snapshots.decisions": _method(tuple[str, int, str | None], list[tuple[float, bytes]]),
+    "leases.claim": method_of(tuple[str, int, tuple[LeaseCandidate, ...], float], Lease | None),
+    "leases.renew": method_of(tuple[tuple[Lease, ...], float], frozenset[str]),
+    "leases.release": method_of(tuple[tuple[str, ...]], None),
+    "leases.begin_move": method_of(tuple[str, tuple[str, ...], float], bool),
+    "leases.end_move": method_of(tuple[str, tuple[str, ...]], None),
+    "leases.exchange": method_of(tuple[Update], News),
+    "quotas.reserve": method_of(tuple[QuotaReservation, float], Shortage | None),
+    "quotas.renew": method_of(tuple[tuple[QuotaReservation, ...], float], int),
+    "quotas.settle": method_of(tuple[tuple[Settlement, ...]], None),
+    "quotas.totals": method_of(tuple[str], Totals),
+    "quotas.levels": method_of(tuple[str], Levels),
+    "flows.begin_hop": method_of(tuple[FlowKey, HopArrival], FlowHop | None),
+    "flows.end_hop": method_of(tuple[FlowKey, FlowHop, HopLengths], None),
+    "flows.cancel": method_of(tuple[FlowKey, FlowHop], bool),
+    "flows.take": method_of(tuple[FlowKey, FlowHop], tuple[HopRecord, ...] | None),
+    "responses.put_counted": method_of(tuple[str, str, bytes], tuple[bool, int]),
+    "responses.get": method_of(tuple[str, str], bytes | None),
+    "responses.delete": method_of(tuple[str, str], bool),
+    "responses.usage": method_of(tuple[()], StoreUsage),
 }
-"""The methods that clients call, of `Store`, its quotas and its flows, `ResponseStore` and
-`SharedSnapshots`."""
+"""The methods that clients call, of `Store`, its quotas and its flows, and `ResponseStore`."""
 
 
 def encoded(*fields: Any) -> bytes:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import msgspec
 
 from draftgate.backends.framing import Frames
 from draftgate.gateway.logs import log
-from draftgate.gateway.processes.snapshots import SharedSnapshots
 from draftgate.gateway.state.flow_store import MemoryFlows
-from draftgate.gateway.state.local.messages import METHODS, MOST_BYTES, NOTICE, Call, encoded
+from draftgate.gateway.state.local.messages import (
+    METHODS,
+    MOST_BYTES,
+    NOTICE,
+    Call,
+    Method,
+    encoded,
+)
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.quota_store import MemoryQuotas
 from draftgate.gateway.state.response_store import MemoryResponseStore
@@ -35,11 +41,16 @@ class SharedResponses(MemoryResponseStore):
 
 @dataclass(slots=True)
 class SharedStores:
-    """The stores that processes share. Their calls never suspend."""
+    """The stores that processes share. Their calls never suspend.
+
+    Attributes:
+        methods: the methods that clients may call. A subclass adds those of its attributes.
+    """
+
+    methods: ClassVar[Mapping[str, Method]] = METHODS
 
     leases: MemoryStore
     responses: SharedResponses
-    snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
     _gateways: set[_Connection] = field(default_factory=set)
 
     @property
@@ -63,7 +74,7 @@ class SharedStores:
             self._gateways.add(caller)
         try:
             store, _, name = call.method.partition(".")
-            arguments = METHODS[call.method].arguments.decode(call.arguments)
+            arguments = self.methods[call.method].arguments.decode(call.arguments)
             result = _finished(getattr(getattr(self, store), name)(*arguments))
             # The store has the leases of all gateways, so it does not divide capacity among them.
             if call.method == "leases.snapshot":

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from draftgate.gateway.cluster.snapshots import SNAPSHOT_METHODS, ProcessSnapshot, SharedDecision
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.logs import log
-from draftgate.gateway.processes.snapshots import ProcessSnapshot, SharedDecision
 from draftgate.gateway.state.local.client import Client
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
@@ -44,7 +44,7 @@ class Siblings:
             metrics: a function that returns the metrics of this process.
             own_streams: a function that returns the streams of this process.
         """
-        self._client = Client(path)
+        self._client = Client(path, SNAPSHOT_METHODS)
         self._process = process
         self._run = secrets.token_hex(8)
         self._metrics = metrics

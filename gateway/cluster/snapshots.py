@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
 import msgspec
 
 from draftgate.gateway.dispatch.decisions import KEPT
+from draftgate.gateway.state.local.messages import METHODS, Method, method_of
+from draftgate.gateway.state.local.server import SharedStores
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots, without_gauges
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
@@ -89,3 +95,22 @@ class SharedSnapshots:
 
     def _others(self, process: str) -> list[ProcessSnapshot]:
         return [snapshot for name, (_, snapshot) in self._latest.items() if name != process]
+
+
+SNAPSHOT_METHODS: Final = {
+    "snapshots.share": method_of(tuple[str, str, ProcessSnapshot], None),
+    "snapshots.metrics": method_of(tuple[()], list[list[Row]]),
+    "snapshots.activities": method_of(tuple[str], list[Activity]),
+    "snapshots.streams": method_of(tuple[str], list[ProcessStreams]),
+    "snapshots.decisions": method_of(tuple[str, int, str | None], list[tuple[float, bytes]]),
+}
+"""The methods of `SharedSnapshots` that the processes call."""
+
+
+@dataclass(slots=True)
+class NodeStores(SharedStores):
+    """The stores and the snapshots that the processes of a node share."""
+
+    methods: ClassVar[Mapping[str, Method]] = {**METHODS, **SNAPSHOT_METHODS}
+
+    snapshots: SharedSnapshots = field(default_factory=SharedSnapshots)
