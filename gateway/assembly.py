@@ -26,6 +26,7 @@ from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.ordering.returning import ReturningFirst
@@ -42,6 +43,7 @@ from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Draw
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
+from draftgate.policies.types import SpeculationPlan
 
 BINDINGS: Final = ("late", "early")
 """The values of `WaitingRules.binding`."""
@@ -154,5 +156,12 @@ def build_forwarder(
         policy: the speculation policy, which chooses between upstreams with and without drafts.
         budget: the budget of retries.
     """
-    pools = UpstreamPools(fleet, policy, decisions, metrics)
-    return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, metrics)
+
+    def on_decision(plan: SpeculationPlan) -> None:
+        metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
+
+    def on_retry(cause: str, allowed: bool) -> None:
+        metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
+
+    pools = UpstreamPools(fleet, policy, decisions, on_decision)
+    return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, on_retry)

@@ -24,6 +24,7 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.lifecycle import RETRY_STARTING_S, Lifecycle
 from draftgate.gateway.logs import log
 from draftgate.gateway.scaling import Scaling
@@ -31,7 +32,6 @@ from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.initial_series import create_series
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import ActivityMeter
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries

@@ -34,6 +34,7 @@ from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.embedding_cache import EmbeddingCache
 from draftgate.gateway.file_safety import check_writers
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
+from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
@@ -44,12 +45,11 @@ from draftgate.gateway.state.store import FORGET_S, Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.metric_snapshots import Row
 from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
+from draftgate.gateway.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 
 _UNSHARED: Final = "--peer-secret-env is not set"

@@ -14,7 +14,8 @@ import typer
 
 from draftgate.addresses import mask_url, read_server_url
 from draftgate.gateway.cli.options import fail
-from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
+from draftgate.gateway.dispatch.decisions import KEPT, Decision, read_decisions
+from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationPlan

@@ -17,9 +17,9 @@ from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.logs import log
 from draftgate.gateway.state.store import Store, WorkerReport
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
 
 HEARTBEAT_S: Final = 1.0
 

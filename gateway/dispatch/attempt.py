@@ -20,15 +20,15 @@ from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
 from draftgate.gateway.dispatch.run import Run
-from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
-from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry.span_attributes import (
+from draftgate.gateway.dispatch.span_attributes import (
     describe_decision,
     describe_reservation,
     record_route,
 )
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span
-from draftgate.gateway.telemetry.worker_spans import WorkerSpans, open_dispatch
+from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
+from draftgate.gateway.dispatch.worker_spans import WorkerSpans, open_dispatch
+from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.values import replace
 

@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 
 from draftgate.backends.types import SpeculationOutcome
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
-from draftgate.gateway.telemetry.recent_drafts import RecentDrafts
+from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
@@ -188,18 +187,6 @@ class OutcomeLine(msgspec.Struct, frozen=True):
     decided_s: float
     worker_id: str
     outcome: DecisionOutcome
-
-
-class DecisionList(msgspec.Struct):
-    """The response of `/decisions`.
-
-    Attributes:
-        decisions: the latest decisions, newest first.
-        drafts: what drafts brought the requests that ended in the last minutes.
-    """
-
-    decisions: list[Decision]
-    drafts: RecentDrafts
 
 
 class Decisions:

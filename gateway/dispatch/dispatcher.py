@@ -21,12 +21,12 @@ from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
+from draftgate.gateway.dispatch.span_attributes import admission_attributes, flow_attributes
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
-from draftgate.gateway.telemetry.span_attributes import admission_attributes, flow_attributes
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.tracing import NO_SPAN, Span
 from draftgate.policies.values import replace
 
 

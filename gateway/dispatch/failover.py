@@ -32,10 +32,10 @@ from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.dispatch.span_attributes import describe_claim
 from draftgate.gateway.dispatch.suspects import Suspects
 from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import Fleet
-from draftgate.gateway.telemetry.span_attributes import describe_claim
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import (
     Cause,

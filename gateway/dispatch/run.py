@@ -12,7 +12,7 @@ from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.telemetry.tracing import Span
+from draftgate.gateway.tracing import Span
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.rescheduling.types import ChosenMove
 from draftgate.policies.resilience.failover import Cause, GivenUp

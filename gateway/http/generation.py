@@ -51,8 +51,8 @@ from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.tracing import Span, Tracing
 from draftgate.policies.flows.types import HopKind
 from draftgate.policies.values import replace
 

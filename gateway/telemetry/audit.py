@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
+from draftgate.gateway.json_lines import JsonLinesFile
 
 REFUSALS: Final = frozenset({401, 403, 408, 413, 429, 431})
 """Statuses of requests that the node refuses because of their sender, their size or their pace."""

@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from draftgate import __version__
 from draftgate.gateway.errors import as_gateway_error
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span, Tracing, is_server_error
+from draftgate.gateway.tracing import NO_SPAN, Attributes, Span, Tracing, is_server_error
 
 TRACES_PATH: Final = "/v1/traces"
 """The path at which an OTLP/HTTP collector accepts spans."""

@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from draftgate.gateway.dispatch.decisions import Decision
+
 PERIOD_S: Final = 300.0
 """Time in seconds for which an ended choice counts."""
 
@@ -43,6 +45,18 @@ class RecentDrafts(msgspec.Struct, frozen=True):
     saved_s: float
     decode_s: float
     saved_share: float | None
+
+
+class DecisionList(msgspec.Struct):
+    """The response of `/decisions`.
+
+    Attributes:
+        decisions: the latest decisions, newest first.
+        drafts: what drafts brought the requests that ended in the last minutes.
+    """
+
+    decisions: list[Decision]
+    drafts: RecentDrafts
 
 
 def recent_drafts(processes: Iterable[DraftSums], tenant: str | None) -> RecentDrafts:

@@ -8,7 +8,7 @@ from typing import Final
 
 from draftgate.gateway.config.values import read_collector
 from draftgate.gateway.logs import log
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 
 PROTOCOL: Final = "http/protobuf"
 """The supported value of `OTEL_EXPORTER_OTLP_PROTOCOL`."""

@@ -14,19 +14,19 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv.pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
-from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
-from draftgate.gateway.logs import is_logged, log
-from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.answer_scan import AnswerScan
-from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.telemetry.span_attributes import (
+from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
     outcome_attributes,
     plan_attributes,
     resume_attributes,
 )
-from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
+from draftgate.gateway.logs import is_logged, log
+from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.answer_scan import AnswerScan
+from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan

@@ -36,7 +36,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 from draftgate.policies.scaling import DemandView, ScalingAdvice
 from draftgate.policies.types import WorkerLoad
 

@@ -12,10 +12,10 @@ import pytest
 
 from draftgate.backends.types import GenerationRequest, Phases
 from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.worker_spans import MOST_CHOICES, MOST_CHUNKS
 from draftgate.gateway.telemetry.metric_definitions import GENERATION_TOKENS
 from draftgate.gateway.telemetry.trace_export import open_tracing
-from draftgate.gateway.telemetry.tracing import Tracing
-from draftgate.gateway.telemetry.worker_spans import MOST_CHOICES, MOST_CHUNKS
+from draftgate.gateway.tracing import Tracing
 from tests.gateway.collector import Collector, ReceivedSpan, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 

@@ -26,10 +26,10 @@ from draftgate.gateway.dispatch.decisions import (
     read_decisions,
 )
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.telemetry.json_lines import JsonLinesFile
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.revision import PlanRevision, RevisionCause, SlotWorth

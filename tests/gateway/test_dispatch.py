@@ -16,7 +16,7 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 from draftgate.policies.quotas import UNLIMITED, Quota
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet

@@ -18,9 +18,9 @@ import pytest
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster import heartbeat
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.json_lines import MOST_UNWRITTEN, JsonLinesFile
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport
-from draftgate.gateway.telemetry.json_lines import MOST_UNWRITTEN, JsonLinesFile
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,

@@ -27,8 +27,8 @@ from draftgate.gateway.telemetry.metrics import (
     shown_name,
 )
 from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.tracing import NO_SPAN
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 

@@ -27,8 +27,8 @@ from draftgate.gateway.telemetry.recent_drafts import (
     recent_drafts,
 )
 from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.tracing import NO_SPAN
 from tests.gateway.harness import client, running
 from tests.gateway.troubles import (
     DeviceFault,

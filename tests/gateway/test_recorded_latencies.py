@@ -14,8 +14,8 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.tracing import NO_SPAN
 from tests.gateway.harness import client
 from tests.gateway.upstreams import (
     DELTA_OF_RESPONSE,

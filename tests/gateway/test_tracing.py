@@ -16,7 +16,7 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.gateway.telemetry.trace_export import open_tracing
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
+from draftgate.gateway.tracing import NO_SPAN, Tracing
 from tests.gateway.harness import client, load_of, post_raw, running, until
 
 BODY = {"prompt": "private prompt", "max_tokens": 20, "seed": 1}

@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from draftgate.backends.types import Phases
 from draftgate.gateway.app import Listening
 from draftgate.gateway.telemetry.trace_export import open_tracing
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 from tests.gateway.collector import Collector, collecting
 from tests.gateway.harness import ScriptedBackend, client, port_of, post_raw, running, until
 

@@ -20,9 +20,9 @@ from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch, KvPulls, can_supply
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.span_attributes import describe_kv_fetch
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.span_attributes import describe_kv_fetch
 from draftgate.policies.kv_transfer import PullDecision, PullReason, decide_pull
 
 ASK_S: Final = 0.25

@@ -16,8 +16,8 @@ from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.run import Move, Run
+from draftgate.gateway.dispatch.span_attributes import describe_move
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.telemetry.span_attributes import describe_move
 from draftgate.policies.moves import MoveEnd, MoveReason
 from draftgate.policies.rescheduling.types import ChosenMove
 

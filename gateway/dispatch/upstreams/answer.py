@@ -10,11 +10,11 @@ from typing import Final, Self
 from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
+from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.logs import log
-from draftgate.gateway.telemetry.tracing import Span
-from draftgate.gateway.telemetry.worker_spans import open_dispatch
+from draftgate.gateway.tracing import Span
 from draftgate.policies.types import SpeculationPlan
 from draftgate.policies.values import immutable
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Final
@@ -17,6 +18,7 @@ from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import View
+from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.answer import (
     NO_TOKENS,
     Calling,
@@ -26,10 +28,7 @@ from draftgate.gateway.dispatch.upstreams.answer import (
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.span_attributes import record_route
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.tracing import NO_SPAN, Span
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.types import Route, RouteView
@@ -128,19 +127,20 @@ class Forwarder:
         admission: AdmissionController,
         pools: UpstreamPools,
         budget: RetryBudget,
-        metrics: Metrics,
+        on_retry: Callable[[str, bool], None],
     ) -> None:
         """Use a fleet of upstreams, which may start later.
 
         Args:
             budget: the budget of retries of all requests.
+            on_retry: a callback for each retry, with its cause and whether the budget allows it.
         """
         self._fleet = fleet
         self.queue = queue
         self.admission = admission
         self._pools = pools
         self._budget = budget
-        self._metrics = metrics
+        self._on_retry = on_retry
 
     def run(self, job: ForwardJob, span: Span = NO_SPAN) -> RunningForward:
         """Return a context in which an upstream answers a job."""
@@ -209,8 +209,7 @@ class Forwarder:
         if not candidates:
             return None
         allowed = self._budget.take_retry(_now_s())
-        cause = "refused" if refused else "failed"
-        self._metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
+        self._on_retry("refused" if refused else "failed", allowed)
         return self._choose(candidates, place) if allowed else None
 
     def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:

@@ -8,8 +8,6 @@ from typing import Final, TypeAlias
 from draftgate.gateway.dispatch.admission import AdmissionRequest
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
@@ -50,13 +48,21 @@ class UpstreamPools:
     """The upstreams with and without drafts, and the choice between them."""
 
     def __init__(
-        self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions, metrics: Metrics
+        self,
+        fleet: Fleet,
+        policy: SpeculationPolicy,
+        decisions: Decisions,
+        on_decision: Callable[[SpeculationPlan], None],
     ) -> None:
-        """Use the node's speculation policy."""
+        """Use the node's speculation policy.
+
+        Args:
+            on_decision: a callback for each recorded decision.
+        """
         self._fleet = fleet
         self._policy = policy
         self._decisions = decisions
-        self._metrics = metrics
+        self._on_decision = on_decision
 
     def choose(self, request: RequestView, has_capacity: _HasCapacity) -> PoolDecision | None:
         """Return the pool for a request, or None if all open upstreams are of one kind.
@@ -93,7 +99,7 @@ class UpstreamPools:
     ) -> None:
         """Record the decision for a request before it is sent to an upstream."""
         plan = decision.plan
-        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        self._on_decision(plan)
         view, load = decision.request, decision.load
         self._decisions.record(
             *(request.request_id, worker.worker_id, view, load, plan, route), tenant=request.tenant

@@ -12,12 +12,13 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
+from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.live import SAMPLE_S
+from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.gateway.telemetry.worker_list import worker_list
 
 MOST_INTERVAL_S: Final = 60

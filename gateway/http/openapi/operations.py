@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import UNSET, Struct, UnsetType
 
-from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
+from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
@@ -60,6 +60,7 @@ from draftgate.gateway.http.requests.schemas import (
     WorkerRoleBody,
 )
 from draftgate.gateway.telemetry.live import NodeSample
+from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.gateway.telemetry.worker_list import ListedWorker, WorkerList
 
 

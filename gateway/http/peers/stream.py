@@ -14,10 +14,10 @@ from draftgate.backends.streams import Take, pass_directly
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS, need_of
+from draftgate.gateway.dispatch.worker_spans import WorkerSpans
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Span, Tracing
-from draftgate.gateway.telemetry.worker_spans import WorkerSpans
+from draftgate.gateway.tracing import NO_SPAN, Span, Tracing
 from draftgate.policies.values import replace
 
 SPAN: Final = "peer.generate"

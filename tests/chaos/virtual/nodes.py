@@ -41,7 +41,7 @@ from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport, new_epoch
-from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.gateway.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 from tests.chaos.virtual.wire import Wire
 from tests.gateway.flaky_store import FlakyStore, guarded

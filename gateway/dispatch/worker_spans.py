@@ -16,8 +16,8 @@ from typing import Final
 from yarl import URL
 
 from draftgate.backends.types import Delta, GenerationRequest, Phases
-from draftgate.gateway.telemetry.span_attributes import outcome_attributes, revision_attributes
-from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.gateway.dispatch.span_attributes import outcome_attributes, revision_attributes
+from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.values import replace
 
 MOST_CHOICES: Final = 8

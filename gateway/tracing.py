@@ -1,11 +1,11 @@
 """The interfaces of spans and tracing, whose base classes record nothing.
 
-The module `otel` has subclasses that record. A node without an exporter therefore pays only for
-method calls that return immediately.
+The module `telemetry.otel` has subclasses that record. A node without an exporter therefore pays
+only for method calls that return immediately.
 
 A request has one trace. An HTTP SERVER span is the parent of a span for each hop, and `dispatch` is
-the parent of the worker's spans (`worker_spans`). Tokens have no spans. A span is a context manager
-that ends when its block ends. Times are seconds of `time.monotonic`.
+the parent of the worker's spans (`dispatch.worker_spans`). Tokens have no spans. A span is a
+context manager that ends when its block ends. Times are seconds of `time.monotonic`.
 """
 
 from __future__ import annotations

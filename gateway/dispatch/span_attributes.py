@@ -11,7 +11,7 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
