@@ -17,7 +17,6 @@ from typing import Final
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Store
 from draftgate.policies.capacity import CapacityNeed, missing_tokens
-from draftgate.policies.values import immutable
 
 CLAIM_S: Final = 2.0
 """A claim expires after this time without a renewal.
@@ -29,26 +28,19 @@ RENEW_S: Final = 0.5
 """Interval of renewals, of which three may fail before a claim expires."""
 
 
-@immutable
-class Claimant:
-    """A request that may claim a worker.
-
-    Attributes:
-        tokens: tokens of its lease.
-        avoid: ids of workers that run the request only if no other worker is available.
-    """
-
-    request_id: str
-    tokens: int
-    need: CapacityNeed
-    avoid: frozenset[str]
-
-
-class _Waiter:
+class _Claimant:
     """A request that waits, its claim and the task that renews the claim."""
 
     claim: Lease | None = None
     renewing: asyncio.Task[None]
+
+    def __init__(
+        self, request_id: str, tokens: int, need: CapacityNeed, avoid: frozenset[str]
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = tokens
+        self.need = need
+        self.avoid = avoid
 
 
 class Claims:
@@ -60,7 +52,7 @@ class Claims:
     def __init__(self, fleet: Fleet, store: Store) -> None:
         self._fleet = fleet
         self._store = store
-        self._waiters: dict[str, _Waiter] = {}
+        self._waiters: dict[str, _Claimant] = {}
 
     @property
     def open(self) -> int:
@@ -88,15 +80,25 @@ class Claims:
             if claim is not None and (own is None or claim.number < own.number)
         }
 
-    def begin(self, claimant: Claimant, changed: Callable[[], None]) -> None:
+    def begin(
+        self,
+        request_id: str,
+        tokens: int,
+        need: CapacityNeed,
+        avoid: frozenset[str],
+        *,
+        changed: Callable[[], None],
+    ) -> None:
         """Claim a worker for a request until `end`, if the request has no claim yet.
 
         Args:
+            tokens: tokens of its lease.
+            avoid: ids of workers that run the request only if no other worker is available.
             changed: a callback for a claim that has moved to another worker.
         """
-        if claimant.request_id not in self._waiters:
-            waiter = self._waiters[claimant.request_id] = _Waiter()
-            waiter.renewing = asyncio.create_task(self._renew(waiter, claimant, changed))
+        if request_id not in self._waiters:
+            waiter = self._waiters[request_id] = _Claimant(request_id, tokens, need, avoid)
+            waiter.renewing = asyncio.create_task(self._renew(waiter, changed))
 
     async def end(self, request_id: str, *, leased: bool = False) -> None:
         """End the claim of a request, if it has one.
@@ -115,19 +117,17 @@ class Claims:
         waiter = self._waiters.get(request_id)
         return None if waiter is None else waiter.claim
 
-    async def _renew(
-        self, waiter: _Waiter, claimant: Claimant, changed: Callable[[], None]
-    ) -> None:
+    async def _renew(self, waiter: _Claimant, changed: Callable[[], None]) -> None:
         """Claim a worker, and move the claim if the worker leaves, until cancelled."""
         while True:
-            able = self._fleet.open_among(self._fleet.workers, claimant.need.adapter)
-            workers = preferred(able, claimant.avoid)
-            missing = partial(_missing_tokens, claimant.need)
+            able = self._fleet.open_among(self._fleet.workers, waiter.need.adapter)
+            workers = preferred(able, waiter.avoid)
+            missing = partial(_missing_tokens, waiter.need)
             offers = [
                 LeaseCandidate(worker.worker_id, worker.epoch)
                 for worker in sorted(workers, key=missing)
             ]
-            found = await self._store.claim(claimant.request_id, claimant.tokens, offers, CLAIM_S)
+            found = await self._store.claim(waiter.request_id, waiter.tokens, offers, CLAIM_S)
             if found != waiter.claim:
                 waiter.claim = found
                 changed()

@@ -149,7 +149,7 @@ class Failover:
                 except NoCapacity:
                     if lost is None:
                         self._queue.back_off()
-                    waiting = waiting.retried(since_s)
+                    waiting.wait_again(since_s)
                     continue
                 except BackendFailed as error:
                     if output.is_complete:
@@ -229,8 +229,9 @@ class Failover:
         # waits for a worker.
         adapter = request.adapter
         waits = lost is not None or bool(self._fleet.serving_with(adapter))
-        if waiting.since_s is None:
-            waiting = replace(waiting, since_s=self._queue.now_s())
+        since_s = waiting.since_s
+        if since_s is None:
+            waiting.since_s = self._queue.now_s()
         with run.span.child("queue") as span:
             view = partial(self._parts.route_view, run, index, request)
             while True:
@@ -248,6 +249,8 @@ class Failover:
                         raise
                     run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
                     raise BackendFailed(f"{lost.error}; afterwards: {error}") from error
+                finally:
+                    waiting.since_s = since_s
 
     async def _check(
         self, run: Run, lost: _Lost, losses: list[Loss], output: PartialOutput, avoid: set[str]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed
-from draftgate.gateway.dispatch.claims import Claimant, Claims
+from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
-from draftgate.gateway.dispatch.search import Found, Wanted, WorkerSearch
+from draftgate.gateway.dispatch.search import Found, WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
@@ -25,7 +25,7 @@ from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
-from draftgate.policies.values import immutable, replace
+from draftgate.policies.values import replace
 
 RECONSIDER_S: Final = 4.5
 """Wait in seconds after which admission decides again about a request.
@@ -42,17 +42,21 @@ def _keep(ticket: Ticket, waited_s: float) -> None:
     """Keep a request, without a forecast."""
 
 
-@immutable
+@dataclass(slots=True, eq=False)
 class Waiting:
-    """A queued request.
+    """A request for a worker, which the queue holds while none has capacity.
 
     Attributes:
+        need: the capacity that the request needs.
         avoid: ids of workers that run the request only if no other worker is available.
         since_s: start of the wait, for the timeout. None means the next call of `turn`.
         reconsider: decides again about the request while it waits.
         claim_tokens: tokens for which a resumed request may claim a worker, or 0 for a new request.
         refused: whether workers had capacity but the store refused the lease.
         has_blocks: whether the request moves with its KV blocks, so that it only decodes.
+        view: a function that returns the routing policy's view of the request.
+        turn: the future of its worker, while the queue holds it.
+        backs_off: whether a resumed request waits for `BACKOFF_S` after a refusal.
     """
 
     request_id: str
@@ -64,6 +68,9 @@ class Waiting:
     claim_tokens: int = 0
     refused: bool = False
     has_blocks: bool = False
+    view: View = field(init=False)
+    turn: asyncio.Future[Routed] = field(init=False)
+    backs_off: bool = False
 
     def for_rest(
         self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
@@ -71,29 +78,16 @@ class Waiting:
         """Return the rest of the request, which precedes all requests that never had a worker."""
         return Waiting(request_id, self.ticket, need, avoid, claim_tokens=claim_tokens)
 
-    def retried(self, since_s: float) -> Waiting:
-        """Return the request for another wait with the same place, because it was not sent.
+    def wait_again(self, since_s: float) -> None:
+        """Prepare another wait with the same place, because the request was not sent.
 
         Args:
             since_s: time when the unsuccessful wait started.
         """
-        begun_s = since_s if self.since_s is None else self.since_s
-        ticket = replace(self.ticket, returning=True)
-        return replace(self, ticket=ticket, since_s=begun_s, refused=True)
-
-
-@dataclass(slots=True)
-class _Place:
-    """A waiting request and the future of its worker.
-
-    Attributes:
-        backs_off: whether a resumed request waits for `BACKOFF_S` after a refusal.
-    """
-
-    waiting: Waiting
-    view: View
-    turn: asyncio.Future[Routed]
-    backs_off: bool = False
+        if self.since_s is None:
+            self.since_s = since_s
+        self.ticket = replace(self.ticket, returning=True)
+        self.refused = True
 
 
 BACKOFF_S: Final = 0.05
@@ -137,10 +131,10 @@ class CentralQueue:
         self.claims = claims
         self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
-        self._places: dict[int, _Place] = {}  # by the key of the ticket
-        self._resumed: dict[int, _Place] = {}  # those of resumed requests, in order of arrival
-        self._adapted: dict[int, _Place] = {}  # those that need a LoRA adapter
-        self._passed: dict[int, _Place] = {}  # those of them whose turn came while others pass
+        self._places: dict[int, Waiting] = {}  # by the key of the ticket
+        self._resumed: dict[int, Waiting] = {}  # those of resumed requests, in order of arrival
+        self._adapted: dict[int, Waiting] = {}  # those that need a LoRA adapter
+        self._passed: dict[int, Waiting] = {}  # those of them whose turn came while others pass
         self._backs_off = False
         self._search = WorkerSearch(fleet, router, binds_early=binds_early)
         self.prompt_tokens = 0
@@ -170,30 +164,39 @@ class CentralQueue:
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
-        backs_off = waiting.refused and waiting.claim_tokens > 0
-        routed = None if self._places or backs_off else self._routed(waiting, view)
-        if routed is not None:
-            return routed
+        waiting.view = view
+        waiting.backs_off = waiting.refused and waiting.claim_tokens > 0
+        routed = None if self._places or waiting.backs_off else self._routed(waiting)
+        return await self._wait(waiting) if routed is None else routed
+
+    async def _wait(self, waiting: Waiting) -> Routed:
+        """Wait for the turn of a request that found no worker with capacity, as `turn` does."""
         if self._lacks_adapter(waiting):
             raise AdapterFailed(NO_ADAPTER)
         loop = asyncio.get_running_loop()
-        place = _Place(waiting, view, loop.create_future(), backs_off)
-        self._push(place)
+        turn: asyncio.Future[Routed] = loop.create_future()
+        waiting.turn = turn
+        self._push(waiting)
         self._dispatch()
-        if waiting.claim_tokens and not place.turn.done():
-            claimant = (waiting.request_id, waiting.claim_tokens, waiting.need, waiting.avoid)
-            self.claims.begin(Claimant(*claimant), self._dispatch)
+        if waiting.claim_tokens and not turn.done():
+            self.claims.begin(
+                waiting.request_id,
+                waiting.claim_tokens,
+                waiting.need,
+                waiting.avoid,
+                changed=self._dispatch,
+            )
         waited_s = self._waited_s(waiting)
-        timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, place)
+        timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, waiting)
         try:
             async with asyncio.timeout(self._left_s(waited_s)):
-                return await place.turn
+                return await turn
         except TimeoutError:
-            self._leave(place)
+            self._leave(waiting)
             await self.claims.end(waiting.request_id)
             raise self._timed_out(waiting) from None
         except (asyncio.CancelledError, BackendFailed):
-            self._leave(place)
+            self._leave(waiting)
             await self.claims.end(waiting.request_id)
             raise
         finally:
@@ -203,7 +206,7 @@ class CentralQueue:
     def head(self) -> CapacityNeed | None:
         """The need of the next new request, or None if none waits."""
         ticket = self.ordering.choose(self.now_s())
-        return None if ticket is None else self._places[ticket.key].waiting.need
+        return None if ticket is None else self._places[ticket.key].need
 
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
@@ -232,34 +235,33 @@ class CentralQueue:
         if not self._fleet.serves:
             self._fail_all()
             return
-        for place in tuple(self._adapted.values()):
-            if self._lacks_adapter(place.waiting):
-                self._fail(place, AdapterFailed(NO_ADAPTER))
+        for waiting in tuple(self._adapted.values()):
+            if self._lacks_adapter(waiting):
+                self._fail(waiting, AdapterFailed(NO_ADAPTER))
         if not self._dispatch_resumed():
             return
-        now_s = (
-            self.now_s()
-        )  # read the clock once, because the order of requests depends on the time
-        for place in tuple(self._passed.values()):
-            if self._placed(place):
-                self._forget(place)
+        # Read the clock once, because the order of requests depends on the time.
+        now_s = self.now_s()
+        for waiting in tuple(self._passed.values()):
+            if self._placed(waiting):
+                self._forget(waiting)
         while (ticket := self.ordering.choose(now_s)) is not None:
-            place = self._places[ticket.key]
-            placed = self._placed(place)
-            if not placed and not self._may_be_passed(place):
+            waiting = self._places[ticket.key]
+            placed = self._placed(waiting)
+            if not placed and not self._may_be_passed(waiting):
                 return
             self.ordering.take(now_s)
             if placed:
-                self._forget(place)
+                self._forget(waiting)
             else:
-                self._passed[ticket.key] = place
+                self._passed[ticket.key] = waiting
 
-    def _may_be_passed(self, place: _Place) -> bool:
+    def _may_be_passed(self, waiting: Waiting) -> bool:
         """Return whether later requests may use workers that lack the adapter of a request.
 
         Once its turn has come, such a request precedes all new requests on the other workers.
         """
-        adapter = place.waiting.need.adapter
+        adapter = waiting.need.adapter
         return bool(adapter) and not all(one.has_adapter(adapter) for one in self._fleet.open)
 
     def _dispatch_resumed(self) -> bool:
@@ -269,21 +271,21 @@ class CentralQueue:
             Whether each resumed request that still waits has claimed a worker, so that new requests
             may use the other workers.
         """
-        for place in tuple(self._resumed.values()):
-            if self._placed(place):
-                self._forget(place)
-            elif self.claims.worker_of(place.waiting.request_id) is None:
+        for waiting in tuple(self._resumed.values()):
+            if self._placed(waiting):
+                self._forget(waiting)
+            elif self.claims.worker_of(waiting.request_id) is None:
                 return False
         return True
 
-    def _placed(self, place: _Place) -> bool:
+    def _placed(self, waiting: Waiting) -> bool:
         """Give a request its worker, and return whether the request has left the queue."""
-        if place.turn.cancelled():  # cancelled, but its task has not run yet
+        if waiting.turn.cancelled():  # cancelled, but its task has not run yet
             return True
-        routed = None if place.backs_off else self._routed(place.waiting, place.view)
+        routed = None if waiting.backs_off else self._routed(waiting)
         if routed is None:
             return False
-        place.turn.set_result(routed)
+        waiting.turn.set_result(routed)
         return True
 
     def back_off(self) -> None:
@@ -299,22 +301,23 @@ class CentralQueue:
         self._backs_off = False
         self._dispatch()
 
-    def _routed(self, waiting: Waiting, view: View) -> Routed | None:
+    def _routed(self, waiting: Waiting) -> Routed | None:
         """Reserve a worker with capacity and return it, or return None without such a worker."""
         # A resumed request backs off alone, and would otherwise wait while others back off.
         if self._backs_off and not waiting.claim_tokens:
             return None
         taken = self.claims.taken(waiting.request_id)
-        found = self._search.find(Wanted(waiting.need, waiting.avoid, taken, view))
+        found = self._search.find(waiting.need, waiting.view, avoid=waiting.avoid, taken=taken)
         if found is None:
             return None
-        routed = self._chosen(waiting, view, found)
+        routed = self._chosen(waiting, found)
         if routed is not None:
             routed.reserve(waiting.request_id, waiting.need)
         return routed
 
-    def _chosen(self, waiting: Waiting, view: View, found: Found) -> Routed | None:
+    def _chosen(self, waiting: Waiting, found: Found) -> Routed | None:
         """Return the worker of a request, or None if the request waits for another worker."""
+        view = waiting.view
         rivals = self._fleet.rivals
         if waiting.has_blocks or not self.router.separates:
             has_blocks = waiting.has_blocks
@@ -334,15 +337,14 @@ class CentralQueue:
         """Return the remaining time to wait, or None without a limit."""
         return None if self._timeout_s is None else max(self._timeout_s - waited_s, 0.0)
 
-    def _reconsider(self, place: _Place) -> None:
+    def _reconsider(self, waiting: Waiting) -> None:
         """Refuse a request that would wait too long."""
-        waiting = place.waiting
-        if waiting.ticket.key not in self._places or place.turn.done():
+        if waiting.ticket.key not in self._places or waiting.turn.done():
             return
         refused = waiting.reconsider(waiting.ticket, max(RECONSIDER_S, self._waited_s(waiting)))
         if refused is not None:
             error = Overloaded(refused.reason, refused.retry_after_s, refused.kind)
-            self._fail(place, error)
+            self._fail(waiting, error)
             self._dispatch()  # the request may have blocked the requests after it
 
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
@@ -352,37 +354,37 @@ class CentralQueue:
         retry_s = UNKNOWN_RETRY_S if refused is None else refused.retry_after_s
         return QueueTimeout(f"no worker had capacity within {self._timeout_s:g} s", retry_s)
 
-    def _push(self, place: _Place) -> None:
-        self._places[place.waiting.ticket.key] = place
-        self.prompt_tokens += place.waiting.need.prompt_tokens
-        if place.waiting.need.adapter:
-            self._adapted[place.waiting.ticket.key] = place
-        if not place.waiting.claim_tokens:
-            self.ordering.push(place.waiting.ticket)
+    def _push(self, waiting: Waiting) -> None:
+        self._places[waiting.ticket.key] = waiting
+        self.prompt_tokens += waiting.need.prompt_tokens
+        if waiting.need.adapter:
+            self._adapted[waiting.ticket.key] = waiting
+        if not waiting.claim_tokens:
+            self.ordering.push(waiting.ticket)
             return
-        self._resumed[place.waiting.ticket.key] = place
-        if place.backs_off:
-            asyncio.get_running_loop().call_later(BACKOFF_S, self._end_refusal, place)
+        self._resumed[waiting.ticket.key] = waiting
+        if waiting.backs_off:
+            asyncio.get_running_loop().call_later(BACKOFF_S, self._end_refusal, waiting)
 
-    def _end_refusal(self, place: _Place) -> None:
-        place.backs_off = False
+    def _end_refusal(self, waiting: Waiting) -> None:
+        waiting.backs_off = False
         self._dispatch()
 
-    def _forget(self, place: _Place) -> None:
-        del self._places[place.waiting.ticket.key]
-        self._resumed.pop(place.waiting.ticket.key, None)
-        self._adapted.pop(place.waiting.ticket.key, None)
-        self._passed.pop(place.waiting.ticket.key, None)
-        self.prompt_tokens -= place.waiting.need.prompt_tokens
+    def _forget(self, waiting: Waiting) -> None:
+        del self._places[waiting.ticket.key]
+        self._resumed.pop(waiting.ticket.key, None)
+        self._adapted.pop(waiting.ticket.key, None)
+        self._passed.pop(waiting.ticket.key, None)
+        self.prompt_tokens -= waiting.need.prompt_tokens
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, waiting: Waiting) -> None:
         """Remove a request that stops waiting, even if it gets a worker at the same time."""
-        ticket, turn = place.waiting.ticket, place.turn
+        ticket, turn = waiting.ticket, waiting.turn
         if ticket.key in self._places:
             self.ordering.remove(ticket.key)
-            self._forget(place)
+            self._forget(waiting)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            turn.result().release(place.waiting.request_id)
+            turn.result().release(waiting.request_id)
             for worker in turn.result().reserved:
                 self._search.mark(worker)
         self._dispatch()  # the request may have blocked the requests after it
@@ -394,11 +396,11 @@ class CentralQueue:
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""
-        for place in tuple(self._places.values()):
-            self._fail(place, BackendFailed(self._fleet.outage))
+        for waiting in tuple(self._places.values()):
+            self._fail(waiting, BackendFailed(self._fleet.outage))
 
-    def _fail(self, place: _Place, error: Exception) -> None:
-        self.ordering.remove(place.waiting.ticket.key)
-        self._forget(place)
-        if not place.turn.done():  # a cancelled request leaves the queue when its task runs
-            place.turn.set_exception(error)
+    def _fail(self, waiting: Waiting, error: Exception) -> None:
+        self.ordering.remove(waiting.ticket.key)
+        self._forget(waiting)
+        if not waiting.turn.done():  # a cancelled request leaves the queue when its task runs
+            waiting.turn.set_exception(error)

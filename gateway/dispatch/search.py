@@ -17,31 +17,8 @@ from draftgate.gateway.dispatch.routing import Router, View
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import NO_CAPACITY, CapacityNeed, WorkerUsage, longest_prompt
 from draftgate.policies.full_workers import FullWorkers
-from draftgate.policies.values import immutable
 
 _IS_OWN: Final = attrgetter("own")
-
-
-@immutable
-class Wanted:
-    """A request that needs a worker.
-
-    Attributes:
-        avoid: ids of workers that run the request only if no other worker is open.
-        taken: ids of workers that other requests have claimed.
-        view: a function that returns the routing policy's view of the request.
-    """
-
-    need: CapacityNeed
-    avoid: AbstractSet[str]
-    taken: AbstractSet[str]
-    view: View
-
-    @property
-    def kind(self) -> Hashable:
-        """What the request needs except the memory for its prompt."""
-        need = self.need
-        return need.sequences, need.tpot_s, need.adapter, self.avoid, frozenset(self.taken)
 
 
 class Found(NamedTuple):
@@ -84,50 +61,70 @@ class WorkerSearch:
         able = self._fleet.open_among(self._fleet.workers, need.adapter)
         return any(self._with_capacity([one], need, taken)[0] for one in able)
 
-    def find(self, wanted: Wanted) -> Found | None:
-        """Return the workers that may run a request, or None if no worker has capacity."""
+    def find(
+        self,
+        need: CapacityNeed,
+        view: View,
+        *,
+        avoid: AbstractSet[str],
+        taken: AbstractSet[str],
+    ) -> Found | None:
+        """Return the workers that may run a request, or None if no worker has capacity.
+
+        Args:
+            view: a function that returns the routing policy's view of the request.
+            avoid: ids of workers that run the request only if no other worker is open.
+            taken: ids of workers that other requests have claimed.
+        """
         workers = self._fleet.workers
-        candidates = self._candidates(wanted)
+        # What the request needs except the memory for its prompt.
+        kind = (need.sequences, need.tpot_s, need.adapter, avoid, frozenset(taken))
+        candidates = self._candidates(kind, need)
         if candidates is None:
-            compared = self._router.compared(wanted.view, workers)
-            usable, longest = self._compare(compared, wanted)
+            compared = self._router.compared(view, workers)
+            usable, longest = self._compare(compared, need, avoid, taken)
             if not usable and len(compared) < len(workers):  # most of the pool is full
                 compared = workers
-                usable, longest = self._compare(workers, wanted)
+                usable, longest = self._compare(workers, need, avoid, taken)
         else:
-            usable, longest = self._compare(candidates, wanted)
+            usable, longest = self._compare(candidates, need, avoid, taken)
         if not usable:
-            self._full.record(wanted.kind, longest, searched_all=candidates is None)
+            self._full.record(kind, longest, searched_all=candidates is None)
             return None
         if candidates is not None:  # the others have no capacity, but may hold the prompt
-            compared = self._router.compared(wanted.view, workers)
+            compared = self._router.compared(view, workers)
             if len(compared) < len(workers):
                 compared = [*compared, *(worker for worker, _ in usable)]
         return Found(usable, compared)
 
-    def _candidates(self, wanted: Wanted) -> list[FleetWorker] | None:
+    def _candidates(self, kind: Hashable, need: CapacityNeed) -> list[FleetWorker] | None:
         """Return the workers that may have capacity for a request, or None if any may."""
         if self._searched is not self._fleet.workers:
             self._searched = self._fleet.workers
             self._full.clear()
-        changed = self._full.candidates(wanted.kind, wanted.need.prompt_tokens)
+        changed = self._full.candidates(kind, need.prompt_tokens)
         if changed is None:
             return None
         own = takewhile(_IS_OWN, self._fleet.workers)  # their loads change without a report
         return list(dict.fromkeys((*own, *changed)))
 
     def _compare(
-        self, workers: Sequence[FleetWorker], wanted: Wanted
+        self,
+        workers: Sequence[FleetWorker],
+        need: CapacityNeed,
+        avoid: AbstractSet[str],
+        taken: AbstractSet[str],
     ) -> tuple[list[tuple[FleetWorker, WorkerUsage]], float]:
         """Search some workers, without those that the request avoids if another one is able."""
-        adapter = wanted.need.adapter
-        able = self._fleet.open_among(workers, adapter)
-        others = [worker for worker in able if worker.worker_id not in wanted.avoid]
-        if len(others) < len(able) and not others:
-            of_fleet = self._fleet.open_among(self._fleet.workers, adapter)
-            avoids_all = all(one.worker_id in wanted.avoid for one in of_fleet)
+        able = self._fleet.open_among(workers, need.adapter)
+        if not avoid:
+            return self._with_capacity(able, need, taken)
+        others = [worker for worker in able if worker.worker_id not in avoid]
+        if able and not others:
+            of_fleet = self._fleet.open_among(self._fleet.workers, need.adapter)
+            avoids_all = all(one.worker_id in avoid for one in of_fleet)
             others = able if avoids_all else []
-        return self._with_capacity(others, wanted.need, wanted.taken)
+        return self._with_capacity(others, need, taken)
 
     def _with_capacity(
         self, workers: Sequence[FleetWorker], need: CapacityNeed, taken: AbstractSet[str]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.gateway.dispatch.kv.pulls import KvPulls
 from draftgate.gateway.dispatch.routing import Router
-from draftgate.gateway.dispatch.search import Wanted, WorkerSearch
+from draftgate.gateway.dispatch.search import WorkerSearch
 from draftgate.gateway.fleet import FleetWorker, PeerWorker
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.registry import routing_policy
@@ -63,7 +63,7 @@ class Pool:
 
     def find(self, need: CapacityNeed, taken: frozenset[str] = frozenset()) -> set[str]:
         """Return the ids of the workers that the search offers, of which it compares some."""
-        found = self.search.find(Wanted(need, frozenset(), taken, lambda: VIEW))
+        found = self.search.find(need, lambda: VIEW, avoid=frozenset(), taken=taken)
         return set() if found is None else {worker.worker_id for worker, _ in found.usable}
 
     def with_capacity(self, need: CapacityNeed, taken: frozenset[str] = frozenset()) -> set[str]:

@@ -51,7 +51,6 @@ from draftgate.policies.moves import (
     next_step,
 )
 from draftgate.policies.rescheduling.types import ChosenMove
-from draftgate.policies.values import replace
 
 CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
@@ -284,7 +283,7 @@ class Moves:
         tokens = lease_tokens(request, stream.run.entry.expected_tokens)
         need = need_of(request)
         waiting = stream.waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
-        waiting = replace(waiting, has_blocks=True)
+        waiting.has_blocks = True
         view = partial(self._parts.route_view, stream.run, stream.index, request)
         try:
             async with asyncio.timeout(ROOM_S):

@@ -181,7 +181,7 @@ class Forwarder:
         view = partial(job.route_view, entry.expected_tokens)
         pool = self._choose_pool(job)
         if pool is not None:
-            waiting = replace(waiting, avoid=pool.avoid)
+            waiting.avoid = pool.avoid
         place = Place(waiting, view, pool)
         with span.child("queue"):
             try:
