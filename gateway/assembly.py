@@ -13,12 +13,12 @@ from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.leases import Leases
-from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstreams.forwarding import Forwarder

@@ -1,4 +1,4 @@
-"""Rules of the repository: imports of torch, sizes of files, and tests of kernels.
+"""Rules of the repository: imports of torch and between folders, sizes of files, tests of kernels.
 
 import-linter (`make check`) checks the dependencies between packages, and these tests check the
 other rules.
@@ -7,7 +7,9 @@ other rules.
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,14 @@ def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def _module_paths(names: set[str]) -> set[Path]:
+    """Return the files of those names that are modules or packages of ours."""
+    ours = [name.split(".")[1:] for name in names if name.startswith("draftgate.")]
+    places = [ROOT.joinpath(*parts) for parts in ours]
+    files = {file for at in places for file in (at.with_suffix(".py"), at / "__init__.py")}
+    return {file for file in files if file.exists()}
+
+
 @cache
 def _names_in_tests() -> set[str]:
     return set().union(*(_imported_names(_parse(path)) for path in HERE.rglob("*.py")))
@@ -98,6 +108,22 @@ def test_torch_and_triton_stay_in_the_engine(path: Path) -> None:
     if path.is_relative_to(ENGINE):
         return
     assert not _imported_packages(_parse(path)) & DEVICE_LIBRARIES
+
+
+@pytest.mark.parametrize("package", ["gateway", "lab"])
+def test_folders_have_no_import_cycle(package: str) -> None:
+    """Folders, and modules directly in their package, do not import each other in a cycle."""
+    root = ROOT / package
+
+    def place(module: Path) -> Path:
+        return module if module.parent == root else module.parent
+
+    imported = defaultdict[Path, set[Path]](set)
+    for path in root.rglob("*.py"):
+        found = _module_paths(_imported_names(_parse(path)))
+        places = {place(module) for module in found if module.is_relative_to(root)}
+        imported[place(path)] |= places - {place(path)}
+    TopologicalSorter(imported).prepare()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)

@@ -20,7 +20,7 @@ from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker

@@ -6,6 +6,12 @@ The module `job` defines a client's request. `admission` admits it or rejects it
 `attempt` runs it. The `watchdog` detects the loss of a worker, after which another attempt
 continues. `dispatcher` composes these modules.
 
-The folder `kv` copies KV blocks between workers, and `moves` moves running prompts to other
-workers. `upstreams` uses the same admission and queue for requests that an upstream runs.
+`kv_fetch` copies KV blocks between workers for prompts that resume and for new prompts, and
+`kv_replication` copies hot prefixes. Both use the transfers of `kv_pulls`.
+
+`moves` moves running prompts (`stream.Stream`) to other workers. `rescheduling` chooses moves
+between workers that keep running. `handover` moves a stream from the worker of its prompt to that
+of its output. `overlap` runs a stream on both workers, and `splice` joins their tokens.
+
+The folder `upstreams` uses the same admission and queue for requests that an upstream runs.
 """

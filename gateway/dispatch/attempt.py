@@ -12,8 +12,8 @@ from draftgate.backends.errors import StreamMoved
 from draftgate.backends.streams import Take, pass_directly
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
-from draftgate.gateway.dispatch.kv.fetch import KvFetcher
-from draftgate.gateway.dispatch.kv.replication import PrefixUse, Replicator
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher
+from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, Placer, need_of

@@ -11,14 +11,14 @@ from draftgate.gateway.dispatch.attempt import Parts
 from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.flows import Flows, Hop
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.fetch import KvFetcher
-from draftgate.gateway.dispatch.kv.replication import Replicator
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher
+from draftgate.gateway.dispatch.kv_replication import Replicator
 from draftgate.gateway.dispatch.leases import Leases
-from draftgate.gateway.dispatch.moves.moves import Moves
-from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.span_attributes import admission_attributes, flow_attributes

@@ -25,14 +25,14 @@ from draftgate.backends.types import Delta, FinishReason, GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.moves.moves import Moves
-from draftgate.gateway.dispatch.moves.stream import Stream
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.dispatch.span_attributes import describe_claim
+from draftgate.gateway.dispatch.stream import Stream
 from draftgate.gateway.dispatch.suspects import Suspects
 from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import Fleet

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from draftgate.gateway.dispatch.decisions import PhaseDecision
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage
 from draftgate.policies.phases.together import OneWorker

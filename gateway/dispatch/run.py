@@ -10,7 +10,7 @@ from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.tracing import Span
 from draftgate.policies.moves import MoveEnd, MoveReason

@@ -6,7 +6,7 @@ from draftgate.backends.types import SpeculationOutcome, Task
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import FlowTag, Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Move, Resume

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Final
 
 from draftgate.backends.kv_transfer.transfer import TransferEnd
-from draftgate.gateway.dispatch.kv.pulls import FetchCause
+from draftgate.gateway.dispatch.kv_pulls import FetchCause
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_definitions import MetricDefinition

@@ -11,7 +11,7 @@ from enum import StrEnum
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task, outcome_of
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.dispatch.span_attributes import (

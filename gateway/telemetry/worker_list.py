@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from draftgate.gateway.dispatch.decisions import KEPT_MOVES, Decisions, RecentMove
-from draftgate.gateway.dispatch.moves.moves import Moves
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.types import Role
 

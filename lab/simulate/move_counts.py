@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.policies.resilience.failover import Cause, GivenUp

@@ -12,7 +12,7 @@ import pytest
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
-from draftgate.gateway.dispatch.kv import fetch
+from draftgate.gateway.dispatch import kv_fetch
 from draftgate.policies.kv_transfer import PullDecision, PullReason, PullView, decide_pull
 from tests.gateway.clients import anthropic_client
 from tests.gateway.harness import ScriptedBackend, client, running
@@ -34,8 +34,8 @@ def _always_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
             return decision
         return replace(decision, reason=PullReason.FASTER, compute_s=NEVER_S)
 
-    monkeypatch.setattr(fetch, "decide_pull", decide)
-    monkeypatch.setattr(fetch, "ASK_S", NEVER_S)
+    monkeypatch.setattr(kv_fetch, "decide_pull", decide)
+    monkeypatch.setattr(kv_fetch, "ASK_S", NEVER_S)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.lab.sim.virtual_time import loop_time_s
 from draftgate.policies.kv_transfer import PullReason

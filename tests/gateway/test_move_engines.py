@@ -22,8 +22,8 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GrammarKind, GrammarSpec, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.dispatch import moves
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.moves import moves
 from draftgate.gateway.dispatch.run import Run
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import SpeculationMode, WorkerLoad

@@ -28,7 +28,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.moves.moves import Moves
+from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.moves import MOST_FAILURES, MOST_MOVES, STALL_S, VERIFIED_TOKENS, MoveEnd

@@ -14,8 +14,8 @@ from msgspec import structs
 
 from draftgate.backends.kv_transfer import turns
 from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.gateway.dispatch import handover
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.moves import handover
 from draftgate.policies.moves import MoveEnd, MoveReason
 from tests.gateway.harness import eventually, needs_engine
 from tests.gateway.test_move_engines import CONFIG, KINDS, SteppingEngine, bytes_of, job_of

@@ -18,7 +18,7 @@ from draftgate.gateway.dispatch.admission import (
     AdmissionRequest,
 )
 from draftgate.gateway.dispatch.claims import Claims
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch
+from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch
 from tests.gateway.harness import eventually
 from tests.gateway.test_prefix_fetch import CONFIG, HELD_TOKENS, PREFIX_TOKENS, answered, make_job
 from tests.gateway.troubles import (

@@ -15,7 +15,7 @@ from draftgate.gateway.config import ConfigError
 from draftgate.gateway.config.reading import effective_config
 from draftgate.gateway.dispatch.decisions import Decisions, read_decisions
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.search import WorkerSearch
 from draftgate.gateway.fleet import FleetWorker, PeerWorker

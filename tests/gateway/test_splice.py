@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
-from draftgate.gateway.dispatch.moves.splice import Splice
+from draftgate.gateway.dispatch.splice import Splice
 
 TEXTS = ["", "a", "bc", " def"]
 

@@ -42,7 +42,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.dispatch.run import UNWATCHED, Move, Resume, Run, Watch
 from draftgate.gateway.fleet import Fleet

@@ -18,7 +18,7 @@ from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch, KvPulls
+from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, KvPulls
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.policies.kv_transfer import PullDecision, PullReason, decide_pull

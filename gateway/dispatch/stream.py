@@ -11,7 +11,7 @@ from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.attempt import Attempt
 from draftgate.gateway.dispatch.decisions import MoveRecord
-from draftgate.gateway.dispatch.kv.pulls import KvFetch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.partial_output import PartialOutput
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import Waiting

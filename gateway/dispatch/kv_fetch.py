@@ -17,7 +17,7 @@ from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch, KvPulls, can_supply
+from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, KvPulls, can_supply
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.span_attributes import describe_kv_fetch

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import asynccontextmanager
 from typing import Final
 
-from draftgate.gateway.dispatch.kv.pulls import KvPulls
+from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.leases import lease_tokens
-from draftgate.gateway.dispatch.moves.stream import Stream
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.stream import Stream
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store
 from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draftgate.backends.kv_transfer.format import KvFormat
-from draftgate.gateway.dispatch.kv.fetch import pull_if_faster, reported
-from draftgate.gateway.dispatch.kv.pulls import FetchCause, KvFetch, can_supply
+from draftgate.gateway.dispatch.kv_fetch import pull_if_faster, reported
+from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, can_supply
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.run import Run

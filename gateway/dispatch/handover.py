@@ -15,11 +15,11 @@ from typing import Final
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt
-from draftgate.gateway.dispatch.kv.fetch import KvFetcher, block_chains
-from draftgate.gateway.dispatch.kv.pulls import can_supply
-from draftgate.gateway.dispatch.moves.overlap import Overlap, is_exact
-from draftgate.gateway.dispatch.moves.stream import Migration, Stream
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher, block_chains
+from draftgate.gateway.dispatch.kv_pulls import can_supply
+from draftgate.gateway.dispatch.overlap import Overlap, is_exact
 from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.policies.moves import MOVE_S, MoveEnd, MoveReason

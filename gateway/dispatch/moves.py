@@ -25,14 +25,14 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.attempt import Attempt, Parts
-from draftgate.gateway.dispatch.kv.pulls import can_supply
+from draftgate.gateway.dispatch.handover import chosen_handover, hand_over, take_reserved
+from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.moves.handover import chosen_handover, hand_over, take_reserved
-from draftgate.gateway.dispatch.moves.overlap import Overlap, boundary, is_exact
-from draftgate.gateway.dispatch.moves.rescheduling import Rescheduler
-from draftgate.gateway.dispatch.moves.stream import Migration, Stream
+from draftgate.gateway.dispatch.overlap import Overlap, boundary, is_exact
 from draftgate.gateway.dispatch.placement import need_of
+from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.logs import log

@@ -14,8 +14,8 @@ from typing import Self
 
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.dispatch.attempt import Attempt
-from draftgate.gateway.dispatch.moves.splice import Splice
-from draftgate.gateway.dispatch.moves.stream import Migration, Stream
+from draftgate.gateway.dispatch.splice import Splice
+from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.policies.moves import STALL_S, MoveEnd, may_switch
 
 
