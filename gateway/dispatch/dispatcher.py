@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
-from draftgate.gateway.dispatch.attempt import Parts
-from draftgate.gateway.dispatch.failover import Failover
 from draftgate.gateway.dispatch.flows import Flows, Hop
+from draftgate.gateway.dispatch.hold import Parts
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import Replicator
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.placement import Placer, need_of
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.prompts import merged
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.span_attributes import admission_attributes, flow_attributes
+from draftgate.gateway.dispatch.suspects import Suspects
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import Fleet
@@ -84,12 +87,15 @@ class Dispatcher:
         self.leases = leases
         self.sharing = sharing
         self.flows = flows
-        self._placer = placer
         kv = KvFetcher(fleet, queue.router.pulls)
         replicator = Replicator(fleet, queue.router, queue.now_s)
-        parts = Parts(queue, admission, placer, leases, Watchdog(), kv, replicator)
-        self.moves = Moves(fleet, parts, rescheduler)
-        self._failover = Failover(fleet, parts, self.moves, most_resumes)
+        suspects = Suspects(queue.now_s)
+        self._parts = Parts(
+            *(fleet, queue, admission, placer, leases, Watchdog(), kv, replicator),
+            suspects=suspects,
+            most_resumes=most_resumes,
+        )
+        self.moves = Moves(fleet, self._parts, rescheduler)
         self._counted = Counted(fleet, lifecycle)
 
     def counted(self) -> Counted:
@@ -107,9 +113,7 @@ class Dispatcher:
             span: the parent of the spans of its stages.
             watch: an observer of the placements of its prompts.
         """
-        return RunningJob(
-            self._placer, self.admission, self.flows, self._failover, job, span, watch
-        )
+        return RunningJob(self._parts, self.moves, self.flows, job, span, watch)
 
 
 class RunningJob:
@@ -126,27 +130,28 @@ class RunningJob:
 
     def __init__(
         self,
-        placer: Placer,
-        admission: AdmissionController,
+        parts: Parts,
+        moves: Moves,
         flows: Flows,
-        failover: Failover,
         job: Job,
         span: Span,
         watch: Watch,
     ) -> None:
-        self._placer = placer
-        self._admission = admission
+        self._parts = parts
+        self._moves = moves
+        self._admission = parts.admission
         self._flows = flows
-        self._failover = failover
         self._job = job
         self._span = span
         self._watch = watch
 
     async def __aenter__(self) -> Run:
-        job, prompt = self._job, self._failover.deltas
+        job, fleet = self._job, self._parts.fleet
         with self._span.child("admit") as admit:
-            await self._failover.until_served()
-            requests = await self._placer.size(job, admit)
+            if fleet.discovers and not fleet.serving:
+                # Other gateways have the same workers, so clients would get no response there.
+                await wait_for(fleet, lambda: bool(fleet.serving))
+            requests = await self._parts.placer.size(job, admit)
             if job.flow is None:
                 hop = None
                 entry = await self._admission.admit(_admission_request(job, requests), leases=True)
@@ -157,7 +162,8 @@ class RunningJob:
                 admit.set(admission_attributes(entry))
         self._run = run = Run(job, requests, entry, self._span, self._watch)
         run.hop = hop
-        run.deltas = prompt(run, 0) if len(requests) == 1 else merged(run, prompt)
+        prompt = partial(Prompt, self._parts, self._moves, run)
+        run.deltas = prompt(0) if len(requests) == 1 else merged(run, prompt)
         return run
 
     async def __aexit__(

@@ -14,12 +14,13 @@ from typing import Final
 
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.attempt import Attempt
+from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher, block_chains
 from draftgate.gateway.dispatch.kv_pulls import can_supply
+from draftgate.gateway.dispatch.migration import Migration
 from draftgate.gateway.dispatch.overlap import Overlap, is_exact
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.policies.moves import MOVE_S, MoveEnd, MoveReason
@@ -42,9 +43,9 @@ _FAILURES: Final = {
 }
 
 
-def chosen_handover(stream: Stream) -> ChosenMove | None:
+def chosen_handover(stream: Prompt) -> ChosenMove | None:
     """Return the handover of a stream whose output another worker computes, or None."""
-    decided, decode = stream.attempt.routed.phases, stream.attempt.routed.decode
+    decided, decode = stream.hold.routed.phases, stream.hold.routed.decode
     if decided is None or decode is None:
         return None
     return ChosenMove(
@@ -59,13 +60,13 @@ def chosen_handover(stream: Stream) -> ChosenMove | None:
     )
 
 
-def take_reserved(stream: Stream) -> tuple[GenerationRequest, Routed | None]:
+def take_reserved(stream: Prompt) -> tuple[GenerationRequest, Routed | None]:
     """Return the rest of a stream with the id of its reservation, and the reserved worker.
 
     The worker is None if it cannot take the blocks of the stream's worker, because the reservation
     of the prompt has chosen another one.
     """
-    request_id, routed = stream.attempt.take_decode()
+    request_id, routed = stream.hold.take_decode()
     request = stream.output.rest(request_id)
     if routed is None or can_supply(stream.worker, routed.worker):
         return request, routed
@@ -73,7 +74,7 @@ def take_reserved(stream: Stream) -> tuple[GenerationRequest, Routed | None]:
     return request, None
 
 
-async def hand_over(kv: KvFetcher, stream: Stream, successor: Attempt, move: Migration) -> MoveEnd:
+async def hand_over(kv: KvFetcher, stream: Prompt, successor: Hold, move: Migration) -> MoveEnd:
     """Copy the blocks of a prompt, and hand the stream over after its first token.
 
     Raises:
@@ -83,7 +84,7 @@ async def hand_over(kv: KvFetcher, stream: Stream, successor: Attempt, move: Mig
     with Overlap(stream, successor, move) as overlap:
         copies = _Copies(kv, stream, successor.placed.worker, move)
         chains = await copies.chains()
-        while not stream.attempt.reading.decodes:
+        while not stream.hold.decodes:
             end = await copies.copy(chains, LEAST_BLOCKS)
             if end is not MoveEnd.MOVED:
                 return end
@@ -94,14 +95,14 @@ async def hand_over(kv: KvFetcher, stream: Stream, successor: Attempt, move: Mig
                 return MoveEnd.ENDED if stream.output.is_complete else end
             if is_exact(stream, successor) and not stream.is_read_slowly:
                 return await overlap.switch(1)
-    stream.hand_over(successor, move)
+    stream.hand_over(successor, move.end)
     return MoveEnd.MOVED
 
 
 class _Copies:
     """The copies of a prompt's blocks to the destination of a handover."""
 
-    def __init__(self, kv: KvFetcher, stream: Stream, sink: FleetWorker, move: Migration) -> None:
+    def __init__(self, kv: KvFetcher, stream: Prompt, sink: FleetWorker, move: Migration) -> None:
         self._kv = kv
         self._stream = stream
         self._sink = sink

@@ -6,10 +6,9 @@ stream whose phases are apart moves after its first token (`handover`).
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
 stops. It gets the last tokens of the source as drafts, and must accept them (`splice`). Finally,
-the gateway interrupts the reader of the stream, and the reader continues with the *successor*, an
-attempt that has reserved the destination (`failover`). `policies.moves` decides which stream moves
-next and when its source stops. A stream whose move fails stays on its source until the source
-stops.
+the gateway interrupts the reader of the stream, and the reader continues with the *successor*, the
+hold of the destination (`prompt`). `policies.moves` decides which stream moves next and when its
+source stops. A stream whose move fails stays on its source until the source stops.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from typing import Final
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.attempt import Attempt, Parts
 from draftgate.gateway.dispatch.handover import chosen_handover, hand_over, take_reserved
+from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.migration import Migration
 from draftgate.gateway.dispatch.overlap import Overlap, boundary, is_exact
 from draftgate.gateway.dispatch.placement import need_of
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.logs import log
@@ -81,21 +81,16 @@ class Moves:
         self.enabled = True
         self._rescheduler = rescheduler
         self._now_s = parts.queue.now_s
-        self._streams: dict[FleetWorker, dict[Stream, None]] = {}
-        self._moving: dict[Stream, asyncio.Task[None]] = {}
-        self._chosen: dict[Stream, ChosenMove] = {}  # those that the policy has chosen
+        self._streams: dict[FleetWorker, dict[Prompt, None]] = {}
+        self._moving: dict[Prompt, asyncio.Task[None]] = {}
+        self._chosen: dict[Prompt, ChosenMove] = {}  # those that the policy has chosen
         self._timer: asyncio.TimerHandle | None = None
 
-    def watching(self, stream: Stream, attempt: Attempt) -> Watching:
-        """Return a context in which a stream that runs may move.
+    def add(self, stream: Prompt) -> None:
+        """Watch a stream until `remove`.
 
         If another worker is reserved for its output, the stream moves there.
         """
-        stream.attempt = attempt
-        return Watching(self, stream)
-
-    def add(self, stream: Stream) -> None:
-        """Watch a stream until `remove`."""
         self._streams.setdefault(stream.worker, {})[stream] = None
         if self._timer is None:
             self._schedule()
@@ -104,16 +99,20 @@ class Moves:
             self._start(stream, chosen)
 
     @property
-    def streams(self) -> Mapping[FleetWorker, Iterable[Stream]]:
+    def streams(self) -> Mapping[FleetWorker, Iterable[Prompt]]:
         """The streams by worker, in the order in which they arrived there."""
         return self._streams
 
-    def is_moving(self, stream: Stream) -> bool:
+    def is_moving(self, stream: Prompt) -> bool:
         """Return whether a move of a stream is under way."""
         return stream in self._moving or stream.successor is not None
 
-    async def remove(self, stream: Stream) -> None:
-        """Forget a stream whose reader has stopped, and end its move."""
+    def remove(self, stream: Prompt) -> asyncio.Task[None] | None:
+        """Forget a stream whose reader has stopped, and cancel its move.
+
+        Returns:
+            The task of the move, which the caller awaits, or None without a move.
+        """
         worker = stream.worker
         streams = self._streams[worker]
         del streams[stream]
@@ -122,7 +121,7 @@ class Moves:
         move = self._moving.pop(stream, None)
         if move is not None:
             move.cancel()
-            await asyncio.wait({move})
+        return move
 
     def _check(self) -> None:
         self._timer = None
@@ -170,7 +169,7 @@ class Moves:
         for stream, chosen in planned[: max(MOST_MOVES - moves, 0)]:
             self._start(stream, chosen)
 
-    def _start(self, stream: Stream, chosen: ChosenMove | None) -> None:
+    def _start(self, stream: Prompt, chosen: ChosenMove | None) -> None:
         stream.hands_over = chosen is not None and chosen.reason is MoveReason.PHASES
         if chosen is not None and not stream.hands_over:
             self._chosen[stream] = chosen
@@ -181,12 +180,12 @@ class Moves:
         """Return the workers that can take the blocks of a worker."""
         return [worker for worker in self._fleet.open if can_supply(source, worker)]
 
-    def _may_move(self, stream: Stream) -> bool:
+    def _may_move(self, stream: Prompt) -> bool:
         """Return whether a stream decodes and is not moving yet."""
-        decodes, retries = stream.attempt.reading.decodes, stream.retry_s <= self._now_s()
+        decodes, retries = stream.hold.decodes, stream.retry_s <= self._now_s()
         return decodes and retries and not self.is_moving(stream)
 
-    def _view(self, stream: Stream, sink: FleetWorker) -> MoveView:
+    def _view(self, stream: Prompt, sink: FleetWorker) -> MoveView:
         """Return the policy's view of a stream that could move to a worker like `sink`."""
         request, source = stream.run.requests[stream.index], stream.worker
         form, lengths = source.kv_format, stream.output.lengths
@@ -202,7 +201,7 @@ class Moves:
             stream.failures,
         )
 
-    async def _move(self, stream: Stream, chosen: ChosenMove | None) -> None:
+    async def _move(self, stream: Prompt, chosen: ChosenMove | None) -> None:
         """Move a stream, or leave it on its worker."""
         move = Migration(stream, chosen, self._parts.placer, self._now_s)
         end = MoveEnd.ENDED
@@ -227,7 +226,7 @@ class Moves:
                 move.end(end)
         self._begin_moves()
 
-    async def _try_move(self, stream: Stream, move: Migration) -> MoveEnd:
+    async def _try_move(self, stream: Prompt, move: Migration) -> MoveEnd:
         """Reserve a destination, copy the blocks, and hand the stream over.
 
         Returns:
@@ -241,7 +240,7 @@ class Moves:
         if routed is None:
             return MoveEnd.NO_ROOM
         place = self._parts, stream.run, stream.index
-        successor = Attempt(*place, request, routed, stream.output)
+        successor = Hold(*place, request, routed, stream.output)
         try:
             await successor.prepare()
         except NoCapacity:
@@ -256,21 +255,21 @@ class Moves:
                 return end
             stream.copied = True
             self._begin_moves()
-            if not stream.is_read_slowly and await boundary(stream.attempt):
+            if not stream.is_read_slowly and await boundary(stream.hold):
                 if is_exact(stream, successor):
                     with Overlap(stream, successor, move) as overlap:
                         if await overlap.source_tokens(VERIFIED_TOKENS):
                             return await overlap.switch(VERIFIED_TOKENS)
                 else:
                     move.note_delta()
-            stream.hand_over(successor, move)
+            stream.hand_over(successor, move.end)
             return end
         finally:
             if stream.successor is not successor:
-                await successor.abandon()
+                await successor.close()
 
     async def _room(
-        self, stream: Stream, request: GenerationRequest, chosen: ChosenMove | None
+        self, stream: Prompt, request: GenerationRequest, chosen: ChosenMove | None
     ) -> Routed | None:
         """Reserve a worker that can take the blocks of a stream, or return None without room."""
         source = stream.worker
@@ -297,7 +296,7 @@ class Moves:
         self._parts.queue.dispatch_waiting(routed.worker)
         return None
 
-    async def _copy(self, stream: Stream, sink: FleetWorker, move: Migration) -> MoveEnd:
+    async def _copy(self, stream: Prompt, sink: FleetWorker, move: Migration) -> MoveEnd:
         """Copy blocks until the source may stop, and return `MoveEnd.MOVED` in this case."""
         kv, run, source = self._parts.kv, stream.run, stream.worker
         missing: Missing | None = None
@@ -305,7 +304,7 @@ class Moves:
         held: dict[int, int] = {}  # leading blocks of each choice
         while (step := next_step(move.stages, missing, preempted=preempted)) in _CONTINUES:
             if step is MoveStep.WAIT:
-                if stream.is_read_slowly or not await boundary(stream.attempt):
+                if stream.is_read_slowly or not await boundary(stream.hold):
                     return MoveEnd.MOVED  # the client waits for nothing, or for this move
             else:
                 request = stream.output.rest("")
@@ -328,21 +327,7 @@ class Moves:
         return MoveEnd.MOVED if step is MoveStep.STOP else MoveEnd.BEHIND
 
 
-class Watching:
-    """A context in which a stream may move. Its end ends the move."""
-
-    def __init__(self, moves: Moves, stream: Stream) -> None:
-        self._moves = moves
-        self._stream = stream
-
-    async def __aenter__(self) -> None:
-        self._moves.add(self._stream)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._moves.remove(self._stream)
-
-
-def _missing(stream: Stream, held_blocks: Mapping[int, int]) -> Missing:
+def _missing(stream: Prompt, held_blocks: Mapping[int, int]) -> Missing:
     """Return the missing part of the choice of which a destination lacks most.
 
     Args:

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Self
 
 from draftgate.backends.types import Delta, Pace
-from draftgate.gateway.dispatch.attempt import Attempt
+from draftgate.gateway.dispatch.hold import Hold
+from draftgate.gateway.dispatch.migration import Migration
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.splice import Splice
-from draftgate.gateway.dispatch.stream import Migration, Stream
 from draftgate.policies.moves import STALL_S, MoveEnd, may_switch
 
 
-def is_exact(stream: Stream, successor: Attempt) -> bool:
+def is_exact(stream: Prompt, successor: Hold) -> bool:
     """Return whether both workers compute the same tokens, whatever else they run."""
     source, sink = stream.worker.backend.card, successor.placed.worker.backend.card
     # A traced response reports the steps of one worker for each token.
@@ -27,7 +28,7 @@ def is_exact(stream: Stream, successor: Attempt) -> bool:
     return same_class and not stream.run.job.traced
 
 
-async def boundary(attempt: Attempt) -> bool:
+async def boundary(hold: Hold) -> bool:
     """Wait until a reader has passed a delta on and waits for the next one.
 
     Returns:
@@ -36,24 +37,24 @@ async def boundary(attempt: Attempt) -> bool:
     loop = asyncio.get_running_loop()
     while True:
         passed: asyncio.Future[None] = loop.create_future()
-        attempt.on_delta = partial(_wake, passed)
+        hold.on_delta = partial(_wake, passed)
         try:
             async with asyncio.timeout(STALL_S):
                 await passed
         except TimeoutError:
             return False
         finally:
-            attempt.on_delta = None
-        if attempt.reading.waiting:
+            hold.on_delta = None
+        if hold.waiting:
             return True
 
 
 class Overlap:
     """A context that observes a stream on its source, until the destination continues it."""
 
-    def __init__(self, stream: Stream, successor: Attempt, move: Migration) -> None:
+    def __init__(self, stream: Prompt, successor: Hold, move: Migration) -> None:
         self._stream = stream
-        self._source = stream.attempt
+        self._source = stream.hold
         self._successor = successor
         self._move = move
         self._added = asyncio.Event()
@@ -98,7 +99,7 @@ class Overlap:
             return MoveEnd.ENDED
         paused = ended = False
         try:
-            deltas = successor.begin(splice.with_drafts(self._rest))
+            deltas = successor.send_early(splice.with_drafts(self._rest))
             async with aclosing(_read(successor, deltas)) as read:
                 async for delta in read:
                     splice.add_sink(delta)
@@ -108,9 +109,9 @@ class Overlap:
                     ended = ended or delta.finish_reason is not None
                     if not may_switch(splice.verified_tokens, least, ended=ended):
                         continue
-                    if splice.caught_up and source.reading.waiting:
+                    if splice.caught_up and source.waiting:
                         successor.continue_with(splice.continued(deltas))
-                        stream.hand_over(successor, self._move)
+                        stream.hand_over(successor, self._move.end)
                         return MoveEnd.MOVED
                     if not paused:
                         paused = True
@@ -126,17 +127,14 @@ class Overlap:
         self._added.set()
 
 
-async def _read(
-    attempt: Attempt, deltas: AsyncGenerator[Delta, None]
-) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of an attempt whose context is not entered yet."""
-    reading = attempt.reading
-    reading.waiting = True
+async def _read(hold: Hold, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of a hold that the prompt does not read yet."""
+    hold.waiting = True
     async for delta in deltas:
-        reading.waiting = False
-        reading.deltas += 1
+        hold.waiting = False
+        hold.num_deltas += 1
         yield delta
-        reading.waiting = True
+        hold.waiting = True
 
 
 def _wake(passed: asyncio.Future[None], _: Delta) -> None:

@@ -16,7 +16,7 @@ PROMPTS_AT_ONCE: Final = 64
 The number equals a default batch. A request with thousands of prompts must neither fill the queue
 nor block the event loop."""
 
-RunOne: TypeAlias = Callable[[Run, int], AsyncGenerator[Delta, None]]
+RunOne: TypeAlias = Callable[[int], AsyncGenerator[Delta, None]]
 """A function that runs one prompt of a job by its index."""
 
 _News: TypeAlias = "asyncio.Queue[Delta | Exception | None]"
@@ -57,7 +57,7 @@ async def _pump(run: Run, index: int, run_one: RunOne, news: _News) -> None:
     """Put the deltas of one prompt into the queue, and then None or the final exception."""
     first_choice = index * run.job.n
     try:
-        async with aclosing(run_one(run, index)) as deltas:
+        async with aclosing(run_one(index)) as deltas:
             async for delta in deltas:
                 await news.put(delta._replace(choice=first_choice + delta.choice))
     except Exception as error:  # noqa: BLE001 - the reader raises the error

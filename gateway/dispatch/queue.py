@@ -164,10 +164,14 @@ class CentralQueue:
             Overloaded: the request would wait too long, by a new forecast after `RECONSIDER_S`.
             QueueTimeout: the request waited too long.
         """
+        routed = self.seat(waiting, view)
+        return await self._wait(waiting) if routed is None else routed
+
+    def seat(self, waiting: Waiting, view: View) -> Routed | None:
+        """Reserve a worker as `turn` does, or return None if the request has to wait."""
         waiting.view = view
         waiting.backs_off = waiting.refused and waiting.claim_tokens > 0
-        routed = None if self._places or waiting.backs_off else self._routed(waiting)
-        return await self._wait(waiting) if routed is None else routed
+        return None if self._places or waiting.backs_off else self._routed(waiting)
 
     async def _wait(self, waiting: Waiting) -> Routed:
         """Wait for the turn of a request that found no worker with capacity, as `turn` does."""

@@ -14,8 +14,8 @@ from typing import Final
 
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.leases import lease_tokens
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.stream import Stream
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Store
 from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
@@ -65,12 +65,12 @@ class Rescheduler:
 
     def choose(
         self,
-        streams: Mapping[FleetWorker, Iterable[Stream]],
-        may_move: Callable[[Stream], bool],
+        streams: Mapping[FleetWorker, Iterable[Prompt]],
+        may_move: Callable[[Prompt], bool],
         moving: Collection[str],
         *,
         makes_room: bool,
-    ) -> list[tuple[Stream, ChosenMove]]:
+    ) -> list[tuple[Prompt, ChosenMove]]:
         """Return the next moves with their streams, most important first.
 
         Args:
@@ -82,7 +82,7 @@ class Rescheduler:
         """
         self._next_s = self._queue.now_s() + INTERVAL_S
         workers = {worker.worker_id: worker for worker in self._fleet.serving}
-        offered = dict[str, Stream]()
+        offered = dict[str, Prompt]()
         open_ = set(self._fleet.open)
         if self._queue.router.separates:
             open_ = {one for one in open_ if one.role is not Role.PREFILL}
@@ -144,7 +144,7 @@ class Rescheduler:
             if free:
                 await self._store.end_move(move_id, ends)
 
-    def _stream_view(self, stream: Stream, worker: FleetWorker) -> StreamView:
+    def _stream_view(self, stream: Prompt, worker: FleetWorker) -> StreamView:
         request, lengths = stream.run.requests[stream.index], stream.output.lengths
         form, entry, now_s = worker.kv_format, stream.run.entry, self._queue.now_s()
         assert form is not None  # only its blocks can move
@@ -159,7 +159,7 @@ class Rescheduler:
             stream.tokens,
             max(left, 1.0),
             form.token_bytes,
-            stream.attempt.placed.view,
+            stream.hold.placed.view,
             len(lengths),
             laxity_s,
             now_s - stream.moved_s,

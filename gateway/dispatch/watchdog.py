@@ -28,45 +28,42 @@ about as much as one delta of each of its streams."""
 
 
 class Reading:
-    """The state of reading one prompt's deltas from a worker.
+    """The state of reading one prompt's deltas from a worker, the base of `hold.Hold`.
 
     Attributes:
         waiting: whether the reader waits for the next delta.
-        deltas: number of deltas so far.
+        num_deltas: number of deltas so far.
         decodes: whether a choice has its first token from this worker.
     """
 
-    __slots__ = (
-        "_interruption",
-        "_reader",
-        "_run",
-        "_silence",
-        "decodes",
-        "deltas",
-        "waiting",
-        "worker",
-    )
+    waiting = decodes = False
+    num_deltas = 0
+    _reader: asyncio.Task[object] | None = None
+    _interruption: BackendFailed | None = None
+    _silence: StreamSilence | None = None
 
     def __init__(self, worker: FleetWorker, run: Run) -> None:
-        """Start before the first delta. The current task reads the deltas."""
         self.worker = worker
-        self.waiting = False
-        self.deltas = 0
-        self.decodes = False
-        self._run = run
+        self.run = run
+
+    def begin(self) -> None:
+        """Start before the first delta. The current task reads the deltas."""
+        self.waiting = self.decodes = False
+        self.num_deltas = 0
         self._reader = asyncio.current_task()
-        self._interruption: BackendFailed | None = None
-        self._silence = StreamSilence()
+        self._interruption = self._silence = None
 
     @property
     def is_owed(self) -> bool:
         """Whether the worker owes a delta."""
-        return self.waiting and self._run.pace is not Pace.PAUSED
+        return self.waiting and self.run.pace is not Pace.PAUSED
 
     def check(self, load: WorkerLoad) -> None:
         """Interrupt the reader if its stream is lost although the worker makes progress."""
-        runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
-        if self._silence.check(self.deltas, load, CHECK_INTERVAL_S, runs=runs):
+        runs = self.is_owed and self.decodes and self.run.pace is Pace.FULL
+        if self._silence is None:
+            self._silence = StreamSilence()
+        if self._silence.check(self.num_deltas, load, CHECK_INTERVAL_S, runs=runs):
             silent = "the worker sent no more deltas for a running stream"
             self.interrupt(WorkerStalled(silent))
 
@@ -132,16 +129,16 @@ class Watchdog:
         self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, worker: FleetWorker, run: Run) -> Reading:
+    def watch(self, reading: Reading) -> None:
         """Watch a stream of a worker, which the current task reads, until `unwatch`."""
+        reading.begin()
+        worker = reading.worker
         watched = self._watched.get(worker)
         if watched is None:
             watched = self._watched[worker] = _Watched(worker)
-        reading = Reading(worker, run)
         watched.readings[reading] = None
         if self._timer is None:
             self._schedule()
-        return reading
 
     def unwatch(self, reading: Reading) -> None:
         """Stop watching a stream."""

@@ -15,7 +15,7 @@ from draftgate.gateway import fleet
 from draftgate.gateway.app import Listening, StartError, build_node, drain, start_workers
 from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.dispatch.failover import RECOVERY_S
+from draftgate.gateway.dispatch.recovery import RECOVERY_S
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Snapshot, new_epoch

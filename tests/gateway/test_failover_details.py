@@ -20,8 +20,8 @@ from draftgate.backends.types import (
     SamplingParams,
     Task,
 )
-from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.recovery import RECOVERY_S
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend

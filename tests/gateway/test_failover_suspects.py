@@ -12,8 +12,8 @@ import pytest
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
-from draftgate.gateway.dispatch.failover import RECOVERY_S
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.recovery import RECOVERY_S
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.troubles import (

@@ -152,7 +152,7 @@ async def test_worker_error_is_on_the_spans_of_both_nodes(
 ) -> None:
     """Each node marks the worker error on its own spans."""
     # No worker returns.
-    monkeypatch.setattr("draftgate.gateway.dispatch.failover.RECOVERY_S", 0.0)
+    monkeypatch.setattr("draftgate.gateway.dispatch.recovery.RECOVERY_S", 0.0)
     backend = ScriptedBackend()
     async with (
         collecting() as collector,

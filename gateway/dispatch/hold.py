@@ -1,0 +1,361 @@
+"""What a prompt holds on a worker, from the reservation of its capacity to its release."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import NamedTuple
+
+from draftgate.backends.errors import BackendFailed, StreamMoved
+from draftgate.backends.streams import pass_directly
+from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.kv_fetch import KvFetcher
+from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
+from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.routing import Routed, decode_id
+from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.span_attributes import (
+    describe_decision,
+    describe_reservation,
+    record_route,
+)
+from draftgate.gateway.dispatch.suspects import Suspects
+from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
+from draftgate.gateway.dispatch.worker_spans import WorkerSpans, open_dispatch
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.values import replace
+
+
+class Parts(NamedTuple):
+    """The parts of a dispatcher that all prompts use.
+
+    Attributes:
+        suspects: the requests that may break workers.
+        most_resumes: maximum number of times that a prompt may resume on another worker.
+    """
+
+    fleet: Fleet
+    queue: CentralQueue
+    admission: AdmissionController
+    placer: Placer
+    leases: Leases
+    watchdog: Watchdog
+    kv: KvFetcher
+    replicator: Replicator
+    suspects: Suspects
+    most_resumes: int
+
+    def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
+        """Return the routing policy's view of a prompt, or of the rest of a prompt."""
+        return self.placer.route_view(run.job, index, request, run.entry.expected_tokens)
+
+
+class Hold(Reading):
+    """What a prompt holds on one worker: capacity, claim, lease, blocks, span and deltas.
+
+    The queue has reserved the capacity of a new hold. `start` leases it and sends the request. A
+    move prepares the hold of its destination with `prepare` first. `close` cancels the request and
+    releases everything, in any state and only once.
+
+    The reader of `deltas` sets `waiting` before each delta and calls `observe` after it. `Run.take`
+    takes some deltas instead.
+
+    Attributes:
+        placed: the worker and the speculation plan.
+        deltas: the deltas of the worker, once sent.
+        on_delta: a callback after each observed delta, or None.
+    """
+
+    placed: Placement
+    deltas: AsyncGenerator[Delta, None]
+    on_delta: Callable[[Delta], None] | None = None
+    _reservation: Reservation | None = None  # once prepared
+    _sent: AsyncGenerator[Delta, None] | None = None  # the deltas of the worker, once sent
+    _joined: AsyncGenerator[Delta, None] | None = None  # if sent before the prompt reads them
+    _span: Span = NO_SPAN
+    _spans: WorkerSpans | None = None  # if recorded
+    _prefix: PrefixUse | None = None  # of a sent request, if workers had it cached
+    _begun = _closed = False
+
+    def __init__(
+        self,
+        parts: Parts,
+        run: Run,
+        index: int,
+        request: GenerationRequest,
+        routed: Routed,
+        output: PartialOutput,
+    ) -> None:
+        """Hold a reserved worker.
+
+        Args:
+            request: the request for the prompt, or for the rest of the prompt.
+            routed: the reserved worker (`CentralQueue.turn`).
+            output: the output of the prompt, to which `observe` adds.
+        """
+        super().__init__(routed.worker, run)
+        self.routed = routed
+        self._parts = parts
+        self._index = index
+        self._request = request
+        self._output = output
+
+    async def start(self) -> None:
+        """Send the request, or read the deltas of a request that has been sent before.
+
+        Call `close` after any error, too.
+
+        Raises:
+            NoCapacity: other gateways have filled the workers. The request was not sent.
+            InvalidRequest, QuotaExceeded: the request does not fit into its quota.
+            BackendFailed: the worker has failed or rejects the request.
+        """
+        if self._joined is not None:
+            self._take_over(self._joined)
+            return
+        if self._reservation is None:
+            await self._lease()
+            if self._request.resumed:
+                await self._parts.kv.fetch_resumed(self.run, self.placed)
+            elif self.routed.cached_blocks:
+                cached_blocks = self.routed.cached_blocks
+                await self._parts.kv.fetch_new(self.run, self.placed, cached_blocks)
+        self.run.place(self._index, self.placed)
+        self.deltas = self._send()
+        if self.run.take is not None and len(self.run.requests) == 1:
+            pass_directly(self.deltas, self._take)
+
+    async def prepare(self) -> None:
+        """Lease the worker and decide about speculation, before the prompt continues here.
+
+        The caller fetches KV blocks itself. The errors are those of `start`, and close the hold.
+        """
+        try:
+            await self._lease()
+        except BaseException as error:
+            await self.close(error)
+            raise
+        self.worker.await_blocks(self._request.request_id)
+
+    def take_decode(self) -> tuple[str, Routed | None]:
+        """Return the reserved worker that continues the request, and the id of the rest.
+
+        The caller must release the capacity of the worker. Later calls return None as the worker.
+        """
+        decode = self.routed.decode
+        if decode is not None:
+            self.routed = self.routed._replace(decode=None)
+        return decode_id(self._request.request_id), decode
+
+    @property
+    def rest(self) -> GenerationRequest:
+        """The request for the rest of the present output."""
+        return self._output.rest(self._request.request_id)
+
+    def extend(self) -> None:
+        """Continue a prepared hold from the present output, unless its request has been sent."""
+        if self._sent is None:
+            self._replace_request(self.rest)
+
+    def send_early(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Send a request for the rest of an earlier output, while the prompt runs on its source.
+
+        The current task reads the deltas, until the prompt continues with `continue_with`.
+
+        Args:
+            request: an earlier value of `rest`, which may contain the tokens after that output.
+        """
+        self._replace_request(request)
+        return self._send()
+
+    def _replace_request(self, request: GenerationRequest) -> None:
+        self._request = request
+        planned = request.planned(self.placed.request.speculation)
+        self.placed = replace(self.placed, request=planned)
+
+    def continue_with(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        """Set the deltas of the prompt, if the request has been sent before the prompt reads."""
+        self._joined = deltas
+
+    def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
+        """Set the pace of the request on its worker, which the job's own pace replaces."""
+        self.worker.generating.set_pace(self._request.request_id, pace, tpot_s)
+
+    def observe(self, delta: Delta) -> None:
+        """Pass a delta to output, watchdog, queue, trace and acceptance history."""
+        self._output.add(delta)
+        self.waiting = False
+        self.num_deltas += 1
+        if delta.phases is not None:
+            self.decodes = True
+        if not self._begun:
+            self._begin()
+        if self._spans is not None:
+            self._spans.observe(delta)
+        if delta.outcome is not None:
+            self.run.entry.ended += 1
+            self._parts.placer.record_outcome(self.placed, delta.outcome)
+        if self.on_delta is not None:
+            self.on_delta(delta)
+
+    def _take(self, delta: Delta) -> bool:
+        """Pass a delta of tokens and text on, unless it has further consequences."""
+        take = self.run.take
+        # The first delta, and deltas during a move, have further consequences.
+        if not (self._begun and self.waiting and self.on_delta is None and take and take(delta)):
+            return False
+        self._output.add(delta)
+        self.num_deltas += 1
+        return True
+
+    def _begin(self) -> None:
+        """Report the first delta to worker, admission and queue."""
+        self._begun = True
+        self.worker.started(self._request.request_id)
+        self._parts.admission.answered(self.run.entry)
+        self._parts.queue.dispatch_waiting(self.worker)
+
+    async def _lease(self) -> None:
+        """Lease capacity of a worker, and decide how far the prompt may speculate there."""
+        span = self.run.span
+        record_route(span, self.routed)
+        if not span.recording:
+            found = await self._reserve()
+            self.placed = self._place(found)
+            return
+        with span.child("reserve") as reserve:
+            found = await self._reserve()
+            describe_reservation(reserve, found)
+        with span.child("decide") as decide:
+            self.placed = self._place(found)
+            describe_decision(decide, self.placed.view, self.placed.load)
+
+    async def _reserve(self) -> Reservation:
+        """Lease capacity of a worker, and reserve the quota of the request if that is still due.
+
+        The reservation may choose another worker than the router did, if other gateways have leased
+        the first choice in the meantime.
+
+        Raises:
+            NoCapacity: other gateways have filled the workers.
+            InvalidRequest, QuotaExceeded: the request does not fit into its quota.
+        """
+        parts, entry = self._parts, self.run.entry
+        request_id, claims = self._request.request_id, parts.queue.claims
+        tokens = lease_tokens(self._request, entry.expected_tokens)
+        # A refusal says nothing about claimed workers and about quotas.
+        is_new = entry.quota is None and request_id not in claims
+        reserve = parts.leases.reserve_new if is_new else parts.leases.reserve
+        found = await reserve(request_id, tokens, self.routed, entry.quota)
+        parts.admission.record_quota(entry, found.shortage)
+        if parts.leases.must_wait(found):
+            raise NoCapacity
+        if request_id in claims:
+            await claims.end(request_id, leased=found.lease is not None)
+        self._reservation = found
+        if found.lease is not None and found.lease.worker_id != self.worker.worker_id:
+            self._move_to(found.lease.worker_id)
+        return found
+
+    def _move_to(self, worker_id: str) -> None:
+        """Reserve another worker that the router offered."""
+        request = self._request
+        self.worker.release(request.request_id)
+        self.worker = next(one for one in self.routed.choices if one.worker_id == worker_id)
+        self.worker.reserve(request.request_id, need_of(request))
+        self.routed = self.routed._replace(worker=self.worker)
+        view = partial(self._parts.route_view, self.run, self._index, request)
+        self._parts.queue.router.moved(view, self.worker)
+
+    def _place(self, reservation: Reservation) -> Placement:
+        """Decide how far the prompt may speculate on its worker."""
+        request, routed = self._request, self.routed
+        return self._parts.placer.place(self.run.job, self._index, request, routed, reservation)
+
+    def _send(self) -> AsyncGenerator[Delta, None]:
+        """Send the request to its worker, and return its deltas."""
+        run, worker, request = self.run, self.worker, self.placed.request
+        if run.span.recording:
+            placed: Attributes = {
+                "draftgate.prompt": self._index,
+                "draftgate.prompt_tokens": len(request.prompt_ids),
+            }
+            self._span = open_dispatch(run.span, worker.worker_id, worker.server, placed)
+            self._spans = WorkerSpans(self._span)
+            request = self._spans.carried(request)
+        if self.routed.cached_blocks:
+            cached_blocks = self.routed.cached_blocks
+            self._prefix = self._parts.replicator.begin(run, self.placed, cached_blocks)
+        lease = None if self._reservation is None else self._reservation.lease
+        self._sent = deltas = worker.run(request, 0 if lease is None else lease.number)
+        if run.pace is not Pace.FULL:
+            self.set_pace(run.pace, run.tpot_s)
+        self._parts.watchdog.watch(self)
+        return deltas
+
+    def _take_over(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        """Let the current task read a request that has been sent before."""
+        self.deltas = deltas
+        self._parts.watchdog.unwatch(self)
+        self._parts.watchdog.watch(self)
+        self.run.place(self._index, self.placed)
+        if self.run.pace is not Pace.FULL:
+            self.set_pace(self.run.pace, self.run.tpot_s)
+
+    async def close(self, error: BaseException | None = None) -> BackendFailed | None:
+        """End the deltas and the spans, release the worker, and dispatch the next request.
+
+        Only the first call has an effect.
+
+        Args:
+            error: the reason, or None after the last delta.
+
+        Returns:
+            The error of an interruption that caused a cancellation, or None.
+        """
+        if self._closed:
+            return None
+        self._closed = True
+        interruption = self.interruption() if isinstance(error, asyncio.CancelledError) else None
+        if isinstance(interruption or error, StreamMoved):
+            error = None
+        try:
+            if self._joined is not None:
+                await self._joined.aclose()
+            if self._sent is not None:
+                self._parts.watchdog.unwatch(self)
+                await self._sent.aclose()
+        finally:
+            if self._begun and not self._output.is_complete:
+                # The worker reports no outcome of a choice that is cancelled, lost or moved.
+                self._parts.placer.record_unfinished(self.placed, self._output.unfinished)
+            if self._spans is not None:
+                self._spans.end()
+                if error is not None:
+                    self._span.fail(error)
+                self._span.end()
+            await self._release(error)
+        return interruption
+
+    async def _release(self, error: BaseException | None) -> None:
+        """Release the capacity of the worker, and dispatch the next request."""
+        parts, request_id = self._parts, self._request.request_id
+        self.worker.release(request_id)
+        rest_id, decode = self.take_decode()
+        if decode is not None:
+            decode.worker.release(rest_id)
+        if self._prefix is not None:
+            parts.replicator.end(self._prefix)
+        if not isinstance(error, NoCapacity):  # a refused request has no lease, and keeps its claim
+            if request_id in parts.queue.claims:
+                await parts.queue.claims.end(request_id, leased=True)
+            await parts.leases.release(request_id)
+        parts.queue.dispatch_waiting(self.worker if decode is None else None)

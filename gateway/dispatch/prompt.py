@@ -1,0 +1,429 @@
+"""One prompt of a job, which runs on one worker after another until its output is complete.
+
+The prompt waits in the queue, holds a worker (`hold`), and yields the deltas of that worker. If it
+loses the worker, it continues on another one: `PartialOutput` has the tokens of its choices, and
+builds the request for the rest. The prompt then returns to the queue with its old ticket, and gets
+a new worker, lease and speculation plan. The reader of its deltas sees one stream.
+`policies.resilience.failover` decides when to give up. A prompt that moves continues on the worker
+that `moves` has reserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from itertools import count
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+from draftgate.backends.errors import AdapterFailed, BackendFailed, StreamMoved
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.gateway.dispatch.decisions import MoveRecord
+from draftgate.gateway.dispatch.hold import Hold, Parts
+from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
+from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.placement import Placement, need_of
+from draftgate.gateway.dispatch.queue import Waiting
+from draftgate.gateway.dispatch.recovery import cause_of, wait_for
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.dispatch.span_attributes import describe_claim
+from draftgate.gateway.errors import OutputCut, QueueTimeout
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.policies.moves import MoveEnd
+from draftgate.policies.resilience.failover import (
+    Cause,
+    GivenUp,
+    Loss,
+    given_up,
+    is_suspect,
+    spares_worker,
+)
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.values import replace
+
+_CUT_OFF: Final = "the worker ended the stream before its choices had ended"
+
+_MOVED: Final = "the stream moved to another worker"
+
+_ONLY_ONE_LEFT: Final = (
+    "the request may have made several workers fail, and only one worker is left; try again when "
+    "other workers have restarted"
+)
+
+_MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
+
+
+class Mover(Protocol):
+    """What moves running prompts to other workers (`moves.Moves`)."""
+
+    def add(self, prompt: Prompt) -> None:
+        """Watch a prompt that runs."""
+        ...
+
+    def remove(self, prompt: Prompt) -> asyncio.Task[None] | None:
+        """Forget a prompt, cancel its move, and return the task of the move, if any."""
+        ...
+
+
+class Prompt(AsyncGenerator[Delta, None]):
+    """A prompt of a job, and its deltas.
+
+    The iterator yields the deltas until all choices have ended. It raises:
+
+    * `QueueTimeout` if the prompt waited too long for its first worker;
+    * `BackendFailed` if the prompt has no worker and cannot continue;
+    * `OutputCut` if the grammar of the prompt allows no continuation of an incomplete output.
+
+    Attributes:
+        output: the output so far.
+        waiting: the place of its first dispatch in the queue.
+        hold: the present worker, or the last one between two workers.
+        successor: the hold with which a prompt that moves continues.
+        copied: whether the present move of the prompt has copied its blocks.
+        hands_over: whether its present move hands the output over to another worker.
+        failures, moves: number of its moves that failed, and of those that succeeded without the
+            handovers.
+        moved_s: time of its last move or handover.
+        retry_s: earliest time of its next move.
+    """
+
+    waiting: Waiting
+    hold: Hold
+    successor: Hold | None = None
+    copied = hands_over = False
+    failures = moves = 0
+    retry_s = 0.0
+    moved_s = -math.inf
+    _begun = _ended = False
+    _runs = False  # whether it holds a worker
+    _may_move = False  # whether `Mover` watches it
+    _lost: Placement | None = None  # the last placement that it has lost
+    _error: BackendFailed  # the reason of that loss
+    _end_of_move: Callable[[MoveEnd], None] | None = None  # of a move that got the prompt
+
+    def __init__(self, parts: Parts, mover: Mover, run: Run, index: int) -> None:
+        """Create a prompt, which waits for a worker from its first `__anext__` on.
+
+        Args:
+            index: index of the prompt in its job.
+        """
+        self.run = run
+        self.index = index
+        self.output = PartialOutput(run.requests[index])
+        self._parts = parts
+        self._mover = mover
+        self._request = run.requests[index]  # what the next worker gets
+        self._numbers = count(1)
+        self._losses: list[Loss] = []
+        self._avoid: set[str] = set()
+
+    @property
+    def worker(self) -> FleetWorker:
+        """The worker of the present hold."""
+        return self.hold.placed.worker
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of prompt and output, of all choices that run."""
+        return len(self.run.requests[self.index].prompt_ids) + sum(self.output.lengths)
+
+    @property
+    def is_read_slowly(self) -> bool:
+        """Whether the client reads slowly, so that the gateway has not read all deltas."""
+        return self.run.pace is not Pace.FULL
+
+    def rest(self) -> GenerationRequest:
+        """Return the request for the rest of the output, with a new id."""
+        request_id = self.run.requests[self.index].request_id
+        return self.output.rest(f"{request_id}.{next(self._numbers)}")
+
+    def hand_over(self, successor: Hold, end_of_move: Callable[[MoveEnd], None]) -> None:
+        """Let the reader continue with a prepared hold.
+
+        A reader that waits for a delta is interrupted. Any other reader notices at its next delta.
+
+        Args:
+            end_of_move: called once, with the first new token of the destination or earlier.
+        """
+        self.successor, self._end_of_move = successor, end_of_move
+        successor.on_delta = self._observe_first
+        self.hold.interrupt(StreamMoved(_MOVED))
+
+    def _observe_first(self, delta: Delta) -> None:
+        """End the move with the first new token of the destination."""
+        if delta.token_ids or delta.finish_reason is not None:
+            self._end_move(MoveEnd.MOVED)
+
+    def _end_move(self, end: MoveEnd) -> None:
+        """Report the end of a move that got the prompt, once."""
+        end_of_move, self._end_of_move = self._end_of_move, None
+        if end_of_move is not None:
+            end_of_move(end)
+
+    def __anext__(self) -> Coroutine[Any, Any, Delta]:
+        return self.asend(None)  # the inherited method costs a second coroutine per delta
+
+    async def asend(self, value: None, /) -> Delta:
+        """Return the next delta."""
+        while not self._ended:
+            try:
+                if not self._runs:
+                    await self._start()
+                elif self.output.is_complete:
+                    await self._end()
+                    break
+                elif self.successor is not None:
+                    raise StreamMoved(_MOVED)
+                hold = self.hold
+                hold.waiting = True
+                delta = await hold.deltas.__anext__()
+                hold.observe(delta)
+                if delta.finish_reason is FinishReason.ABORT:
+                    # Every worker would end the output here, so none can continue it.
+                    raise OutputCut(self.output.tokens)
+                return self.output.counted(delta)
+            except BaseException as error:  # noqa: BLE001 - raised unless the prompt continues
+                await self._stop(error)
+        raise StopAsyncIteration
+
+    async def athrow(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+        /,
+    ) -> Any:
+        """Cancel the prompt and raise."""
+        error = typ if isinstance(typ, BaseException) else typ()
+        await self._end(error)
+        raise error
+
+    async def aclose(self) -> None:
+        """Cancel the prompt, unless it has ended."""
+        if not self._ended:
+            await self._end(GeneratorExit())
+
+    async def _start(self) -> None:
+        """Get a worker and send the request there, or continue with the successor."""
+        run, parts, queue = self.run, self._parts, self._parts.queue
+        if not self._begun:
+            self._begun = True
+            self.waiting = self._place = parts.admission.waiting(run.entry, self.index)
+        self._since_s = queue.now_s()
+        hold, self.successor = self.successor, None
+        if hold is not None:
+            hold.extend()
+        else:
+            routed = None if run.span.recording else queue.seat(self._place, self._view)
+            if routed is None or self._must_spare():
+                routed = await self._turn(routed)
+            hold = Hold(parts, run, self.index, self._request, routed, self.output)
+        self.hold, self._runs = hold, True  # from here on, a failure loses the worker
+        self._tokens_before = self.output.tokens
+        await hold.start()
+        self._may_move = True
+        self._mover.add(self)
+        if self._lost is not None:
+            self._record_resume(self._lost, hold.placed)
+
+    async def _stop(self, error: BaseException) -> None:
+        """Release the worker after an error.
+
+        The prompt ends if its output is complete, and otherwise continues if it may.
+
+        Raises:
+            BaseException: the error, or another one that follows from it.
+        """
+        try:
+            if not self._runs:
+                raise error  # there was no worker to lose
+            cut_off = isinstance(error, StopAsyncIteration)
+            reason = await self._leave(None if cut_off else error)
+            if reason is None:
+                reason = BackendFailed(_CUT_OFF)
+            if isinstance(reason, NoCapacity):
+                if self._lost is None:
+                    self._parts.queue.back_off()
+                self._place.wait_again(self._since_s)
+            elif not isinstance(reason, BackendFailed):
+                raise reason
+            elif self.output.is_complete:
+                await self._end()
+            else:
+                await self._lose(reason)
+        except BaseException as final:
+            await self._end(final)
+            raise
+
+    async def _leave(self, error: BaseException | None) -> BaseException | None:
+        """Release the worker, and return the error, or that of an interruption."""
+        self._runs = False
+        if self._may_move:
+            self._may_move = False
+            move = self._mover.remove(self)
+            if move is not None:
+                try:
+                    await asyncio.wait({move})
+                except asyncio.CancelledError as cancelled:
+                    error = cancelled
+        return await self.hold.close(error) or error
+
+    async def _end(self, error: BaseException | None = None) -> None:
+        """End the prompt, and release all that it holds."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._runs:
+                await self._leave(error)
+        finally:
+            self.run.entry.output_tokens += self.output.tokens
+            self._end_move(MoveEnd.ENDED)
+            if self.successor is not None:
+                await self.successor.close()
+
+    async def _lose(self, error: BackendFailed) -> None:
+        """Prepare the continuation on another worker.
+
+        Raises:
+            BackendFailed: the prompt cannot continue.
+        """
+        placed, output = self.run.placements[self.index], self.output
+        assert placed is not None
+        self._lost, self._error = placed, error
+        output.lose_worker()
+        cause = cause_of(error)
+        if cause is Cause.MOVED:
+            return  # with the successor
+        self._end_move(MoveEnd.FAILED)
+        self._avoid.add(placed.worker.worker_id)
+        self._add_loss(placed, cause, output.tokens - self._tokens_before)
+        await self._check(placed, error)
+        self._request = request = self.rest()
+        tokens = lease_tokens(request, self.run.entry.expected_tokens)
+        avoid = frozenset(self._avoid)
+        self._place = self._place.for_rest(request.request_id, need_of(request), avoid, tokens)
+
+    def _add_loss(self, placed: Placement, cause: Cause, new_tokens: int) -> None:
+        """Add a loss, or the tokens of a worker that is not to blame to the loss before."""
+        losses = self._losses
+        if cause not in {Cause.LEFT, Cause.ADAPTER}:
+            losses.append(Loss(placed.worker.worker_id, new_tokens))
+        elif losses:
+            losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)
+
+    def _record_resume(self, lost: Placement, placed: Placement) -> None:
+        """Record that the prompt continues on another worker."""
+        run, cause = self.run, cause_of(self._error)
+        run.resume(Resume(self.index, lost, placed, cause, str(self._error)))
+        if cause is not Cause.MOVED:  # a move records itself
+            ends = lost.worker.worker_id, placed.worker.worker_id
+            record = MoveRecord(*ends, cause.value, MoveEnd.MOVED)
+            self._parts.placer.record_move(run.job, self.index, lost, record)
+
+    def _view(self) -> RouteView:
+        """Return the routing policy's view of the prompt, or of its rest."""
+        return self._parts.route_view(self.run, self.index, self._request)
+
+    async def _turn(self, routed: Routed | None) -> Routed:
+        """Reserve a worker, but not the last one for a suspect.
+
+        Other workers may be lost while a suspect waits for its turn.
+
+        Args:
+            routed: a worker that is reserved, or None to wait for one.
+
+        Raises:
+            QueueTimeout, BackendFailed: no worker had capacity in time, no worker is left, or no
+                second worker became available. A prompt that has lost a worker always ends with
+                `BackendFailed`.
+        """
+        parts, request_id = self._parts, self._request.request_id
+        while True:
+            if routed is None:
+                routed = await self._wait()
+            if not self._must_spare():
+                return routed
+            routed.release(request_id)
+            routed = None
+            await parts.queue.claims.end(request_id)
+            parts.queue.dispatch_waiting()
+            if not await wait_for(parts.fleet, lambda: not self._must_spare()):
+                lost = self._lost is not None
+                self.run.watch.given_up(
+                    cause_of(self._error) if lost else Cause.FAILED, GivenUp.LAST_WORKER
+                )
+                raise BackendFailed(_ONLY_ONE_LEFT) from (self._error if lost else None)
+
+    def _must_spare(self) -> bool:
+        """Return whether the prompt may break the last worker, so that it must not run now."""
+        suspects, fingerprint = self._parts.suspects, self.run.job.fingerprint
+        suspect = is_suspect(self._losses) or fingerprint in suspects
+        return suspect and spares_worker(len(self._parts.fleet.open), suspect=True)
+
+    async def _wait(self) -> Routed:
+        """Wait until a worker has capacity, and reserve the capacity."""
+        fleet, queue, place = self._parts.fleet, self._parts.queue, self._place
+        # A new request that still finds no worker (`Dispatcher.run`) fails at once. Any other
+        # request waits for a worker.
+        adapter, lost = self._request.adapter, self._lost is not None
+        waits = lost or bool(fleet.serving_with(adapter))
+        since_s = place.since_s
+        if since_s is None:
+            place.since_s = queue.now_s()
+        try:
+            with self.run.span.child("queue") as span:
+                while True:
+                    try:
+                        routed = await queue.turn(place, self._view)
+                        describe_claim(span, queue.claims.worker_of(place.request_id))
+                        return routed
+                    except (QueueTimeout, BackendFailed) as error:
+                        waits = waits and isinstance(error, BackendFailed)
+                        if waits and await wait_for(
+                            fleet, lambda: bool(fleet.serving_with(adapter))
+                        ):
+                            continue
+                        if not lost:
+                            raise
+                        self.run.watch.given_up(cause_of(self._error), GivenUp.NO_WORKER)
+                        raise BackendFailed(f"{self._error}; afterwards: {error}") from error
+        finally:
+            place.since_s = since_s
+
+    async def _check(self, lost: Placement, error: BackendFailed) -> None:
+        """Wait until the prompt may continue after the loss of a worker.
+
+        Raises:
+            BackendFailed: the prompt cannot continue.
+        """
+        parts, losses = self._parts, self._losses
+        why = self._given_up(lost, error)
+        if why in _MAY_PASS and await wait_for(
+            parts.fleet, lambda: self._given_up(lost, error) is None
+        ):
+            return
+        if why is None:
+            return
+        self.run.watch.given_up(cause_of(error), why)
+        if is_suspect(losses):
+            parts.suspects.add(self.run.job.fingerprint)
+        if len(losses) < 2:
+            raise error
+        several = f"the request lost {len(losses)} workers; the last error was: {error}"
+        raise BackendFailed(several) from error
+
+    def _given_up(self, lost: Placement, error: BackendFailed) -> GivenUp | None:
+        """Return why the prompt cannot continue now, or None if it can continue."""
+        fleet = self._parts.fleet
+        able = fleet.serving_with(lost.request.adapter)
+        if not able or fleet.ending:
+            return GivenUp.NO_WORKER
+        avoids_all = all(one.worker_id in self._avoid for one in able)
+        if avoids_all and isinstance(error, AdapterFailed):
+            return GivenUp.UNABLE
+        if self.output.tokens and not lost.worker.backend.card.capabilities.resume:
+            return GivenUp.UNABLE
+        return given_up(self._losses, self._parts.most_resumes, len(fleet.open))
