@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
@@ -29,9 +29,9 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 from draftgate.policies.values import immutable, replace
 
 
-@immutable
-class AdmissionRequest:
-    """The properties of a client's request that admission and queue need.
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request at admission, and its accounting once it is admitted.
 
     Attributes:
         needs: the capacity that each of its prompts needs. At least one prompt is required.
@@ -44,6 +44,15 @@ class AdmissionRequest:
             service. The ticket has the deadline of the service.
         continues: whether the request continues an admitted flow, and so is not refused by
             prediction. It has no targets in `judged`.
+        predicted: the forecast of the admission policy.
+        since_s: time of its admission.
+        expected_tokens: expected output tokens of each sequence.
+        ticket_s: work of each prompt for its ticket (`AdmissionController._pool_scale`).
+        quota: what the request has to reserve together with its lease, or None.
+        prompt_tokens: tokens of the prompts that went to a worker.
+        answered_s: time of its first delta, or None before.
+        output_tokens: number of generated tokens.
+        ended: number of its sequences that ended by themselves or at their limit.
     """
 
     request_id: str
@@ -56,34 +65,20 @@ class AdmissionRequest:
     retries: int | None = None
     judged: ServiceLevel | None = None
     continues: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """An admitted request.
-
-    Attributes:
-        predicted: the forecast of the admission policy.
-        since_s: time of its admission.
-        prompt_tokens: tokens of the prompts that went to a worker.
-        answered_s: time of its first delta, or None before.
-        output_tokens: number of generated tokens.
-        ended: number of its sequences that ended by themselves or at their limit.
-        expected_tokens: expected output tokens of each sequence.
-        ticket_s: work of each prompt for its ticket (`AdmissionController._pool_scale`).
-        quota: what the request has to reserve together with its lease, or None.
-    """
-
-    request: AdmissionRequest
-    predicted: Admitted
-    since_s: float
+    predicted: Admitted = field(init=False)  # this and the next fields once it is admitted
+    since_s: float = 0.0
+    expected_tokens: float = 0.0
+    ticket_s: float = 0.0
+    quota: QuotaReservation | None = None
     prompt_tokens: int = 0
     answered_s: float | None = None
     output_tokens: int = 0
     ended: int = 0
-    expected_tokens: float = 0.0
-    ticket_s: float = 0.0
-    quota: QuotaReservation | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences of all prompts."""
+        return sum([need.sequences for need in self.needs])
 
 
 @immutable
@@ -148,7 +143,7 @@ class AdmissionController:
         self._keys = count()
         self._ticket_sequences = 0
 
-    async def admit(self, request: AdmissionRequest, *, leases: bool = False) -> Entry:
+    async def admit(self, request: Entry, *, leases: bool = False) -> None:
         """Admit a request, whose end the caller reports with `settle`.
 
         Args:
@@ -173,21 +168,15 @@ class AdmissionController:
             if isinstance(decision, Refused):
                 refused = self._refusal(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
-            ticket_s = decision.work_s / self._pool_scale(totals) / len(request.needs)
-            return Entry(
-                request,
-                decision,
-                now_s,
-                expected_tokens=view.output_tokens,
-                ticket_s=ticket_s,
-                quota=quota,
-            )
+            request.predicted, request.since_s, request.quota = decision, now_s, quota
+            request.expected_tokens = view.output_tokens
+            request.ticket_s = decision.work_s / self._pool_scale(totals) / len(request.needs)
         except BaseException:  # policies can be third-party code
             await self.quotas.release(request.request_id)
             raise
 
     def outlook(
-        self, request: AdmissionRequest, promised_s: float = 0.0
+        self, request: Entry, promised_s: float = 0.0
     ) -> tuple[AdmissionView, WaitForecast]:
         """Return the policy's view of a request, and its predicted wait, without a decision.
 
@@ -210,13 +199,12 @@ class AdmissionController:
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
-        request = entry.request
-        ticket = self._ticket(request, entry.ticket_s, entry.since_s)
+        ticket = self._ticket(entry, entry.ticket_s, entry.since_s)
         return Waiting(
-            f"{request.request_id}-{index}",
+            f"{entry.request_id}-{index}",
             ticket,
-            request.needs[index],
-            reconsider=partial(self._reconsider, request),
+            entry.needs[index],
+            reconsider=partial(self._reconsider, entry),
         )
 
     def record_quota(self, entry: Entry, shortage: Shortage | None) -> None:
@@ -227,7 +215,7 @@ class AdmissionController:
         """
         quota, entry.quota = entry.quota, None
         if quota is not None:
-            _check_quota(entry.request, self.quotas.record(quota, shortage))
+            _check_quota(entry, self.quotas.record(quota, shortage))
 
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
@@ -243,16 +231,14 @@ class AdmissionController:
 
         The length of a completed request also improves the forecast.
         """
-        request = entry.request
-        await self.quotas.settle(request.request_id, entry.prompt_tokens + entry.output_tokens)
-        if entry.ended == sum(need.sequences for need in request.needs):
+        if entry.request_id in self.quotas:
+            await self.quotas.settle(entry.request_id, entry.prompt_tokens + entry.output_tokens)
+        if entry.ended == entry.sequences:
             self._outputs.add_sequence(
-                request.tenant, entry.output_tokens // entry.ended, request.max_tokens
+                entry.tenant, entry.output_tokens // entry.ended, entry.max_tokens
             )
 
-    def _reconsider(
-        self, request: AdmissionRequest, ticket: Ticket, waited_s: float
-    ) -> Refused | None:
+    def _reconsider(self, request: Entry, ticket: Ticket, waited_s: float) -> Refused | None:
         """Return the refusal of a waiting request that would wait too long, or None to keep it."""
         now_s = self._now_s()
         view = self._view(request, now_s, self._pool.read(), ticket)
@@ -265,7 +251,7 @@ class AdmissionController:
             self._on_refusal()
         return replace(refused, retry_after_s=min(refused.retry_after_s, MOST_RETRY_S))
 
-    def _may_start(self, request: AdmissionRequest) -> bool:
+    def _may_start(self, request: Entry) -> bool:
         """Return whether a request may reserve its quota with its lease instead of beforehand.
 
         The request must get a worker at once, so that a tenant that exceeds its quota neither waits
@@ -277,7 +263,7 @@ class AdmissionController:
 
     def _view(
         self,
-        request: AdmissionRequest,
+        request: Entry,
         now_s: float,
         totals: PoolTotals,
         ticket: Ticket | None = None,
@@ -293,9 +279,9 @@ class AdmissionController:
         max_wait_s, sheddable = bounds.timeout_s, self._is_sheddable(service.priority)
         if request.continues:
             max_wait_s, sheddable = _UNLIMITED_S, False
-        prompt_tokens = sum(need.prompt_tokens for need in request.needs)
+        prompt_tokens = sum([need.prompt_tokens for need in request.needs])
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
-        sequences = sum(need.sequences for need in request.needs)
+        sequences = request.sequences
         pool = totals.view(prompt_tokens / len(request.needs) + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
@@ -351,7 +337,7 @@ class AdmissionController:
         least = self._bounds.shed_priority
         return least is not None and priority >= least
 
-    def _ticket(self, request: AdmissionRequest, work_s: float, since_s: float) -> Ticket:
+    def _ticket(self, request: Entry, work_s: float, since_s: float) -> Ticket:
         """Return the ticket of a prompt.
 
         Args:
@@ -369,12 +355,12 @@ class AdmissionController:
         )
 
 
-def _check_quota(request: AdmissionRequest, shortage: Shortage | None) -> None:
+def _check_quota(request: Entry, shortage: Shortage | None) -> None:
     if shortage is not None:
         raise _quota_error(shortage, request)
 
 
-def _quota_error(shortage: Shortage, request: AdmissionRequest) -> GatewayError:
+def _quota_error(shortage: Shortage, request: Entry) -> GatewayError:
     """Return the error for a request that its quota does not allow."""
     what = f"{shortage.requested} {shortage.limit}"
     if shortage.retry_after_s is None:

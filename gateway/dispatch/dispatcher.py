@@ -7,10 +7,10 @@ from functools import partial
 from types import TracebackType
 
 from draftgate.backends.types import GenerationRequest
-from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
+from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.flows import Flows, Hop
 from draftgate.gateway.dispatch.hold import Parts
-from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import Replicator
 from draftgate.gateway.dispatch.leases import Leases
@@ -116,8 +116,8 @@ class Dispatcher:
         return RunningJob(self._parts, self.moves, self.flows, job, span, watch)
 
 
-class RunningJob:
-    """A context that admits a job when it begins, and cancels its remaining work when it ends.
+class RunningJob(Run):
+    """A run and its context, which admits the job and finally cancels its remaining work.
 
     Raises:
         InvalidRequest, RequestRejected: the job can never run on this node.
@@ -126,45 +126,36 @@ class RunningJob:
         BackendFailed: no worker is left.
     """
 
-    _run: Run
-
     def __init__(
-        self,
-        parts: Parts,
-        moves: Moves,
-        flows: Flows,
-        job: Job,
-        span: Span,
-        watch: Watch,
+        self, parts: Parts, moves: Moves, flows: Flows, job: Job, span: Span, watch: Watch
     ) -> None:
+        super().__init__(job, span, watch)
         self._parts = parts
         self._moves = moves
-        self._admission = parts.admission
         self._flows = flows
-        self._job = job
-        self._span = span
-        self._watch = watch
 
     async def __aenter__(self) -> Run:
-        job, fleet = self._job, self._parts.fleet
-        with self._span.child("admit") as admit:
+        job, parts = self.job, self._parts
+        with self.span.child("admit") if self.span.recording else NO_SPAN as admit:
+            fleet = parts.fleet
             if fleet.discovers and not fleet.serving:
                 # Other gateways have the same workers, so clients would get no response there.
                 await wait_for(fleet, lambda: bool(fleet.serving))
-            requests = await self._parts.placer.size(job, admit)
+            requests = parts.placer.size(job)
+            if requests is None:
+                requests = await parts.placer.size_in_thread(job, admit)
+            self.requests = requests
             if job.flow is None:
-                hop = None
-                entry = await self._admission.admit(_admission_request(job, requests), leases=True)
+                self.entry = _entry(job, requests)
+                await parts.admission.admit(self.entry, leases=True)
             else:
-                hop = await self._flows.begin(job.tenant, job.flow)
-                job, requests, entry = await self._admit_hop(job, requests, hop)
+                await self._admit_hop(job, job.flow)
             if admit.recording:
-                admit.set(admission_attributes(entry))
-        self._run = run = Run(job, requests, entry, self._span, self._watch)
-        run.hop = hop
-        prompt = partial(Prompt, self._parts, self._moves, run)
-        run.deltas = prompt(0) if len(requests) == 1 else merged(run, prompt)
-        return run
+                admit.set(admission_attributes(self.entry))
+        self.placements = [None] * len(self.requests)
+        prompt = partial(Prompt, parts, self._moves, self)
+        self.deltas = prompt(0) if len(self.requests) == 1 else merged(self, prompt)
+        return self
 
     async def __aexit__(
         self,
@@ -173,54 +164,47 @@ class RunningJob:
         trace: TracebackType | None,
     ) -> None:
         try:
-            await self._run.deltas.aclose()
+            await self.deltas.aclose()
         finally:
-            await self._admission.settle(self._run.entry)
-            await self._end_hop(error)
+            await self._parts.admission.settle(self.entry)
+            if self.hop is not None:
+                await self._end_hop(self.hop, error)
 
-    async def _admit_hop(
-        self, job: Job, requests: tuple[GenerationRequest, ...], hop: Hop | None
-    ) -> tuple[Job, tuple[GenerationRequest, ...], Entry]:
-        """Admit a job that names a flow, with the targets of its part of the remaining time.
-
-        Args:
-            hop: its place in the flow, or None for an ordinary request.
-        """
+    async def _admit_hop(self, job: Job, flow: FlowTag) -> None:
+        """Admit a job that names a flow, with the targets of its part of the remaining time."""
+        flows, admission = self._flows, self._parts.admission
+        hop = await flows.begin(job.tenant, flow)  # None for an ordinary request
         try:
-            wanted = _admission_request(job, requests)
+            entry = _entry(job, self.requests)
             if hop is not None:
-                judged = self._flows.divide(hop, wanted, self._admission)
-                job = replace(job, service=hop.service)
-                requests = tuple([replace(request, service=hop.service) for request in requests])
-                wanted = replace(
-                    _admission_request(job, requests), judged=judged, continues=not hop.is_first
-                )
-            entry = await self._admission.admit(wanted, leases=True)
+                judged = flows.divide(hop, entry, admission)
+                self.job = job = replace(job, service=hop.service)
+                self.requests = tuple([replace(one, service=hop.service) for one in self.requests])
+                entry = _entry(job, self.requests)
+                entry.judged, entry.continues = judged, not hop.is_first
+            await admission.admit(entry, leases=True)
         except BaseException as error:
             if hop is not None:
-                await self._flows.fail(hop, error)
+                await flows.fail(hop, error)
             raise
         finally:
-            if self._span.recording and job.flow is not None:
-                self._span.set(flow_attributes(job.flow, hop))
+            if self.span.recording:
+                self.span.set(flow_attributes(flow, hop))
         if hop is not None:
-            self._flows.admitted(hop)
-        return job, requests, entry
+            flows.admitted(hop)
+        self.entry, self.hop = entry, hop
 
-    async def _end_hop(self, error: BaseException | None) -> None:
+    async def _end_hop(self, hop: Hop, error: BaseException | None) -> None:
         """Record the end of the job in its flow."""
-        hop = self._run.hop
-        if hop is None:
-            return
         if error is None:
-            await self._flows.end(hop, self._run.entry)
+            await self._flows.end(hop, self.entry)
         elif isinstance(error, TooMany):
             await self._flows.fail(hop, error)
 
 
-def _admission_request(job: Job, requests: Sequence[GenerationRequest]) -> AdmissionRequest:
-    """Return the properties of a job that admission needs."""
-    return AdmissionRequest(
+def _entry(job: Job, requests: Sequence[GenerationRequest]) -> Entry:
+    """Return the entry of a job for admission."""
+    return Entry(
         job.request_id,
         tuple([need_of(request) for request in requests]),
         max([request.sampling.max_tokens for request in requests]),

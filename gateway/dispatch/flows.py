@@ -13,13 +13,12 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from draftgate.gateway.dispatch.admission import (
     MOST_RETRY_S,
     AdmissionController,
-    AdmissionRequest,
     Entry,
 )
 from draftgate.gateway.dispatch.job import FlowTag
@@ -38,7 +37,6 @@ from draftgate.policies.flows.history import FlowHistory
 from draftgate.policies.flows.outcome import FlowOutcome, judge
 from draftgate.policies.flows.types import Division, HopForecast
 from draftgate.policies.types import ANYTIME, ServiceLevel
-from draftgate.policies.values import replace
 
 SETTLE_S: Final = 5.0
 """Seconds from the deadline of a flow to its end.
@@ -147,9 +145,7 @@ class Flows:
         self.observer.joined(None if place is None else place.number)
         return None if place is None else Hop(key, tag, place)
 
-    def divide(
-        self, hop: Hop, request: AdmissionRequest, admission: AdmissionController
-    ) -> ServiceLevel:
+    def divide(self, hop: Hop, request: Entry, admission: AdmissionController) -> ServiceLevel:
         """Set the division and the service level of a hop.
 
         A hop after the deadline keeps the service level of its request.
@@ -206,7 +202,7 @@ class Flows:
         if hop.division is not None:
             until_s = now_s + hop.division.gaps_s + FOLLOW_S
             self._promised[hop.tag.kind.model].shorten(hop.key, until_s)
-        sequences = sum(need.sequences for need in entry.request.needs)
+        sequences = entry.sequences
         started_s = now_s if hop.started_s is None else hop.started_s
         lengths = HopLengths(
             entry.prompt_tokens, entry.output_tokens // sequences, now_s - started_s
@@ -259,9 +255,7 @@ class Flows:
         self.history.add_flow(hop.key.tenant, ended)
 
 
-def _own_forecast(
-    known: HopForecast | None, request: AdmissionRequest, view: AdmissionView
-) -> HopForecast:
+def _own_forecast(known: HopForecast | None, request: Entry, view: AdmissionView) -> HopForecast:
     """Return the expected lengths of a hop that has arrived.
 
     Args:

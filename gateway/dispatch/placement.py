@@ -109,11 +109,10 @@ class Placer:
         self._history = history
         self._usual = MeanNeed()
 
-    async def size(self, job: Job, span: Span) -> tuple[GenerationRequest, ...]:
+    def size(self, job: Job) -> tuple[GenerationRequest, ...] | None:
         """Return a sized and checked request for each prompt of a job, without a plan.
 
-        A thread compiles grammars, and checks and hashes long prompts. The compilation of a grammar
-        has a span of its own, below `span`.
+        The result is None if the job needs `size_in_thread`.
 
         Raises:
             InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
@@ -121,19 +120,44 @@ class Placer:
             RequestRejected: the job can never run on this node.
             BackendFailed: no worker is left, or none has the adapter (`AdapterFailed`).
         """
+        workers = self._able(job)
+        if job.grammar is not None or len(job.prompts) > INLINE_PROMPTS:
+            return None
+        if sum(map(len, job.prompts)) > INLINE_TOKENS:
+            return None
+        return _all_sized(job, workers[:1], self._unhashed)
+
+    async def size_in_thread(self, job: Job, span: Span) -> tuple[GenerationRequest, ...]:
+        """Return the requests as `size` does, from a thread.
+
+        The thread compiles grammars, and checks and hashes long prompts. The compilation of a
+        grammar has a span of its own, below `span`.
+        """
+        workers, unhashed = self._able(job), self._unhashed
+        if job.grammar is None:
+            return await offload(_all_sized, job, workers[:1], unhashed)
+        with span.child("grammar", {"draftgate.grammar.kind": job.grammar.kind.value}):
+            return await offload(_all_sized, job, workers, unhashed)
+
+    def _able(self, job: Job) -> list[FleetWorker]:
+        """Return the workers that can serve a job.
+
+        Raises:
+            BackendFailed: no worker is left, or none has the adapter (`AdapterFailed`).
+        """
         workers = self._fleet.serving
         if not workers:
             raise BackendFailed(self._fleet.outage)
-        workers = self._fleet.serving_with(job.adapter)
-        if not workers:
-            raise AdapterFailed(NO_ADAPTER)
-        unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
-        if job.grammar is not None:
-            with span.child("grammar", {"draftgate.grammar.kind": job.grammar.kind.value}):
-                return await offload(_all_sized, job, workers, unhashed)
-        if len(job.prompts) > INLINE_PROMPTS or sum(map(len, job.prompts)) > INLINE_TOKENS:
-            return await offload(_all_sized, job, workers[:1], unhashed)
-        return _all_sized(job, workers[:1], unhashed)
+        if job.adapter:
+            workers = self._fleet.serving_with(job.adapter)
+            if not workers:
+                raise AdapterFailed(NO_ADAPTER)
+        return workers
+
+    @property
+    def _unhashed(self) -> int:
+        """Number of tokens up to which prompts are not hashed."""
+        return 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
 
     def route_view(
         self, job: Job, index: int, request: GenerationRequest, expected_tokens: float

@@ -55,6 +55,10 @@ class Quotas:
         """Number of requests that have reserved a part of a quota."""
         return len(self._held)
 
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request has reserved a part of a quota."""
+        return request_id in self._held
+
     def needed(self, tenant: str, request_id: str, tokens: int) -> QuotaReservation | None:
         """Return what a request reserves, or None for a tenant without a quota.
 

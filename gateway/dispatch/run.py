@@ -145,28 +145,21 @@ class Run:
             end when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
     """
 
+    requests: Sequence[GenerationRequest]
+    entry: Entry
+    placements: list[Placement | None]
     deltas: AsyncGenerator[Delta, None]
     take: Take | None = None
     hop: Hop | None = None
+    pace = Pace.FULL
+    tpot_s = 0.0
+    path_reason = ""
 
-    def __init__(
-        self,
-        job: Job,
-        requests: Sequence[GenerationRequest],
-        entry: Entry,
-        span: Span,
-        watch: Watch,
-    ) -> None:
+    def __init__(self, job: Job, span: Span, watch: Watch) -> None:
         self.job = job
-        self.requests = requests
-        self.entry = entry
         self.span = span
         self.watch = watch
-        self.placements: list[Placement | None] = [None] * len(self.requests)
         self.resumes: list[Resume] = []
-        self.pace = Pace.FULL
-        self.tpot_s = 0.0
-        self.path_reason = ""
 
     @property
     def placed(self) -> list[Placement]:

@@ -15,7 +15,7 @@ from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
-from draftgate.gateway.dispatch.admission import AdmissionRequest
+from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.answer import UpstreamAnswer
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.dispatch.upstreams.forwarding import ForwardJob, RunningForward
@@ -337,7 +337,7 @@ def _job(
     choices = fields.prompts * fields.n
     most_tokens = prompt * fields.n + output * choices
     need = CapacityNeed(choices, prompt, most_tokens, service.tpot_s)
-    admission = AdmissionRequest(
+    admission = Entry(
         new_id(),
         (need,),
         output,

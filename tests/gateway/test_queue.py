@@ -15,7 +15,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.admission import (
     DEFAULT_BOUNDS,
     AdmissionController,
-    AdmissionRequest,
+    Entry,
 )
 from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
@@ -275,7 +275,7 @@ def test_admission_knows_its_share_of_the_workers() -> None:
                 shared.reserve(f"{running}-{len(shares)}-{index}", CapacityNeed(1, 1, 2))
             shared.backend.running = running
             with pytest.raises(Overloaded):
-                await admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
+                await admission.admit(Entry("r", (CapacityNeed(1, 1, 2),), 1))
             shares.append(policy.view.pool.share)
         assert shares == [1.0, 0.25, 0.25, 0.5]
 
@@ -292,7 +292,7 @@ def test_retry_after_is_at_most_an_hour() -> None:
             fleet, queue, NeverAdmit(), quotas, DEFAULT_BOUNDS, lambda: 0.0
         )
         with pytest.raises(Overloaded) as caught:
-            await admission.admit(AdmissionRequest("r", (CapacityNeed(1, 1, 2),), 1))
+            await admission.admit(Entry("r", (CapacityNeed(1, 1, 2),), 1))
         assert dict(caught.value.headers())["Retry-After"] == "3600"
 
     run_virtual(scenario())

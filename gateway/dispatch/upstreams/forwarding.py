@@ -15,7 +15,7 @@ from typing import Final
 
 from draftgate.backends.base import TokenUsage, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
-from draftgate.gateway.dispatch.admission import AdmissionController, AdmissionRequest, Entry
+from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.span_attributes import record_route
@@ -56,7 +56,7 @@ class ForwardJob:
         view: the speculation policy's view of the request.
     """
 
-    request: AdmissionRequest
+    request: Entry
     call: UpstreamCall
     view: RequestView
 
@@ -169,7 +169,8 @@ class Forwarder:
         if not self._fleet.open:
             raise self.no_upstream()
         with span.child("admit"):
-            return await self.admission.admit(job.request)
+            await self.admission.admit(job.request)
+        return job.request
 
     async def turn(self, job: ForwardJob, entry: Entry, span: Span) -> Place:
         """Wait until an upstream has capacity, and return the capacity, which the caller releases.
@@ -407,4 +408,4 @@ def _record_usage(entry: Entry, answer: UpstreamAnswer) -> None:
     usage = answer.usage()
     entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
     if not answer.is_error and not answer.exchange.error_sent:
-        entry.ended = sum(need.sequences for need in entry.request.needs)
+        entry.ended = entry.sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from draftgate.gateway.dispatch.admission import AdmissionRequest
+from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
@@ -92,7 +92,7 @@ class UpstreamPools:
 
     def record(
         self,
-        request: AdmissionRequest,
+        request: Entry,
         worker: FleetWorker,
         decision: PoolDecision,
         route: Route | None,
