@@ -35,7 +35,8 @@ class SentRequests:
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:
         """Count a request before it is sent."""
-        self.release(request_id)
+        if request_id in self._sent:
+            self.release(request_id)
         self._sent[request_id] = self._unstarted[request_id] = need
         self._sequences += need.sequences
         self._unstarted_prompt_tokens += need.prompt_tokens

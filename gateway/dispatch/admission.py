@@ -142,6 +142,7 @@ class AdmissionController:
         self._outputs = OutputHistory()
         self._keys = count()
         self._ticket_sequences = 0
+        self._empty_queue = QueueView(capacity=bounds.most)
 
     async def admit(self, request: Entry, *, leases: bool = False) -> None:
         """Admit a request, whose end the caller reports with `settle`.
@@ -309,7 +310,7 @@ class AdmissionController:
         """
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if ticket is None:
-            return QueueView(capacity=most)
+            return self._empty_queue
         return QueueView(
             length=len(queue),
             capacity=most,

@@ -43,11 +43,11 @@ _FAILURES: Final = {
 }
 
 
-def chosen_handover(stream: Prompt) -> ChosenMove | None:
-    """Return the handover of a stream whose output another worker computes, or None."""
+def chosen_handover(stream: Prompt) -> ChosenMove:
+    """Return the handover of a stream whose output another worker computes."""
     decided, decode = stream.hold.routed.phases, stream.hold.routed.decode
-    if decided is None or decode is None:
-        return None
+    assert decided is not None
+    assert decode is not None
     return ChosenMove(
         stream.run.requests[stream.index].request_id,
         stream.worker.worker_id,

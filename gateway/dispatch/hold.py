@@ -101,7 +101,8 @@ class Hold(Reading):
             routed: the reserved worker (`CentralQueue.turn`).
             output: the output of the prompt, to which `observe` adds.
         """
-        super().__init__(routed.worker, run)
+        self.worker = routed.worker
+        self.run = run
         self.routed = routed
         self._parts = parts
         self._index = index
@@ -224,46 +225,41 @@ class Hold(Reading):
         self._parts.queue.dispatch_waiting(self.worker)
 
     async def _lease(self) -> None:
-        """Lease capacity of a worker, and decide how far the prompt may speculate there."""
-        span = self.run.span
-        record_route(span, self.routed)
-        if not span.recording:
-            found = await self._reserve()
-            self.placed = self._place(found)
-            return
-        with span.child("reserve") as reserve:
-            found = await self._reserve()
-            describe_reservation(reserve, found)
-        with span.child("decide") as decide:
-            self.placed = self._place(found)
-            describe_decision(decide, self.placed.view, self.placed.load)
-
-    async def _reserve(self) -> Reservation:
-        """Lease capacity of a worker, and reserve the quota of the request if that is still due.
+        """Lease capacity of a worker, and decide how far the prompt may speculate there.
 
         The reservation may choose another worker than the router did, if other gateways have leased
-        the first choice in the meantime.
+        the first choice in the meantime. It includes the quota of the request, if still due.
 
         Raises:
             NoCapacity: other gateways have filled the workers.
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         """
-        parts, entry = self._parts, self.run.entry
-        request_id, claims = self._request.request_id, parts.queue.claims
-        tokens = lease_tokens(self._request, entry.expected_tokens)
-        # A refusal says nothing about claimed workers and about quotas.
-        is_new = entry.quota is None and request_id not in claims
-        reserve = parts.leases.reserve_new if is_new else parts.leases.reserve
-        found = await reserve(request_id, tokens, self.routed, entry.quota)
-        parts.admission.record_quota(entry, found.shortage)
-        if parts.leases.must_wait(found):
-            raise NoCapacity
-        if request_id in claims:
-            await claims.end(request_id, leased=found.lease is not None)
-        self._reservation = found
+        parts, run, entry, request = self._parts, self.run, self.run.entry, self._request
+        leases, claims, recording = parts.leases, parts.queue.claims, run.span.recording
+        if recording:
+            record_route(run.span, self.routed)
+        with run.span.child("reserve") if recording else NO_SPAN as span:
+            tokens = lease_tokens(request, entry.expected_tokens)
+            claimed = request.request_id in claims
+            # A refusal says nothing about claimed workers and about quotas.
+            in_line = leases.shared and not claimed and entry.quota is None
+            reserve = leases.reserve_new if in_line else leases.reserve
+            found = await reserve(request.request_id, tokens, self.routed, entry.quota)
+            if entry.quota is not None:
+                parts.admission.record_quota(entry, found.shortage)
+            if leases.must_wait(found):
+                raise NoCapacity
+            if claimed:
+                await claims.end(request.request_id, leased=found.lease is not None)
+            if recording:
+                describe_reservation(span, found)
         if found.lease is not None and found.lease.worker_id != self.worker.worker_id:
             self._move_to(found.lease.worker_id)
-        return found
+        self._reservation = found
+        with run.span.child("decide") if recording else NO_SPAN as span:
+            self.placed = parts.placer.place(run.job, self._index, request, self.routed, found)
+            if recording:
+                describe_decision(span, self.placed.view, self.placed.load)
 
     def _move_to(self, worker_id: str) -> None:
         """Reserve another worker that the router offered."""
@@ -274,11 +270,6 @@ class Hold(Reading):
         self.routed = self.routed._replace(worker=self.worker)
         view = partial(self._parts.route_view, self.run, self._index, request)
         self._parts.queue.router.moved(view, self.worker)
-
-    def _place(self, reservation: Reservation) -> Placement:
-        """Decide how far the prompt may speculate on its worker."""
-        request, routed = self._request, self.routed
-        return self._parts.placer.place(self.run.job, self._index, request, routed, reservation)
 
     def _send(self) -> AsyncGenerator[Delta, None]:
         """Send the request to its worker, and return its deltas."""
@@ -347,11 +338,10 @@ class Hold(Reading):
 
     async def _release(self, error: BaseException | None) -> None:
         """Release the capacity of the worker, and dispatch the next request."""
-        parts, request_id = self._parts, self._request.request_id
+        parts, request_id, decode = self._parts, self._request.request_id, self.routed.decode
         self.worker.release(request_id)
-        rest_id, decode = self.take_decode()
         if decode is not None:
-            decode.worker.release(rest_id)
+            decode.worker.release(decode_id(request_id))
         if self._prefix is not None:
             parts.replicator.end(self._prefix)
         if not isinstance(error, NoCapacity):  # a refused request has no lease, and keeps its claim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -36,7 +36,11 @@ class NoCapacity(Exception):
 
 
 class Leases:
-    """The leases of this node's requests."""
+    """The leases of this node's requests.
+
+    Attributes:
+        shared: whether other gateways lease the same workers.
+    """
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
         """Start without leases.
@@ -46,7 +50,7 @@ class Leases:
                 capacity better than the store.
         """
         self._store = store
-        self._shared = shared
+        self.shared = shared
         self._held: dict[str, Lease] = {}
         self._refused_s, self._refused_tokens = -math.inf, 0
         self._asking = asyncio.Lock()
@@ -67,8 +71,8 @@ class Leases:
             quota: what the request reserves of its tenant's quota in the same call.
         """
         self._held.pop(request_id, None)
-        choices = MOST_OFFERS if self._shared and self._store.outage is None else 1
-        offers = tuple(_offers(routed, choices))
+        choices = MOST_OFFERS if self.shared and self._store.outage is None else 1
+        offers = _offers(routed, choices)
         found = await self._store.reserve(request_id, tokens, offers, LEASE_S, quota)
         if found.lease is not None:
             self._held[request_id] = found.lease
@@ -81,7 +85,7 @@ class Leases:
         routed: Routed,
         quota: QuotaReservation | None = None,
     ) -> Reservation:
-        """Reserve tokens for a request without a claim, as `reserve` does.
+        """Reserve tokens for a request without a claim in a shared pool, as `reserve` does.
 
         If leases fill the pool, all waiting requests of a gateway ask at the same time. The store
         then answers only requests that are smaller than those that it has just refused.
@@ -105,16 +109,16 @@ class Leases:
 
     def must_wait(self, found: Reservation) -> bool:
         """Return whether every offered worker is full, so that the request has to wait."""
-        return self._shared and found.refusal is Refusal.FULL
+        return self.shared and found.refusal is Refusal.FULL
 
-    async def release(self, request_id: str) -> None:
+    def release(self, request_id: str) -> Awaitable[None]:
         """End the lease of a request, even after a failed reservation.
 
         The method is idempotent.
         """
         self._held.pop(request_id, None)
         self._refused_tokens = 1 << 62  # other requests may fit now
-        await self._store.release((request_id,))
+        return self._store.release((request_id,))
 
     async def renew(self) -> None:
         """Renew all leases, and forget leases of workers with a newer epoch."""
@@ -135,22 +139,27 @@ def lease_tokens(
         expected_tokens: expected output tokens of each choice. A resumed choice may have more.
         lengths: output tokens of each choice so far, or None if it has those of the request.
     """
-    if lengths is None:
-        lengths = [len(one.output_ids) for one in request.choices]
-    expected = math.ceil(expected_tokens)
-    tokens = sum(len(request.prompt_ids) + max(expected, length) for length in lengths)
+    prompt_tokens, expected = len(request.prompt_ids), math.ceil(expected_tokens)
+    if lengths is None and not request.resumed:
+        tokens = (prompt_tokens + expected) * request.n
+    else:
+        if lengths is None:
+            lengths = [len(one.output_ids) for one in request.resumed]
+        tokens = sum([prompt_tokens + max(expected, length) for length in lengths])
     return max(1, min(request.most_tokens, tokens))
 
 
-def _offers(routed: Routed, most: int) -> Iterator[LeaseCandidate]:
-    """Yield the offers of a reservation, with the routing policy's choice first."""
+def _offers(routed: Routed, most: int) -> tuple[LeaseCandidate, ...]:
+    """Return the offers of a reservation, with the routing policy's choice first."""
     if routed.route is None:
-        yield LeaseCandidate(
-            routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark
-        )
-        return
+        worker = routed.worker
+        return (LeaseCandidate(worker.worker_id, worker.epoch, watermark=worker.watermark),)
     pairs = zip(routed.choices, routed.route.offers, strict=True)
-    for worker, offer in islice(pairs, most):
-        yield LeaseCandidate(
-            worker.worker_id, worker.epoch, offer.score, offer.score_per_token, worker.watermark
-        )
+    return tuple(
+        [
+            LeaseCandidate(
+                worker.worker_id, worker.epoch, offer.score, offer.score_per_token, worker.watermark
+            )
+            for worker, offer in islice(pairs, most)
+        ]
+    )

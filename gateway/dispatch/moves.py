@@ -94,9 +94,8 @@ class Moves:
         self._streams.setdefault(stream.worker, {})[stream] = None
         if self._timer is None:
             self._schedule()
-        chosen = chosen_handover(stream)
-        if chosen is not None:
-            self._start(stream, chosen)
+        if stream.hold.routed.decode is not None:
+            self._start(stream, chosen_handover(stream))
 
     @property
     def streams(self) -> Mapping[FleetWorker, Iterable[Prompt]]:

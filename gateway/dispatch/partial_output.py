@@ -23,7 +23,7 @@ class PartialOutput:
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
         self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the present worker
-        self._earlier = dict.fromkeys(self._open, NO_OUTCOME)  # of the workers before
+        self._earlier = defaultdict[int, SpeculationOutcome](lambda: NO_OUTCOME)  # before it
         self._ended_tokens = 0
 
     @property
@@ -71,7 +71,7 @@ class PartialOutput:
 
     def counted(self, delta: Delta) -> Delta:
         """Return a delta whose outcome, if any, includes the drafts of lost workers."""
-        if delta.outcome is None:
+        if delta.outcome is None or not self._earlier:
             return delta
         return delta._replace(outcome=self._earlier[delta.choice] + delta.outcome)
 

@@ -73,10 +73,11 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
 
     Resumed output counts as prompt.
     """
-    kept = sum([len(choice.output_ids) for choice in request.resumed])
-    prompt_tokens = len(request.prompt_ids) + kept
+    resumed, prompt_tokens = request.resumed, len(request.prompt_ids)
+    if resumed:
+        prompt_tokens += sum([len(choice.output_ids) for choice in resumed])
     return CapacityNeed(
-        len(request.choices),
+        len(resumed) or request.n,
         prompt_tokens,
         request.most_tokens,
         request.service.tpot_s,
@@ -252,7 +253,7 @@ class Placer:
 
         The output of the shortest choice counts as prompt if the request was resumed.
         """
-        kept = min([len(choice.output_ids) for choice in request.choices])
+        kept = min([len(choice.output_ids) for choice in request.resumed], default=0)
         temperature = job.sampling.temperature
         # Drafts of the model alone may suit an adapter less, so each adapter has its own record.
         model = _adapted(model, job.adapter)

@@ -183,7 +183,7 @@ class Prompt(AsyncGenerator[Delta, None]):
                 if delta.finish_reason is FinishReason.ABORT:
                     # Every worker would end the output here, so none can continue it.
                     raise OutputCut(self.output.tokens)
-                return self.output.counted(delta)
+                return delta if delta.outcome is None else self.output.counted(delta)
             except BaseException as error:  # noqa: BLE001 - raised unless the prompt continues
                 await self._stop(error)
         raise StopAsyncIteration

@@ -230,7 +230,8 @@ class CentralQueue:
             changed: the only worker that may have more capacity than before, or None if any may.
         """
         self._search.mark(changed)
-        self._dispatch()
+        if self._places:
+            self._dispatch()
 
     def _dispatch(self) -> None:
         """Dispatch requests that now fit, by what is known about changes of the workers."""

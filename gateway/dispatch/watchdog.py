@@ -36,15 +36,13 @@ class Reading:
         decodes: whether a choice has its first token from this worker.
     """
 
+    worker: FleetWorker
+    run: Run
     waiting = decodes = False
     num_deltas = 0
     _reader: asyncio.Task[object] | None = None
     _interruption: BackendFailed | None = None
     _silence: StreamSilence | None = None
-
-    def __init__(self, worker: FleetWorker, run: Run) -> None:
-        self.worker = worker
-        self.run = run
 
     def begin(self) -> None:
         """Start before the first delta. The current task reads the deltas."""
