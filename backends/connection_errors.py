@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 
 import aiohttp
+
+
+class ConnectionFailed(ConnectionError):
+    """A connection that a server has closed, or whose bytes cannot be read.
+
+    The message is public.
+
+    Attributes:
+        has_begun: whether a part of the head of a response has arrived.
+    """
+
+    has_begun = False
 
 
 def public_reason(error: Exception) -> str:
@@ -12,9 +26,11 @@ def public_reason(error: Exception) -> str:
 
     The messages of aiohttp contain both.
     """
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
+    if isinstance(error, ConnectionFailed):
+        return str(error)
+    if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
         return "its name cannot be resolved"
-    if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientSSLError):
+    if isinstance(error, aiohttp.ClientSSLError | ssl.SSLError):
         return "TLS failed"
     if isinstance(error, TimeoutError):
         return "it did not respond in time"

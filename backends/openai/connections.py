@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Mapping
-from io import BytesIO
-from types import SimpleNamespace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final
 
-import aiohttp
+from aiohappyeyeballs import start_connection
 from yarl import URL
+
+from draftgate import __version__
+from draftgate.backends.connection_errors import ConnectionFailed
+from draftgate.backends.openai.connection import Connection, Response
 
 CONNECT_S: Final = 5.0
 """Timeout of a connection in seconds, which takes a round trip or two. The response may take any
@@ -36,9 +41,15 @@ DEAD_S: Final = 30
 it is gone or a network has forgotten the connection. Without the limit, Linux waits 15 minutes for
 sent data, and forever for a response."""
 
-LARGE_BYTES: Final = 64 << 10
+ADDRESSES_S: Final = 10.0
+"""Seconds for which the addresses of a name are used again."""
+
+ATTEMPT_DELAY_S: Final = 0.25
+"""Seconds after which the next address of a name is tried, too (RFC 8305, section 8)."""
 
 _REQUEST_TIMEOUT: Final = 408
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Connections:
@@ -51,18 +62,42 @@ class Connections:
             url: the address of the upstream, without a final slash.
             headers: headers of every request.
         """
-        self._url = url
-        self._shared = _session(headers, keepalive_timeout=IDLE_CONNECTION_S)
-        self._fresh = _session(headers, force_close=True)
+        address = URL(url, encoded=True)
+        self._host, self._port = address.raw_host or "", address.port or 0
+        self._is_tls = address.scheme == "https"
+        self._path = address.raw_path.rstrip("/")
+        self._head = _lines(
+            {
+                "Host": address.host_port_subcomponent or "",
+                "User-Agent": f"draftgate/{__version__}",
+                **headers,
+            }
+        )
+        self._addresses: list[Any] = []
+        self._resolved_s = -ADDRESSES_S
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self._connecting: set[asyncio.Timeout] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._shared.close()
-        await self._fresh.close()
+    def close(self, reason: str = "this node stops") -> None:
+        """Close all connections, and fail their exchanges."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connecting in self._connecting:
+            connecting.reschedule(0.0)
+        for connection in tuple(self._open):
+            connection.abort(ConnectionFailed(reason))
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", **options: Any
-    ) -> aiohttp.ClientResponse:
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Response:
         """Send a request, and return the response after its head.
 
         A request that meets a closed connection is sent once more, on a new connection. This is
@@ -70,59 +105,141 @@ class Connections:
 
         Args:
             path: path and query, already encoded.
-            options: further options of `aiohttp.ClientSession.request`.
+            headers: further headers, with names in the usual case.
 
         Raises:
-            aiohttp.ClientError, OSError: the upstream did not respond.
+            OSError: the upstream did not respond.
+            ValueError: a header has a line break.
         """
-        use = SimpleNamespace(reused=False)
+        request, has_body = self._request(method, path, body, headers), method != "HEAD"
+        idle = self._take_idle()
+        if idle is not None:
+            loop = asyncio.get_running_loop()
+            begin_s = loop.time()
+            try:
+                response = await idle.exchange(request, has_body=has_body)
+            except OSError as error:
+                if self._closed or not _is_stale(error, loop.time() - begin_s):
+                    raise
+            else:
+                # Some servers announce the end of an idle connection with this status.
+                if response.status != _REQUEST_TIMEOUT:
+                    return response
+                response.close()
+        connection = await self._connect()
+        return await connection.exchange(request, has_body=has_body)
+
+    def add(self, connection: Connection) -> None:
+        """Take back a connection whose exchange has ended."""
         loop = asyncio.get_running_loop()
-        begin_s = loop.time()
+        connection.idle_since_s = loop.time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = loop.call_later(IDLE_CONNECTION_S, self._close_idle)
 
-        async def send(session: aiohttp.ClientSession) -> aiohttp.ClientResponse:
-            url = URL(self._url + path, encoded=True)
-            return await session.request(
-                *(method, url),
-                data=_payload(body),  # built for each attempt, because sending consumes it
-                allow_redirects=False,
-                trace_request_ctx=use,
-                **options,
+    def remove(self, connection: Connection) -> None:
+        """Forget a closed connection."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _take_idle(self) -> Connection | None:
+        """Return the connection that has been idle for the shortest time, if one can be reused."""
+        earliest_s = asyncio.get_running_loop().time() - IDLE_CONNECTION_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and connection.idle_since_s >= earliest_s:
+                return connection
+            connection.abort()
+        return None
+
+    def _close_idle(self) -> None:
+        """Close the connections that have been idle for too long."""
+        loop = asyncio.get_running_loop()
+        earliest_s = loop.time() - IDLE_CONNECTION_S
+        for connection in [one for one in self._idle if one.idle_since_s <= earliest_s]:
+            self._idle.remove(connection)
+            connection.abort()
+        self._sweep = None
+        if self._idle:
+            next_s = self._idle[0].idle_since_s + IDLE_CONNECTION_S
+            self._sweep = loop.call_at(next_s, self._close_idle)
+
+    async def _connect(self) -> Connection:
+        """Open a connection.
+
+        Raises:
+            OSError: the name cannot be resolved, no address responds, or TLS fails.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._resolved_s >= ADDRESSES_S:
+            self._addresses = await loop.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
             )
+            self._resolved_s = loop.time()
+        tls = {"ssl": _tls_context(), "server_hostname": self._host} if self._is_tls else {}
+        async with asyncio.timeout(CONNECT_S) as limit:
+            self._connecting.add(limit)
+            try:
+                connection = await self._open_connection(tls)
+            finally:
+                self._connecting.discard(limit)
+        self._open.add(connection)
+        if self._closed:
+            connection.abort()
+            raise ConnectionFailed("this node stops")
+        return connection
 
+    async def _open_connection(self, tls: Mapping[str, Any]) -> Connection:
+        connected = await start_connection(
+            self._addresses,
+            happy_eyeballs_delay=ATTEMPT_DELAY_S,
+            interleave=1,
+            socket_factory=_open_socket,
+        )
         try:
-            response = await send(self._shared)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
-            if not (use.reused and _is_stale(error, loop.time() - begin_s)):
-                raise
-        else:
-            # Some servers announce the end of an idle connection with this status.
-            if not (use.reused and response.status == _REQUEST_TIMEOUT):
-                return response
-            response.close()
-        return await send(self._fresh)
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(
+                lambda: Connection(self), sock=connected, **tls
+            )
+        except BaseException:
+            connected.close()
+            raise
+        return connection
+
+    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{_lines(headers)}"
+        if "Accept" not in headers:
+            head += "Accept: */*\r\n"
+        if body and "Content-Type" not in headers:
+            head += "Content-Type: application/json\r\n"
+        if body or method not in _WITHOUT_BODY:
+            head += f"Content-Length: {len(body)}\r\n"
+        return f"{head}\r\n".encode("utf-8", "surrogateescape") + body
 
 
-def _is_stale(error: Exception, seconds: float) -> bool:
+def _lines(headers: Mapping[str, str]) -> str:
+    """Return headers as lines of a request.
+
+    Raises:
+        ValueError: a header has a line break.
+    """
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        raise ValueError("a header of the request has a line break")
+    return lines
+
+
+def _is_stale(error: OSError, seconds: float) -> bool:
     """Return whether a reused connection failed because the server had already closed it."""
-    if isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str):
+    if isinstance(error, ConnectionFailed) and error.has_begun:
         return False  # a part of a head has arrived
-    return seconds < STALE_S or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+    return seconds < STALE_S or error.errno == errno.ETIMEDOUT
 
 
-def _session(headers: Mapping[str, str], **connector: Any) -> aiohttp.ClientSession:
-    tracing = aiohttp.TraceConfig()
-    tracing.on_connection_reuseconn.append(_note_reuse)
-    return aiohttp.ClientSession(
-        headers=headers,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=_open_socket, **connector),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trace_configs=[tracing],
-    )
-
-
-async def _note_reuse(_: aiohttp.ClientSession, trace: SimpleNamespace, __: object) -> None:
-    trace.trace_request_ctx.reused = True
+@lru_cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 def _open_socket(address: Any) -> socket.socket:
@@ -140,8 +257,3 @@ def _open_socket(address: Any) -> socket.socket:
         if hasattr(socket, name):  # not on every system
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return opened
-
-
-def _payload(body: bytes) -> bytes | BytesIO | None:
-    """Return a body that aiohttp sends in pieces if it is large."""
-    return BytesIO(body) if len(body) > LARGE_BYTES else body or None

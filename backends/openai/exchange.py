@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Final
 
-import aiohttp
+from multidict import CIMultiDict
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
+from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 
 _KEPT_BYTES: Final = 16 << 10
@@ -20,28 +21,28 @@ _NOT_PASSED_ON: Final = frozenset({
     # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "content-length", "date", "server",
-    # aiohttp has decoded the body
+    # the body is decoded
     "content-encoding",
     "set-cookie",
 })  # fmt: skip
 
 
 class HttpExchange:
-    """Implements `Exchange` with an aiohttp response.
+    """Implements `Exchange` with a response.
 
     Attributes:
         scan: scan of the events, if the response is a stream.
         first_s, last_s: times of the first and the last output of a stream, by the clock.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
+    def __init__(self, response: Response, clock: Callable[[], float]) -> None:
         """Use a response of which only the head has been read."""
         self.status = response.status
-        self.headers: Mapping[str, str] = {
-            name: value
+        self.headers: Mapping[str, str] = CIMultiDict(
+            (name, value)
             for name, value in response.headers.items()
             if name.lower() not in _NOT_PASSED_ON
-        }
+        )
         self.streaming = response.status == 200 and response.content_type == "text/event-stream"
         self.scan = EventScan()
         self.first_s: float | None = None
@@ -71,15 +72,14 @@ class HttpExchange:
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it arrives."""
-        content = self._response.content
         try:
-            while block := await content.readany():
+            while block := await self._response.read_any():
                 passing = self._passing(block)
                 if passing:
                     yield passing
                 if self.scan.ending is not None:
                     break
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise UpstreamFailed(f"the response was interrupted: {public_reason(error)}") from error
         self.scan.close()
         if self.streaming and self.scan.ending is None:
@@ -90,15 +90,11 @@ class HttpExchange:
     @property
     def has_rest(self) -> bool:
         """Whether the end of the body after `[DONE]` has not been read."""
-        return self.scan.ending is not None and not self._response.content.is_eof()
+        return self.scan.ending is not None and not self._response.is_complete
 
     async def finish(self) -> None:
         """Read the end of the body, so that the connection can be reused."""
-        await self._response.content.readany()
-
-    def fail(self, reason: str) -> None:
-        """Make `blocks` raise, as if the connection had broken."""
-        self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
+        await self._response.read_any()
 
     def _passing(self, block: bytes) -> bytes:
         self._usage = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
-import aiohttp
-
 from draftgate.backends.connection_errors import public_reason
+from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.metrics import EngineMetrics, read_metrics
 
@@ -34,13 +34,11 @@ MISSING_S: Final = 30.0
 The engine may have restarted with other settings."""
 
 MOST_BYTES: Final = 4 << 20
-"""Maximum size of a metrics page in bytes: ten times that of a vLLM with eight engines."""
+"""Maximum size of a page in bytes: for metrics ten times that of a vLLM with eight engines."""
 
 INLINE_BYTES: Final = 512 << 10
 """Size in bytes from which pages are parsed in a thread. A page of 344 kB in 3,457 lines, as from a
 vLLM with eight engines, takes 1.4 ms (Zen 5, 2026-11-22). The event loop may be blocked for 5."""
-
-_PATIENCE: Final = aiohttp.ClientTimeout(total=PATIENCE_S)
 
 
 class ProbeFailure(NamedTuple):
@@ -89,12 +87,12 @@ class UpstreamMonitor:
         healthy = False
         try:
             async with self._get("/health") as response:
-                await response.read()
+                await response.read(MOST_BYTES)
                 if response.status >= 500:
                     reason = f"/health responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
                 healthy = response.status in {200, 204} and self.models is not None
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError
             return _failure(error)
         failure = await self._read_models()
         return None if healthy else failure
@@ -109,7 +107,7 @@ class UpstreamMonitor:
                     return await _read_page(response)
                 if 400 <= response.status < 500 or response.status == 501:
                     self._next_metrics_s = self._clock() + MISSING_S
-        except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
+        except (OSError, ValueError):  # TimeoutError is an OSError
             pass
         return None
 
@@ -124,15 +122,19 @@ class UpstreamMonitor:
         self._next_slots_s = self._clock() + MISSING_S
         try:
             async with self._get("/props") as response:
-                props = await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError):
+                props = json.loads(await response.read(MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
             return None
         return _number(props, "total_slots") or None
 
     @asynccontextmanager
-    async def _get(self, path: str) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        async with await self._connections.request("GET", path, timeout=_PATIENCE) as response:
-            yield response
+    async def _get(self, path: str) -> AsyncGenerator[Response, None]:
+        async with asyncio.timeout(PATIENCE_S):
+            response = await self._connections.request("GET", path)
+            try:
+                yield response
+            finally:
+                response.close()
 
     async def _read_models(self) -> ProbeFailure | None:
         """Read the list, where denied access (401, 404) still counts as reachable."""
@@ -142,10 +144,10 @@ class UpstreamMonitor:
                     reason = f"/v1/models responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
                 if response.status == 200:
-                    listing = await response.json(content_type=None)
+                    listing = json.loads(await response.read(MOST_BYTES))
                     self.model = _first_model(listing) or self.model
                     self.models = _names(listing) or self.models
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return _failure(error)
         return None
 
@@ -156,12 +158,8 @@ def _failure(error: Exception) -> ProbeFailure:
     return ProbeFailure(public_reason(error), timeout=False)
 
 
-async def _read_page(response: aiohttp.ClientResponse) -> EngineMetrics | None:
-    page = bytearray()
-    async for block in response.content.iter_any():
-        page += block
-        if len(page) > MOST_BYTES:
-            return None
+async def _read_page(response: Response) -> EngineMetrics | None:
+    page = await response.read(MOST_BYTES)
     text = page.decode("utf-8", "replace")
     if len(page) <= INLINE_BYTES:
         return read_metrics(text)

@@ -7,10 +7,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-import aiohttp
-
 from draftgate.backends.base import UpstreamPause
 from draftgate.backends.header_numbers import header_count
+from draftgate.backends.openai.connection import Response
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
 DEFAULT_PAUSE_S: Final = 1.0
@@ -77,7 +76,7 @@ class Pauses:
             self._until_s = now_s
             self._probes_count = False
 
-    def note_answer(self, response: aiohttp.ClientResponse, now_s: float) -> None:
+    def note_answer(self, response: Response, now_s: float) -> None:
         """Record a response, which may request a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()

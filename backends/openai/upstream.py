@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-import aiohttp
+from aiohttp import BasicAuth
 
 from draftgate.addresses import read_server_url, split_credentials
 from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
+from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
@@ -72,8 +73,6 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url, config.upstream_max_pause_s)
         self._load = UpstreamLoad(config.upstream_concurrency, config.upstream_speculates)
         self._sent = 0  # sequences
-        self._waiting: set[asyncio.Timeout] = set()  # for the head of a response
-        self._open: set[HttpExchange] = set()
         self._connections: Connections | None = None
         self._monitor: UpstreamMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,13 +133,8 @@ class OpenAIUpstream:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # aiohttp does not wake tasks that wait on a connection that it closes itself.
-        for waiting in self._waiting:
-            waiting.reschedule(0.0)
-        for exchange in self._open:
-            exchange.fail("this node stops")
         if self._connections is not None:
-            await self._connections.close()
+            self._connections.close()
 
     @asynccontextmanager
     async def forward(self, call: UpstreamCall) -> AsyncGenerator[HttpExchange, None]:
@@ -152,15 +146,13 @@ class OpenAIUpstream:
             begin_s, running = self._clock(), self.load().running
             response = await self._send(self._connections, call)
             exchange = HttpExchange(response, self._clock)
-            self._open.add(exchange)
             try:
                 yield exchange
                 if exchange.has_rest:
-                    with suppress(TimeoutError, aiohttp.ClientError):
+                    with suppress(OSError):  # TimeoutError is one
                         async with asyncio.timeout(LAST_BYTES_S):
                             await exchange.finish()
             finally:
-                self._open.discard(exchange)
                 response.close()  # unless the body was read to its end
             mean_running = (running + self.load().running) / 2
             self._observe(exchange, begin_s, len(call.body), mean_running)
@@ -191,21 +183,14 @@ class OpenAIUpstream:
         if slots is not None:
             self._load.set_slots(slots)
 
-    async def _send(self, connections: Connections, call: UpstreamCall) -> aiohttp.ClientResponse:
-        waiting = asyncio.timeout(None)
-        self._waiting.add(waiting)
+    async def _send(self, connections: Connections, call: UpstreamCall) -> Response:
         try:
-            async with waiting:
-                response = await connections.request(
-                    call.method, call.path, call.body, headers=call.headers
-                )
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            response = await connections.request(call.method, call.path, call.body, call.headers)
+        except OSError as error:  # TimeoutError is one
             reason = public_reason(error)
             timeout = isinstance(error, TimeoutError)
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
-        finally:
-            self._waiting.discard(waiting)
         self._pauses.note_answer(response, self._clock())
         return response
 
@@ -247,7 +232,7 @@ def _authorization(name: str | None, credentials: tuple[str, str] | None) -> dic
             raise ValueError(
                 "--upstream-api-key-env cannot be combined with credentials in an --upstream URL"
             )
-        return {"Authorization": aiohttp.BasicAuth(*credentials, "utf-8").encode()}
+        return {"Authorization": BasicAuth(*credentials, "utf-8").encode()}
     if name is None:
         return {}
     key = os.environ.get(name, "").strip()

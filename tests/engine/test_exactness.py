@@ -254,7 +254,7 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
 def test_calls_of_attention_avoid_rows_that_a_kernel_computes_in_another_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If 2 rows remain after groups of 3 in blocks of 32, as with MKL for AVX2, calls leave none."""
+    """If a kernel computes 3 rows at a time, as MKL does for AVX2, no call leaves 2 rows over."""
     flash = attention_module._flash
 
     def in_groups_of_3(queries: Tensor, *args: Tensor, **options: object) -> tuple[Tensor, Tensor]:

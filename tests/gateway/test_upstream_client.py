@@ -389,6 +389,6 @@ async def test_models_that_are_nested_too_deeply_are_a_failed_probe() -> None:
     async with TestServer(app) as server:
         connections = Connections(str(server.make_url("")).rstrip("/"), {})
         failure = await UpstreamMonitor(connections, time.monotonic).probe()
-        await connections.close()
+        connections.close()
     assert failure is not None
     assert not failure.timeout

@@ -8,7 +8,6 @@ import json
 import random
 import socket
 
-import aiohttp
 import pytest
 
 from draftgate.backends.openai import connections
@@ -118,6 +117,5 @@ def test_connection_to_a_silent_machine_breaks() -> None:
     with opened:
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
-    timed_out = aiohttp.ClientOSError(errno.ETIMEDOUT, "timed out")
-    assert connections._is_stale(timed_out, 30.0)
-    assert not connections._is_stale(aiohttp.ClientOSError(errno.ECONNRESET, "reset"), 30.0)
+    assert connections._is_stale(TimeoutError(errno.ETIMEDOUT, "timed out"), 30.0)
+    assert not connections._is_stale(ConnectionResetError(errno.ECONNRESET, "reset"), 30.0)

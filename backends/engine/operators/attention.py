@@ -134,13 +134,13 @@ def _is_independent(rows: CallRows) -> bool:
     random = torch.Generator().manual_seed(0)
     shapes = (max(_PROBED_ROWS), KV_TILE, KV_TILE)
     queries, keys, values = (torch.randn(1, 2, count, 64, generator=random) for count in shapes)
-    few = [_flash_rows(part, keys, values, None, rows)[0] for part in queries.split(rows.divisor, 2)]
-    alone = torch.cat(few, 2)
+
+    def outputs(part: Tensor) -> Tensor:
+        return _flash_rows(part, keys, values, None, rows)[0]
+
+    alone = torch.cat([outputs(part) for part in queries.split(rows.divisor, 2)], 2)
     return all(
-        torch.equal(
-            _flash_rows(queries[:, :, :count], keys, values, None, rows)[0], alone[:, :, :count]
-        )
-        for count in _PROBED_ROWS
+        torch.equal(outputs(queries[:, :, :count]), alone[:, :, :count]) for count in _PROBED_ROWS
     )
 
 
