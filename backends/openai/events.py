@@ -38,6 +38,7 @@ _NAMED_END: Final = re.compile(
 _MESSAGE_START: Final = re.compile(rb"(?:\A|[\r\n])event: ?message_start(?=[\r\n])")
 _RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=[\r\n])")
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_json: Final = json.JSONDecoder()
 
 
 class StreamEnding(StrEnum):
@@ -164,7 +165,7 @@ def usage_in(text: bytes) -> TokenUsage | None:
     if not found:
         return None
     try:
-        value, _ = json.JSONDecoder().raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
+        value, _ = _json.raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     named = value.keys() & {"input_tokens", "output_tokens"}

@@ -143,7 +143,8 @@ class OpenAIUpstream:
             raise UpstreamUnreachable(f"{self.url} was stopped")
         self._sent += call.sequences
         try:
-            begin_s, running = self._clock(), self.load().running
+            begin_s = self._clock()
+            running = self._load.running(self._sent, begin_s)
             response = await self._send(self._connections, call)
             exchange = HttpExchange(response, self._clock)
             try:
@@ -154,8 +155,7 @@ class OpenAIUpstream:
                             await exchange.finish()
             finally:
                 response.close()  # unless the body was read to its end
-            mean_running = (running + self.load().running) / 2
-            self._observe(exchange, begin_s, len(call.body), mean_running)
+            self._observe(exchange, begin_s, len(call.body), running)
         finally:
             self._sent -= call.sequences
 
@@ -195,9 +195,9 @@ class OpenAIUpstream:
         return response
 
     def _observe(
-        self, exchange: HttpExchange, begin_s: float, body_bytes: int, running: float
+        self, exchange: HttpExchange, begin_s: float, body_bytes: int, running: int
     ) -> None:
-        """Learn the speed from a complete stream."""
+        """Learn the speed from a complete stream, at whose start `running` sequences ran."""
         if exchange.scan.ending is not StreamEnding.DONE or exchange.first_s is None:
             return
         usage, speed = exchange.usage(), self._load.speed
@@ -205,7 +205,8 @@ class OpenAIUpstream:
             exchange.first_s - begin_s, usage.prompt or body_bytes / BYTES_PER_TOKEN
         )
         seconds = exchange.last_s - exchange.first_s
-        speed.add_stream(seconds, usage.output, exchange.scan.finished, running)
+        mean_running = (running + self._load.running(self._sent, self._clock())) / 2
+        speed.add_stream(seconds, usage.output, exchange.scan.finished, mean_running)
 
     async def _probe_forever(self) -> None:
         while True:

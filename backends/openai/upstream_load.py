@@ -162,6 +162,17 @@ class UpstreamLoad:
         """Set the number of slots that the upstream reports outside its metrics."""
         self._slots = slots
 
+    def running(self, sent: int, now_s: float) -> int:
+        """Return the number of running sequences.
+
+        Args:
+            sent: present number of sequences of this gateway on the upstream.
+        """
+        if now_s - self._updated_s > STALE_S:
+            return sent
+        all_sequences = sent + self._others
+        return all_sequences - min(self._metrics.waiting, all_sequences)
+
     def load(self, sent: int, now_s: float) -> WorkerLoad:
         """Return the load.
 
@@ -173,7 +184,7 @@ class UpstreamLoad:
         if not fresh:
             metrics, others = EngineMetrics(), 0
         waiting = min(metrics.waiting, sent + others)
-        running = sent + others - waiting
+        running = self.running(sent, now_s)
         usage = metrics.kv_usage
         blocks = 0 if usage is None else metrics.kv_blocks
         max_sequences = self._declared_sequences or metrics.max_sequences or self._slots
