@@ -41,7 +41,7 @@ class HttpExchange:
         self.headers: Mapping[str, str] = CIMultiDict(
             (name, value)
             for name, value in response.headers.items()
-            if name.lower() not in _NOT_PASSED_ON
+            if not _belongs_to_upstream(name.lower())
         )
         self.streaming = response.status == 200 and response.content_type == "text/event-stream"
         self.scan = EventScan()
@@ -111,3 +111,11 @@ class HttpExchange:
             if self.first_s is None:
                 self.first_s = self.last_s
         return passing
+
+
+def _belongs_to_upstream(name: str) -> bool:
+    """Return whether a header of a response is not for the client of this node.
+
+    The node decides itself which pages may read its responses.
+    """
+    return name in _NOT_PASSED_ON or name.startswith("access-control-")

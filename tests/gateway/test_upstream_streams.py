@@ -337,6 +337,15 @@ async def test_large_whole_response_is_complete() -> None:
         assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
 
 
+async def test_pages_that_may_read_a_response_are_not_chosen_by_the_upstream() -> None:
+    """Headers of an upstream do not let scripts of other origins read a response."""
+    allows = refusal(200, b"{}", Access_Control_Allow_Origin="*", x_kept="1")
+    async with upstream(allows) as engine, forwarding(engine) as gateway, client(gateway) as http:
+        reply = await http.post("/v1/completions", json={"prompt": "x"})
+    assert "access-control-allow-origin" not in reply.headers
+    assert reply.headers["x-kept"] == "1"
+
+
 async def test_compressed_response_is_decoded() -> None:
     """The gateway requests no compression and decodes a compressed response."""
 
