@@ -37,9 +37,10 @@ ROOT = HERE.parents[1]
 BASELINE = HERE / "instructions.json"
 COMMAND = "python -m tests.performance.instructions --record"
 
-TOLERANCE = 0.02
+TOLERANCE = 0.05
 """The largest relative difference between a count and the baseline. Counts of the same code differ
-by up to 0.4% (2 cores, AMD EPYC, 2026-11-29)."""
+by up to 0.4% (2 cores, AMD EPYC, 2026-11-29). Other machines have not been compared, and their
+libraries may choose other functions."""
 
 WARM = (10, 6, 2, 2, 2)
 """Sizes of the batches before those that count, in which Python adapts its bytecode."""
