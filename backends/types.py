@@ -167,7 +167,8 @@ class GenerationRequest:
     @property
     def most_tokens(self) -> int:
         """Maximum number of prompt and output tokens, over all choices."""
-        return (len(self.prompt_ids) + self.sampling.max_tokens) * len(self.choices)
+        choices = len(self.resumed) or self.n
+        return (len(self.prompt_ids) + self.sampling.max_tokens) * choices
 
 
 @immutable

@@ -78,7 +78,8 @@ class Entry:
     @property
     def sequences(self) -> int:
         """Number of sequences of all prompts."""
-        return sum([need.sequences for need in self.needs])
+        needs = self.needs
+        return needs[0].sequences if len(needs) == 1 else sum([one.sequences for one in needs])
 
 
 @immutable

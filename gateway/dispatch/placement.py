@@ -253,7 +253,8 @@ class Placer:
 
         The output of the shortest choice counts as prompt if the request was resumed.
         """
-        kept = min([len(choice.output_ids) for choice in request.resumed], default=0)
+        resumed = request.resumed
+        kept = min([len(choice.output_ids) for choice in resumed]) if resumed else 0
         temperature = job.sampling.temperature
         # Drafts of the model alone may suit an adapter less, so each adapter has its own record.
         model = _adapted(model, job.adapter)

@@ -9,6 +9,7 @@ from typing import Final
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.admission.types import PoolView
 from draftgate.policies.admission.wait_forecast import pool_of
+from draftgate.policies.types import WorkerLoad
 
 SMALL_POOL: Final = 64
 """Number of workers up to which each forecast uses the present loads."""
@@ -33,12 +34,19 @@ class PoolTotals:
 
     def __init__(self, fleet: Fleet) -> None:
         """Read the loads of a fleet."""
-        serving = fleet.serving
-        self._loads = [worker.backend.load() for worker in serving]
-        self.max_sequences = sum([load.max_sequences for load in self._loads])
-        usages = [worker.usage for worker in serving if not worker.own]
-        others = sum([usage.others for usage in usages])
-        own = max(1, sum([usage.sequences for usage in usages]))
+        self._loads = list[WorkerLoad]()
+        self.max_sequences = own = others = 0
+        for worker in fleet.workers:
+            if worker.backend.failure is not None:
+                continue
+            load = worker.backend.load()
+            self._loads.append(load)
+            self.max_sequences += load.max_sequences
+            if not worker.own:
+                usage = worker.usage
+                own += usage.sequences
+                others += usage.others
+        own = max(1, own)
         self._share = own / (own + others)
         self._views: dict[int, PoolView] = {}  # by size of the sequences, in steps
 

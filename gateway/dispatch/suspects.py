@@ -31,7 +31,8 @@ class Suspects:
         self._until_s: OrderedDict[int, float] = OrderedDict()  # by fingerprint, oldest first
 
     def __contains__(self, fingerprint: int) -> bool:
-        return self._until_s.get(fingerprint, 0.0) > self._now_s()
+        until_s = self._until_s.get(fingerprint)
+        return until_s is not None and until_s > self._now_s()
 
     def add(self, fingerprint: int) -> None:
         """Remember a request, unless its fingerprint is unknown (0)."""

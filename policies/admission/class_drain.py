@@ -134,6 +134,10 @@ WHOLE: Final = Drain()
 """The drain of a pool with one class."""
 
 
+_ALONE: Final = Drain(coming_s=0.0)
+"""The drain of a class while no other class has work."""
+
+
 class ClassFlows:
     """The flows of new work by class."""
 
@@ -155,6 +159,8 @@ class ClassFlows:
             booked: classes that have bookings.
         """
         priority = _clamp(priority)
+        if not booked and all(level == priority for level in self._flows):
+            return _ALONE
         booked = {level for level in map(_clamp, booked) if level < priority}
         rates = {
             level: flow.rate(now_s) for level, flow in self._flows.items() if level != priority

@@ -113,17 +113,17 @@ class Deadline:
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._drain(view, now_s).lasting
         predicted = self._predict(view, drain, now_s)
-        outlook = self._outlook(view, predicted, drain)
-        refused = (
-            queue_full(view, predicted)
-            or too_slow(view, predicted)
-            or shed(view, outlook.low_water_s)
-        )
-        if refused is None and not outlook.admits(on_time=on_time):
-            booked_s, bound_s = outlook.booked_s, outlook.sure_s
-            if on_time:
-                booked_s, bound_s = 0.0, outlook.likely_s
-            refused = not_in_time(view, predicted, booked_s, bound_s)
+        refused = queue_full(view, predicted) or too_slow(view, predicted)
+        # Free capacity that nobody waits for or has booked is on time for any deadline.
+        waits = predicted.wait_s > 0.0 or view.queue.length or self.appointments.classes
+        if refused is None and waits:
+            outlook = self._outlook(view, predicted, drain)
+            refused = shed(view, outlook.low_water_s)
+            if refused is None and not outlook.admits(on_time=on_time):
+                booked_s, bound_s = outlook.booked_s, outlook.sure_s
+                if on_time:
+                    booked_s, bound_s = 0.0, outlook.likely_s
+                refused = not_in_time(view, predicted, booked_s, bound_s)
         if booking is None:
             # Count a new request in the flow of its class, weighted by the chance that it is
             # served.

@@ -136,25 +136,30 @@ def pool_of(
             limit the number of sequences. 0 ignores memory.
         share: this gateway's share of the sequences on the workers.
     """
-    limits, speeds, prompt_s = list[float](), list[WorkerSpeed](), list[float]()
-    running = prompt_tokens = 0
+    limits = list[float]()
+    running = prompt_tokens = timed = timed_prompts = 0
+    tpot_s = prompt_token_s = sequence_s = 0.0
     for load in loads:
         limits.append(_sequence_limit(load, sequence_tokens))
         running += load.running + load.waiting
         prompt_tokens += load.prompt_tokens
-        if load.speed.tpot_s > 0:
-            speeds.append(load.speed)
-            if load.speed.prompt_token_s > 0:
-                prompt_s.append(load.speed.prompt_token_s)
+        speed = load.speed
+        if speed.tpot_s > 0:
+            timed += 1
+            tpot_s += speed.tpot_s
+            sequence_s += speed.sequence_s
+            if speed.prompt_token_s > 0:
+                timed_prompts += 1
+                prompt_token_s += speed.prompt_token_s
     return PoolView(
         workers=len(limits),
         max_sequences=sum(limits) if all(limits) else 0.0,
         running=running,
         prompt_tokens=prompt_tokens,
         speed=WorkerSpeed(
-            _mean([speed.tpot_s for speed in speeds]),
-            _mean(prompt_s),
-            _mean([speed.sequence_s for speed in speeds]),
+            tpot_s / max(timed, 1),
+            prompt_token_s / max(timed_prompts, 1),
+            sequence_s / max(timed, 1),
         ),
         share=share,
     )
@@ -178,12 +183,13 @@ def forecast_wait(
     if queue.length and known:
         grain_s = queue.work_s * pool.share / queue.length
     first_s = (1.0 - max(pool.max_sequences - pool.running, 0.0)) * grain_s
-    wait_s, place_s = (
-        max(drained_s(view, drain, correction, ahead_s) + correction * first_s, 0.0)
-        if known
-        else 0.0
-        for ahead_s in (queue.ahead_s, queue.place_s)
-    )
+    wait_s = place_s = 0.0
+    if known:
+        ahead_s = drained_s(view, drain, correction, queue.ahead_s)
+        wait_s = place_s = max(ahead_s + correction * first_s, 0.0)
+        if queue.place_s != queue.ahead_s:
+            ahead_s = drained_s(view, drain, correction, queue.place_s)
+            place_s = max(ahead_s + correction * first_s, 0.0)
     share_ahead = queue.ahead_s / queue.work_s if queue.work_s > 0 else 0.0
     prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead / pool.share
     prompts_s = prompts * pool.speed.prompt_token_s / max(pool.workers, 1)
@@ -225,7 +231,3 @@ def _sequence_limit(load: WorkerLoad, sequence_tokens: float) -> float:
         return float(load.max_sequences)
     in_memory = load.kv_total_tokens / sequence_tokens
     return min(float(load.max_sequences), max(in_memory, 1.0))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
