@@ -7,6 +7,8 @@ other rules.
 from __future__ import annotations
 
 import ast
+import json
+import tomllib
 from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -100,6 +102,17 @@ KERNEL_MODULES = [path for path in MODULES if _has_triton_kernel(path)]
 def test_top_level_entries_exist(entry: str) -> None:
     """The folders and files that the README names exist at the top level."""
     assert (ROOT / entry).exists()
+
+
+def test_editors_see_each_module_under_one_path() -> None:
+    """The settings of pyright and VS Code hide the targets of the links in draftgate/."""
+    links = {path.name for path in (ROOT / "draftgate").iterdir() if path.is_symlink()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = (ROOT / ".vscode" / "settings.json").read_text(encoding="utf-8").splitlines()
+    settings = json.loads("".join(line for line in lines if not line.lstrip().startswith("//")))
+    assert links == set(PACKAGES)
+    assert links <= set(project["tool"]["pyright"]["exclude"])
+    assert links == set(settings["files.exclude"])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
