@@ -99,9 +99,10 @@ async def test_the_first_burst_needs_no_new_connection(redis_server: RedisServer
     async with slow_gateways(redis_server, 0.0) as gateways:
 
         def opened() -> tuple[int, int]:
-            scripts = redis_server.command("INFO", "commandstats").get("cmdstat_script|load", {})
-            stats = redis_server.command("INFO", "stats")
-            return int(stats["total_connections_received"]), int(scripts.get("calls", 0))
+            commands = redis_server.command("INFO", "commandstats")
+            scripts = [one for name, one in commands.items() if name.startswith("cmdstat_script")]
+            stats = redis_server.command("INFO", "stats")  # Redis 6 has no entry of `script|load`
+            return stats["total_connections_received"], sum(int(one["calls"]) for one in scripts)
 
         connections, loads = opened()
         await burst(gateways, WARM_CONNECTIONS)
