@@ -149,7 +149,7 @@ class FleetWorker(SentRequests):
     def generating(self) -> Backend:
         """The backend of a worker that accepts token ids."""
         assert not self.forwards
-        return cast(Backend, self.backend)
+        return self.backend  # type: ignore[return-value]  # `cast` is a call
 
     def has_adapter(self, digest: str) -> bool:
         """Return whether the worker has a LoRA adapter, or whether the request needs none."""
@@ -313,12 +313,11 @@ class Fleet:
         The result is None while a worker serves or may recover. Workers of other nodes may still
         serve running requests, but this node should restart.
         """
-        own = self.own
-        for worker in own:
-            if worker.backend.failure is None:
+        for worker in self.workers:
+            if worker.own and worker.backend.failure is None:
                 return None  # the usual case
-        outage = _outage(own)
-        recovers = outage is not None and any(worker.backend.recovers for worker in own)
+        outage = _outage(self.own)
+        recovers = outage is not None and any(worker.backend.recovers for worker in self.own)
         return None if recovers else outage
 
     @property
@@ -344,8 +343,10 @@ class Fleet:
 
         For upstreams, this is the card of the first upstream that responded.
         """
-        cards = [worker.backend.card for worker in self.workers or (self.any,)]
-        return next((card for card in cards if card.model_id), cards[0])
+        for worker in self.workers:
+            if worker.backend.card.model_id:
+                return worker.backend.card  # the usual case
+        return self.any.backend.card
 
     @property
     def model_id(self) -> str:
