@@ -220,6 +220,7 @@ class DeltaStream(AsyncGenerator[Delta, None]):
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.take = None  # its owner has the stream
             self._waiting.clear()
             self._wake()
             self._owner.close(self._request_id)

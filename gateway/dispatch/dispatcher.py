@@ -166,6 +166,7 @@ class RunningJob(Run):
         try:
             await self.deltas.aclose()
         finally:
+            del self.deltas  # ends a cycle of references, which only a collection would free
             await self._parts.admission.settle(self.entry)
             if self.hop is not None:
                 await self._end_hop(self.hop, error)

@@ -219,6 +219,7 @@ class Prompt(AsyncGenerator[Delta, None]):
             routed = None if run.span.recording else queue.seat(self._place, self._view)
             if routed is None or self._must_spare():
                 routed = await self._turn(routed)
+            del self._place.view  # ends a cycle of references
             hold = Hold(parts, run, self.index, self._request, routed, self.output)
         self.hold, self._runs = hold, True  # from here on, a failure loses the worker
         self._tokens_before = self.output.tokens

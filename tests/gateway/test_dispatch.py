@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
@@ -88,6 +91,29 @@ async def test_a_request_without_a_wait_is_sent_at_once(
         group.create_task(finish())
         assert [delta.text async for delta in run.deltas] == ["x"]
     assert sent == [1]
+
+
+async def test_an_ended_run_is_freed_without_a_collection(
+    node: Node, scripted: ScriptedBackend
+) -> None:
+    """Nothing that belongs to a run refers to it in a cycle after its end."""
+
+    async def run_job() -> weakref.ref[Run]:
+        async with node.dispatcher.run(job()) as run, asyncio.TaskGroup() as group:
+            run.take = lambda _: True
+            group.create_task(finish())
+            assert [delta.text async for delta in run.deltas] == ["x"]
+            return weakref.ref(run)
+
+    async def finish() -> None:
+        scripted.emit(await scripted.submitted.get(), "x", last=True)
+
+    gc.disable()
+    try:
+        ended = await run_job()
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
