@@ -79,7 +79,7 @@ class LineHandler(logging.StreamHandler[TextIO]):
             return
         data = (self.format(record) + self.terminator).encode(errors="backslashreplace")
         with suppress(OSError, ValueError):  # the stream may be closed
-            self.flush()
+            self.stream.flush()
             rest = memoryview(b"\n" + data if self._cut else data)
             while rest:
                 written = os.write(self._descriptor, rest)
@@ -106,6 +106,8 @@ def configure(level: str, form: str = "line") -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
+    # No line shows the thread or the process, which a record would otherwise look up.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 class AboutRequest:
@@ -137,7 +139,11 @@ def log(level: int, event: str, *, error: BaseException | None = None, **fields:
     """Log an event with its fields, except fields that are None."""
     if _logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
-        _logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
+        raised = None if error is None else (type(error), error, error.__traceback__)
+        # No line shows its caller, for which the logger would search the stack.
+        record = logging.LogRecord(LOGGER, level, "", 0, event, (), raised)
+        record.__dict__[_FIELDS] = {**known, **fields}
+        _logger.handle(record)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -147,7 +153,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 def _moment(record: logging.LogRecord) -> str:
     moment = datetime.fromtimestamp(record.created, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def _plain(value: object) -> object:
@@ -161,6 +167,7 @@ def _quoted(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    if text and not any(c.isspace() or c in '"=' or not c.isprintable() for c in text):
+    # Spaces are the only printable whitespace.
+    if text and text.isprintable() and not (" " in text or '"' in text or "=" in text):
         return text
     return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'

@@ -219,12 +219,14 @@ class _Account:
     Attributes:
         number: the number of the last reservation.
         open_numbers: the numbers of the open reservations, in increasing order.
+        quota: the quota that the buckets limit.
     """
 
     buckets: dict[Limit, LeakyBucket] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     number: int = 0
     open_numbers: list[int] = field(default_factory=list)
+    quota: Quota = UNLIMITED
 
     def drain(self, now_us: int) -> None:
         """Drain all buckets until a time."""
@@ -237,6 +239,9 @@ class _Account:
         What the tenant has used of a limit stays in use. A new limit ignores earlier reservations.
         """
         self.drain(now_us)
+        if quota is self.quota:
+            return
+        self.quota = quota
         old, self.buckets = self.buckets, {}
         for limit, (rate, most) in quota.limits().items():
             bucket = self.buckets[limit] = old.get(limit) or LeakyBucket(rate, most, now_us)

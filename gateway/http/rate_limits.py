@@ -16,9 +16,15 @@ from draftgate.policies.quotas import Limit
 QUOTAS: Final = web.RequestKey("quotas", Quotas)
 """The quotas of the model of a request. Only requests that count against quotas have this key."""
 
-RATE_LIMIT_HEADERS: Final = tuple(
-    f"x-ratelimit-{field}-{limit}" for limit in Limit for field in ("limit", "remaining", "reset")
-)
+_FIELDS: Final = ("limit", "remaining", "reset")
+_OPENAI_NAMES: Final = {
+    limit: [f"x-ratelimit-{field}-{limit}" for field in _FIELDS] for limit in Limit
+}
+_ANTHROPIC_NAMES: Final = {
+    limit: [f"anthropic-ratelimit-{limit}-{field}" for field in _FIELDS] for limit in Limit
+}
+
+RATE_LIMIT_HEADERS: Final = tuple(name for names in _OPENAI_NAMES.values() for name in names)
 
 
 async def add_rate_limits(request: web.Request, response: web.StreamResponse) -> None:
@@ -26,14 +32,14 @@ async def add_rate_limits(request: web.Request, response: web.StreamResponse) ->
     quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
     if quotas is None or account is None:
         return
+    names, shown = _OPENAI_NAMES, duration
     if is_anthropic(request):
-        form, shown = "anthropic-ratelimit-{0}-{1}", _time
-    else:
-        form, shown = "x-ratelimit-{1}-{0}", duration
+        names, shown = _ANTHROPIC_NAMES, _time
     for limit, level in (await quotas.levels(account.name)).items():
-        response.headers[form.format(limit, "limit")] = str(level.most)
-        response.headers[form.format(limit, "remaining")] = str(level.remaining)
-        response.headers[form.format(limit, "reset")] = shown(level.reset_s)
+        most, remaining, reset = names[limit]
+        response.headers[most] = str(level.most)
+        response.headers[remaining] = str(level.remaining)
+        response.headers[reset] = shown(level.reset_s)
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -26,8 +26,11 @@ class Expiries:
         """Forget a key, if it is known."""
         self._until_s.pop(key, None)
 
-    def pop_due(self, now_s: float) -> Iterator[str]:
-        """Forget the keys that have expired, and yield them."""
+    def pop_due(self, now_s: float) -> Sequence[str]:
+        """Forget the keys that have expired, and return them."""
+        if not self._heap or self._heap[0][0] > now_s:
+            return ()
+        due = []
         while self._heap and self._heap[0][0] <= now_s:
             key = heapq.heappop(self._heap)[1]
             until_s = self._until_s.get(key)
@@ -35,6 +38,7 @@ class Expiries:
                 continue
             if until_s <= now_s:
                 del self._until_s[key]
-                yield key
+                due.append(key)
             else:  # the expiry was extended
                 heapq.heappush(self._heap, (until_s, key))
+        return due

@@ -70,7 +70,7 @@ class LeaseTable:
 
     def prune(self, now_s: float) -> int:
         """End expired leases, and return their number."""
-        expired = list(self._expiries.pop_due(now_s))
+        expired = self._expiries.pop_due(now_s)
         for request_id in expired:
             self.drop(request_id)
         return len(expired)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
 
 from draftgate.gateway.state.exchange import MemoryExchange, News, Update
 from draftgate.gateway.state.flow_store import MemoryFlows
@@ -22,6 +24,8 @@ from draftgate.gateway.state.store import (
     WorkerView,
 )
 from draftgate.policies.quotas import QuotaReservation
+
+_NUMBER_OF: Final = attrgetter("number")
 
 
 @dataclass(slots=True)
@@ -131,19 +135,25 @@ class MemoryStore:
         now_s = self._clock()
         self._prune(now_s)
         self._leases.drop(request_id)
-        verdicts = [self._refusal(offer, request_id, tokens, now_s) for offer in offers]
-        fit = [offer for offer, why in zip(offers, verdicts, strict=True) if why is None]
-        if not fit:
-            first = next((one for one in Refusal if one in verdicts), Refusal.UNKNOWN)
+        refusals: list[Refusal] = []
+        chosen, lowest_score, behind_tokens = None, 0.0, 0
+        for offer in offers:
+            refusal = self._refusal(offer, request_id, tokens, now_s)
+            if refusal is not None:
+                refusals.append(refusal)
+                continue
+            behind = self._leases.tokens(offer.worker_id, offer.watermark)
+            score = offer.score + offer.score_per_token * behind
+            if chosen is None or score < lowest_score:
+                chosen, lowest_score, behind_tokens = offer, score, behind
+        if chosen is None:
+            first = next((one for one in Refusal if one in refusals), Refusal.UNKNOWN)
             return Reservation(None, first)
-        behind = [self._leases.tokens(one.worker_id, one.watermark) for one in fit]
-        scores = [o.score + o.score_per_token * b for o, b in zip(fit, behind, strict=True)]
-        best = scores.index(min(scores))
-        number, chosen = self._next_number(now_s), fit[best]
+        number = self._next_number(now_s)
         lease = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
         self._leases.put(lease, now_s + ttl_s)
         self._claims.drop(request_id)
-        return Reservation(lease, behind_tokens=behind[best])
+        return Reservation(lease, behind_tokens=behind_tokens)
 
     async def claim(
         self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
@@ -245,8 +255,7 @@ class MemoryStore:
         if unusable is not None:
             return unusable
         claims = self._claims.of_worker(offer.worker_id)
-        first = min(claims, key=lambda claim: claim.number, default=None)
-        if first is not None and first.request_id != request_id:
+        if claims and min(claims, key=_NUMBER_OF).request_id != request_id:
             return Refusal.FULL
         leased_tokens = self._leases.tokens(offer.worker_id)
         capacity_tokens = self._capacity(offer.worker_id)

@@ -77,6 +77,14 @@ def record_of(fields: dict[str, object], error: BaseException | None = None) -> 
     return record
 
 
+def test_every_value_with_whitespace_is_quoted() -> None:
+    """A text with any whitespace is quoted, so that a line has one meaning."""
+    spaces = [chr(code) for code in range(0x110000) if chr(code).isspace()]
+    for space in spaces:
+        line = LineFormatter().format(record_of({"field": f"a{space}b"}))
+        assert line.rpartition("field=")[2].startswith('"a')
+
+
 def test_values_cannot_forge_a_second_line() -> None:
     """The formatter escapes quotes and line breaks in values."""
     record = record_of({"a": 'x"\ny', "b": None, "c": 1.5})

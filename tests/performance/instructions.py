@@ -226,7 +226,7 @@ def _nodes(folder: Path) -> Iterator[Nodes]:
     variables = {
         "DRAFTGATE_NO_ACCEPTANCE_CACHE": "true",
         # Otherwise libc selects its functions by the machine's instruction set.
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-AVX512F,-ERMS,-FSRM",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-AVX512F,-AVX_Fast_Unaligned_Load,-ERMS,-FSRM",
         "LD_PRELOAD": str(library),
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": str(ROOT),

@@ -41,6 +41,7 @@ class _Fields(msgspec.Struct):
     speculation: Any = None
 
 
+_MODES: Final = {mode.value: mode for mode in SpeculationMode}
 _fields: Final = msgspec.json.Decoder(_Fields)
 
 
@@ -195,12 +196,10 @@ def _temperature(value: object) -> float:
 
 
 def _speculation(value: object) -> tuple[SpeculationMode, int | None]:
-    given = value if isinstance(value, dict) else {}
-    cap = _number("max_draft_tokens", given.get("max_draft_tokens"))
-    try:
-        return SpeculationMode(str(given.get("mode"))), cap
-    except ValueError:
-        return SpeculationMode.AUTO, cap
+    if not isinstance(value, dict):
+        return SpeculationMode.AUTO, None
+    mode = _MODES.get(str(value.get("mode")), SpeculationMode.AUTO)
+    return mode, _number("max_draft_tokens", value.get("max_draft_tokens"))
 
 
 def _number(name: str, value: object) -> int | None:
