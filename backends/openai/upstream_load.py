@@ -163,15 +163,10 @@ class UpstreamLoad:
         self._slots = slots
 
     def running(self, sent: int, now_s: float) -> int:
-        """Return the number of running sequences.
-
-        Args:
-            sent: present number of sequences of this gateway on the upstream.
-        """
+        """Return the number of running sequences, as `load` does."""
         if now_s - self._updated_s > STALE_S:
             return sent
-        all_sequences = sent + self._others
-        return all_sequences - min(self._metrics.waiting, all_sequences)
+        return max(sent + self._others - self._metrics.waiting, 0)
 
     def load(self, sent: int, now_s: float) -> WorkerLoad:
         """Return the load.
@@ -183,8 +178,8 @@ class UpstreamLoad:
         fresh = age_s <= STALE_S
         if not fresh:
             metrics, others = EngineMetrics(), 0
-        waiting = min(metrics.waiting, sent + others)
         running = self.running(sent, now_s)
+        waiting = sent + others - running
         usage = metrics.kv_usage
         blocks = 0 if usage is None else metrics.kv_blocks
         max_sequences = self._declared_sequences or metrics.max_sequences or self._slots

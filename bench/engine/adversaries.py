@@ -12,7 +12,6 @@ also runs on a second engine. The difference between the two is noise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -33,6 +32,7 @@ from bench.engine.bound import (
     Request,
     cpu_config,
     learn_costs_from,
+    model_parser,
     read_prompts,
     share_weights,
     take_turns,
@@ -187,11 +187,7 @@ def measure(
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--dtype", default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--streams", default="4,16")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--seconds", type=float, default=90.0)

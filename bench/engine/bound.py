@@ -305,13 +305,19 @@ def cpu_config(
     )
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+def model_parser(document: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark of a model, which the docstring of its module describes."""
+    parser = argparse.ArgumentParser(description=document and document.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--dtype", default="auto")
+    return parser
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = model_parser(__doc__)
     parser.add_argument("--policies", default="off,auto")
     parser.add_argument("--streams", default="1,4,16")
     parser.add_argument("--temperatures", default="0,0.7")

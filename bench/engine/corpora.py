@@ -14,7 +14,6 @@ included.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -31,6 +30,7 @@ from bench.engine.bound import (
     Arm,
     cpu_config,
     learn_costs_from,
+    model_parser,
     ratio_of,
     share_weights,
     take_turns,
@@ -249,11 +249,7 @@ def conversations(workload: str, file: Path) -> Iterator[Conversation]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("model")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--dtype", default="auto")
+    parser = model_parser(__doc__)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--arms", default=",".join(ARMS))

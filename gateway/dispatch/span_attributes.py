@@ -132,8 +132,6 @@ def describe_claim(span: Span, worker_id: str | None) -> None:
 
 def describe_reservation(span: Span, found: Reservation) -> None:
     """Set the lease on a span, or the reason for the store's refusal."""
-    if not span.recording:
-        return
     attributes: dict[str, str | int] = {
         "draftgate.state": "degraded" if found.degraded else "fresh"
     }
@@ -148,8 +146,6 @@ def describe_reservation(span: Span, found: Reservation) -> None:
 
 def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
     """Set the inputs of a speculation decision on a span."""
-    if not span.recording:
-        return
     span.set(
         {
             "draftgate.load.running": load.running,

@@ -114,7 +114,7 @@ class Deadline:
         drain = self._drain(view, now_s).lasting
         predicted = self._predict(view, drain, now_s)
         refused = queue_full(view, predicted) or too_slow(view, predicted)
-        # Free capacity that nobody waits for or has booked is on time for any deadline.
+        # If nothing waits and nothing is booked, free capacity meets every deadline.
         waits = predicted.wait_s > 0.0 or view.queue.length or self.appointments.classes
         if refused is None and waits:
             outlook = self._outlook(view, predicted, drain)

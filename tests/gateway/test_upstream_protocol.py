@@ -216,7 +216,7 @@ async def test_upstream_waits_for_a_slow_reader() -> None:
 
 
 async def test_cancelled_request_closes_its_connection() -> None:
-    """A response that nobody waits for cannot reach the next request."""
+    """The response to a cancelled request cannot reach the next request."""
     sent = await send()
     sent.response.cancel()
     with pytest.raises(asyncio.CancelledError):
