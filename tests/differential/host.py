@@ -1,0 +1,112 @@
+"""Send the cases of a file to one version of the code, and write what was observed.
+
+    python -m tests.differential.host CASES OBSERVATIONS
+
+`PYTHONPATH` chooses the version. The process never waits: its time is virtual, its network is in
+memory, and its random numbers only depend on the case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from tests.memory_network import Chance, MemoryLoop
+
+LOOP = MemoryLoop()
+LOOP.clock.replace_time()
+LOOP.replace_happy_eyeballs()
+CHANCE = Chance()
+CHANCE.replace()
+
+from tests.differential.exchange import Case, Client, Exchange, Observed  # noqa: E402
+from tests.differential.record import Outcome, Record  # noqa: E402
+from tests.differential.servers import Lines, running  # noqa: E402
+
+INTERVAL_S = 2.0
+"""Virtual time between the beginnings of two cases, unless the first one takes longer. Both
+versions begin each case at the same time, so that they do not drift apart."""
+
+BATCH = 50
+"""Cases between two readings of the pages."""
+
+PAGES = ("/metrics", "/decisions?limit=1000", "/workers", "/v1/models")
+
+
+class Driver:
+    """A client of a node.
+
+    Attributes:
+        record: what was observed.
+    """
+
+    def __init__(self, port: int, received: list[bytes], lines: Lines) -> None:
+        self.record = Record([], {})
+        self._port = port
+        self._received = received
+        self._lines = lines
+        self._last: Client | None = None
+
+    async def send_all(self, cases: list[Case]) -> None:
+        """Send all cases, one after another."""
+        for number, case in enumerate(cases):
+            CHANCE.seed(number)
+            await self._until_next()
+            self._received.clear()
+            self._lines.lines.clear()
+            found = await asyncio.gather(*map(self._perform, case.exchanges))
+            await asyncio.sleep(0.1)
+            outcome = Outcome(list(found), list(self._received), list(self._lines.lines))
+            self.record.outcomes.append(outcome)
+            if (number + 1) % BATCH == 0 or number + 1 == len(cases):
+                await self._until_next()
+                await asyncio.sleep(1.0)
+                pages = {page: await self._perform(_get(page)) for page in PAGES}
+                self.record.pages[number + 1] = pages
+
+    async def _until_next(self) -> None:
+        await asyncio.sleep(INTERVAL_S - LOOP.time() % INTERVAL_S)
+        LOOP.clock.now_s = round(LOOP.clock.now_s, 6)
+
+    async def _perform(self, exchange: Exchange) -> Observed:
+        client, self._last = self._last, None
+        if client is None or client.closed or exchange.new:
+            if client is not None and not client.closed:
+                client.transport.close()
+            _, client = await LOOP.create_connection(lambda: Client(LOOP), port=self._port)
+        observed = await client.perform(exchange)
+        self._last = client
+        return observed
+
+
+def _get(page: str) -> Exchange:
+    head = f"GET {page} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer sk-boss\r\n\r\n"
+    return Exchange(head.encode(), ["GET"])
+
+
+async def observe(scenario: str, cases: list[Case]) -> Record:
+    """Run the servers of a scenario, and send the cases to them."""
+    with TemporaryDirectory(dir="/tmp", prefix="draftgate-") as folder:
+        async with running(scenario, LOOP, Path(folder)) as (port, received):
+            driver = Driver(port, received, Lines())
+            await driver.send_all(cases)
+    return driver.record
+
+
+def main() -> None:
+    """Observe the cases of the first file, and write the observations into the second."""
+    cases = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=list[Case])
+    names = dict.fromkeys(case.scenario for case in cases)
+    found = {}
+    for name in names:
+        chosen = [case for case in cases if case.scenario == name]
+        found[name] = LOOP.run_until_complete(observe(name, chosen))
+    Path(sys.argv[2]).write_bytes(msgspec.msgpack.encode(found))
+
+
+if __name__ == "__main__":
+    main()

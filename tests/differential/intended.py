@@ -1,0 +1,44 @@
+"""Differences to the baseline that are intended."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tests.differential.comparison import Difference
+
+
+class Rule(NamedTuple):
+    """A kind of intended differences.
+
+    Attributes:
+        kind, case, before, after: patterns, each of which must occur in its part of the difference.
+    """
+
+    reason: str
+    kind: str
+    case: str = ""
+    before: str = ""
+    after: str = ""
+
+
+CLIENT = "upstreams have a client of their own instead of aiohttp's"
+
+RULES = (
+    Rule(f"User-Agent: {CLIENT}", "header user-agent to the upstream", after="draftgate/"),
+    Rule(
+        f"Connection: {CLIENT}", "header connection to the upstream", "cut-at-once", "close", "None"
+    ),
+    Rule(f"fewer repetitions: {CLIENT}", "request to the upstream", "cut-at-once", "POST", "^$"),
+    Rule(f"errors: {CLIENT}", "log line request", "", "ClientResponseError", "cannot be read"),
+)
+
+
+def intended(difference: Difference) -> str | None:
+    """Return why a difference is intended, or None."""
+    for rule in RULES:
+        parts = (difference.kind, difference.case, difference.before, difference.after)
+        patterns = (rule.kind, rule.case, rule.before, rule.after)
+        if all(map(re.search, patterns, parts)):
+            return rule.reason
+    return None
