@@ -45,7 +45,7 @@ from draftgate.gateway.logs import log
 from draftgate.gateway.node import Node
 from draftgate.gateway.process import settle_process
 from draftgate.gateway.reloading import WatchedFiles, reloading
-from draftgate.gateway.routes import build_app
+from draftgate.gateway.routes import build_served
 from draftgate.gateway.state.guarded.store import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tls import Listener, tls_listener
@@ -163,11 +163,12 @@ async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIter
     """
     config = node.config
     tls = _tls(config)
-    runner = web.AppRunner(build_app(node), handler_cancellation=True, shutdown_timeout=CLOSE_S)
+    direct = build_served(node)
+    runner = web.AppRunner(direct.app, handler_cancellation=True, shutdown_timeout=CLOSE_S)
     await runner.setup()
     try:
         assert runner.server is not None
-        connect = connection_factory(runner.server, config.keepalive_timeout_s, node.audit)
+        connect = connection_factory(runner.server, config.keepalive_timeout_s, node.audit, direct)
         context = None if tls is None else tls.context
         server = await _listen(connect, config, context, inherited)
         try:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 from aiohttp import hdrs, web
 
@@ -22,7 +22,12 @@ from draftgate.gateway.errors import (
     as_gateway_error,
 )
 from draftgate.gateway.http.browsers import BrowserAccess
-from draftgate.gateway.http.connections import add_headers, check_framing, ends_connection
+from draftgate.gateway.http.connections import (
+    Direct,
+    add_headers,
+    check_framing,
+    ends_connection,
+)
 from draftgate.gateway.http.content_encoding import DECODING
 from draftgate.gateway.http.context import (
     ACCOUNT,
@@ -32,6 +37,13 @@ from draftgate.gateway.http.context import (
     REQUEST_ID,
     error_format,
     request_id_of,
+)
+from draftgate.gateway.http.direct import (
+    DirectRequest,
+    Expected,
+    Request,
+    Response,
+    send_whole,
 )
 from draftgate.gateway.http.endpoints import (
     embeddings,
@@ -48,7 +60,7 @@ from draftgate.gateway.http.endpoints import (
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
 from draftgate.gateway.http.endpoints.responses import RESPONSES
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
-from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
+from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint, WatchedEndpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
 from draftgate.gateway.http.rate_limits import add_rate_limits
@@ -71,6 +83,12 @@ COMPLETIONS: Final = Endpoint(
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their responses contain no request data."""
 
+DIRECT: Final[Mapping[str, WatchedEndpoint]] = {
+    endpoint.path: endpoint
+    for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, embeddings.EMBEDDINGS)
+}
+"""The endpoints with most requests, by path, which connections read themselves."""
+
 METRICS_PATH: Final = "/metrics"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -78,6 +96,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
+    return build_served(node).app
+
+
+def build_served(node: Node) -> Direct:
+    """Return the application that serves a node, with its direct requests."""
     entrance = Entrance(node)
     app = web.Application(
         # a single one, because each adds coroutines to every request
@@ -101,21 +124,22 @@ def build_app(node: Node) -> web.Application:
     )
     app.add_routes([web.get("/", page.index), *routes])
     add_peer_routes(app)
-    return app
+    expected = Expected(DIRECT, node.config.max_body_bytes)
+    count = partial(node.metrics.add, metric.HANDOVERS, 1.0)
+    return Direct(app, expected, entrance.serve, entrance.finish_headers, count)
 
 
 def _routes() -> list[web.RouteDef]:
     """Return the routes of clients."""
     return [
-        *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)),
+        *(_post(api.path, api) for api in DIRECT.values()),
         web.post(COUNT_PATH, count_message_tokens),
         web.post(input_tokens.PATH, input_tokens.count_input_tokens),
         web.get(stored_responses.ROUTE, stored_responses.get_response),
         web.delete(stored_responses.ROUTE, stored_responses.delete_response),
         web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
-        web.post(embeddings.PATH, embeddings.EMBEDDINGS.handle),
-        *(web.post(path, rerank.RERANK.handle) for path in rerank.PATHS),
-        *(web.post(path, score.SCORE.handle) for path in score.PATHS),
+        *(_post(path, rerank.RERANK) for path in rerank.PATHS),
+        *(_post(path, score.SCORE) for path in score.PATHS),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.get_model),
         web.post("/tokenize", models.tokenize),
@@ -131,6 +155,11 @@ def _routes() -> list[web.RouteDef]:
         web.get("/web/{name}", page.file),
         web.get("/openapi.json", get_document),
     ]
+
+
+def _post(path: str, endpoint: WatchedEndpoint) -> web.RouteDef:
+    # An endpoint responds to each kind of request with the same kind of response.
+    return web.post(path, cast(Handler, endpoint.handle))
 
 
 class Entrance:
@@ -159,7 +188,35 @@ class Entrance:
                 self._record_use(request, CLIENT_GONE if response is None else response.status)
         return response
 
-    async def finish_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+    async def serve(self, request: DirectRequest) -> None:
+        """Check a direct request and respond to it, as `respond` does."""
+        response: Response | None = None
+        with AboutRequest(id=request_id_of(request)):
+            try:
+                self._browsers.check(request, keys=self._node.accounts.required)
+                self._authenticate(request)
+                response = await DIRECT[request.path].handle(request)
+            except ConnectionResetError:
+                pass
+            except Exception as error:  # noqa: BLE001 - every exception becomes a response
+                response = await self._fail(request, error)
+            finally:
+                self._record_use(request, CLIENT_GONE if response is None else response.status)
+
+    async def _fail(self, request: DirectRequest, error: Exception) -> Response | None:
+        """Respond with an error, or end the connection if a response has begun."""
+        shown = _shown(request, error)
+        if request.begun:
+            request.protocol.keeps_alive = False
+            return None
+        headers = [*shown.headers(), ("Content-Type", "application/json")]
+        body = shown.body(error_format(request), request_id_of(request))
+        try:
+            return await send_whole(request, body, headers, shown.status)
+        except ConnectionResetError:
+            return None
+
+    async def finish_headers(self, request: Request, response: Response) -> None:
         """Add the headers of every response, and announce the end of the connection."""
         # The next connection of a client reaches another node while this node drains.
         draining = self._node.lifecycle.state is NodeState.DRAINING
@@ -178,7 +235,7 @@ class Entrance:
         self._browsers.check(request, keys=self._node.accounts.required)
         return self._browsers.preflight(request)
 
-    def _authenticate(self, request: web.Request) -> None:
+    def _authenticate(self, request: Request) -> None:
         """Find the account of a request.
 
         Other nodes have no account, because they prove that they are nodes.
@@ -204,7 +261,7 @@ class Entrance:
         request[ACCOUNT] = account  # before its role, because the audit log names the tenant
         _check_role(account, request.path.rstrip("/"))
 
-    def _record_use(self, request: web.Request, status: int) -> None:
+    def _record_use(self, request: Request, status: int) -> None:
         """Record a refusal or the use of a key in the audit log, if one is configured."""
         audit = self._node.audit
         if audit is None:
@@ -229,11 +286,17 @@ def _failed(request: web.Request, error: Exception) -> web.Response:
         allowed = sorted({*error.allowed_methods, hdrs.METH_OPTIONS})
         return web.Response(status=204, headers={"Allow": ", ".join(allowed)})
     if isinstance(error, web.HTTPException):
-        return _error(request, convert_http_error(error, request))
+        error = convert_http_error(error, request)
+    return error_response(_shown(request, error), error_format(request), request_id_of(request))
+
+
+def _shown(request: Request, error: Exception) -> GatewayError:
+    """Return the error that the client gets, whose code the audit log records."""
     shown = as_gateway_error(error)
     if type(shown) is GatewayError:
         log(logging.ERROR, "internal error", error=error)
-    return _error(request, shown)
+    request[ERROR_CODE] = shown.code
+    return shown
 
 
 def _check_role(account: Account, path: str) -> None:
@@ -245,7 +308,7 @@ def _check_role(account: Account, path: str) -> None:
         raise Forbidden("the role of this API key is metrics, so it can only read /metrics")
 
 
-def _check_certificate(request: web.Request) -> None:
+def _check_certificate(request: Request) -> None:
     """Check that the client has shown a certificate.
 
     TLS has already verified the certificate of a client that has one.
@@ -272,9 +335,3 @@ def _authorized_key(authorization: str) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return name_and_password.partition(":")[2] or None
-
-
-def _error(request: web.Request, error: GatewayError) -> web.Response:
-    """Return the response to an error, whose code the audit log records."""
-    request[ERROR_CODE] = error.code
-    return error_response(error, error_format(request), request_id_of(request))

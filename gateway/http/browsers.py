@@ -21,6 +21,7 @@ from draftgate.gateway.cluster.access import is_loopback
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import ForbiddenHost, ForbiddenOrigin
 from draftgate.gateway.http.context import ANTHROPIC_ID_HEADER, REQUEST_ID_HEADER
+from draftgate.gateway.http.direct import Request, Response
 from draftgate.gateway.http.rate_limits import RATE_LIMIT_HEADERS
 
 EXEMPT_PATHS: Final = frozenset({"/health", "/ready"})
@@ -46,7 +47,7 @@ class BrowserAccess:
         self._hosts = frozenset(config.allowed_hosts)
         self._origins = frozenset(config.cors_origins)
 
-    def check(self, request: web.Request, *, keys: bool) -> None:
+    def check(self, request: Request, *, keys: bool) -> None:
         """Check that the request is not from a foreign page.
 
         Nodes of a cluster are exempt, because `PeerAccess` checks their requests.
@@ -86,7 +87,7 @@ class BrowserAccess:
             },
         )
 
-    def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+    def add_headers(self, request: Request, response: Response) -> None:
         """Let scripts of listed origins read a response."""
         if not self._origins:
             return
@@ -100,7 +101,7 @@ class BrowserAccess:
             return _is_loopback(name.strip("[]")) or name in self._hosts
         return not self._hosts or name in self._hosts
 
-    def _lists(self, request: web.Request) -> bool:
+    def _lists(self, request: Request) -> bool:
         return _origin_of(request) in self._origins
 
 
@@ -110,7 +111,7 @@ def _is_loopback(name: str) -> bool:
     return is_loopback(name)
 
 
-def _origin_of(request: web.Request) -> str:
+def _origin_of(request: Request) -> str:
     """Return the origin of the page that sent a request, or an empty text."""
     return request.headers.get("Origin", "").lower()
 

@@ -1,4 +1,8 @@
-"""Connections of clients: aiohttp's, with errors in OpenAI's format and announced endings.
+"""Connections of clients: aiohttp's, with direct requests, and with errors in OpenAI's format.
+
+A connection that waits for a request looks at the first bytes. It answers a direct request itself
+(`direct`), and gives all others to aiohttp, with the bytes that it has kept. Bytes that arrive
+during a direct request are kept until its response is complete.
 
 aiohttp rejects bytes that are not HTTP before a request exists. Its own response is plain text and
 names the versions of Python and aiohttp.
@@ -9,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -37,6 +40,14 @@ from draftgate.gateway.http.context import (
     new_id,
     request_id_of,
 )
+from draftgate.gateway.http.direct import (
+    HOST,
+    DirectRequest,
+    DirectResponse,
+    Expected,
+    Request,
+    Response,
+)
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.audit import AuditLog
@@ -46,33 +57,179 @@ LONGEST_HEADER_BYTES: Final = (32 << 10) + 256
 add long headers, so values of 32 KiB pass."""
 
 
-_HOST: Final = re.compile(r"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]+)(:[0-9]*)?")
-"""A host with an optional port (RFC 3986, section 3.2.2)."""
+KEPT_S: Final = 1.0
+"""Time for the rest of a direct request, in seconds. aiohttp then reads the request, and has the
+limits for slow clients."""
+
+MOST_KEPT_BYTES: Final = 64 << 10
+"""Bytes of further requests that are kept during a direct request, before reading pauses."""
 
 LAST_RESPONSE_S: Final = 1.0
 """Time for a client to read the response to incomplete headers, in seconds. A close at once would
 reset the connection while the client still sends, and the client would lose the response."""
 
 
+class Direct(NamedTuple):
+    """What connections need for direct requests.
+
+    Attributes:
+        serve: responds to a request, and always returns.
+        finish_headers: completes the headers of a response.
+        hand_over: counts a request of a direct endpoint that aiohttp reads, with the reason.
+    """
+
+    app: web.Application
+    expected: Expected
+    serve: Callable[[DirectRequest], Coroutine[Any, Any, None]]
+    finish_headers: Callable[[DirectRequest, DirectResponse], Awaitable[None]]
+    hand_over: Callable[[str], None]
+
+
 class Connection(web.RequestHandler):
-    """A connection whose errors below the application have OpenAI's format."""
+    """A connection of a client.
 
-    __slots__ = ("_audit", "_begun")
+    Attributes:
+        direct: what its direct requests need.
+        keeps_alive: whether the response to the current direct request allows further requests.
+    """
 
-    def __init__(self, *args: Any, audit: AuditLog | None, **options: Any) -> None:
+    __slots__ = ("_audit", "_begun", "_kept", "_request", "_rest", "direct", "keeps_alive")
+
+    def __init__(self, *args: Any, audit: AuditLog | None, direct: Direct, **options: Any) -> None:
         super().__init__(*args, **options)
         self._audit = audit
+        self.direct = direct
+        self._kept = (
+            bytearray()
+        )  # the first bytes of a direct request, or those of further requests
+        self._rest: asyncio.TimerHandle | None = None  # limits the time for the rest of a request
+        self._request: asyncio.Task[None] | None = None  # the direct request that runs
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start without bytes of a request."""
         self._begun = False
         super().connection_made(transport)
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancel the direct request, if one runs."""
+        super().connection_lost(exc)
+        if self._rest is not None:
+            self._rest.cancel()
+        if self._request is not None:
+            self._request.cancel()
+
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and note whether they begin a request whose headers are incomplete."""
+        """Begin a direct request, or pass the bytes to aiohttp.
+
+        aiohttp also calls this method without data, to parse bytes that it has kept.
+        """
+        if self._request is not None:
+            self._keep(data)
+        elif self._rest is not None:
+            self._kept += data
+            self._read(self._kept)
+        elif data and self._waits() and self.direct.expected.begins(data):
+            self._read(data)
+        else:
+            self._pass(data)
+
+    def _waits(self) -> bool:
+        """Return whether a request may begin now."""
+        if self._messages or self._begun or self._upgraded or self._close or self._force_close:
+            return False
+        if self._waiter is None:
+            return not self._request_count  # the loop of aiohttp begins soon
+        return not self._waiter.done()
+
+    def _pass(self, data: bytes) -> None:
+        """Let aiohttp parse bytes, and note whether they begin an incomplete head."""
         waits = self._waiter is not None or not self._request_count
         super().data_received(data)
         self._begun = waits and bool(data) and not self._messages
+
+    def _read(self, data: bytes | bytearray) -> None:
+        """Begin a direct request if it is complete."""
+        found = self.direct.expected.head(data)
+        if isinstance(found, str):
+            self._hand_over(data, found)
+            return
+        if found is not None:
+            head, begin, size = found
+            end = begin + size
+            if len(data) >= end:
+                body, rest = bytes(data[begin:end]), data[end:]
+                self._kept = bytearray()
+                self._stop_waiting()
+                self._begin(DirectRequest(self, head, body))
+                if rest:
+                    self._keep(rest)
+                return
+        if self._rest is None:
+            self._kept = bytearray(data)
+            self._begun = True
+            self._rest = self._loop.call_later(KEPT_S, self._read_slowly)
+
+    def _read_slowly(self) -> None:
+        self._hand_over(self._kept, "slow")
+
+    def _hand_over(self, data: bytes | bytearray, reason: str) -> None:
+        """Let aiohttp read a request of a direct endpoint from its first byte."""
+        self.direct.hand_over(reason)
+        self._kept = bytearray()
+        self._stop_waiting()
+        self._pass(bytes(data))
+
+    def _stop_waiting(self) -> None:
+        """End the wait for the rest of a request."""
+        self._begun = False
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+
+    def _begin(self, request: DirectRequest) -> None:
+        self.keeps_alive = True
+        self._request_in_progress = True  # aiohttp's shutdown waits for the request
+        self._request = self._loop.create_task(self._serve(request))
+
+    async def _serve(self, request: DirectRequest) -> None:
+        """Respond to a request, and continue with the bytes that have arrived meanwhile."""
+        try:
+            await self.direct.serve(request)
+        finally:
+            self._request = None
+            self._request_in_progress = False
+            if self._handler_waiter is not None and not self._handler_waiter.done():
+                self._handler_waiter.set_result(None)
+            if self.transport is not None:
+                if self._close or self._force_close or not self.keeps_alive:
+                    self.force_close()
+                else:
+                    self._continue()
+
+    def _continue(self) -> None:
+        """Wait for the next request, or begin it."""
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        if self._keepalive_handle is None:
+            at = self._next_keepalive_close_time
+            self._keepalive_handle = self._loop.call_at(at, self._process_keepalive)
+        if self._kept:
+            data, self._kept = bytes(self._kept), bytearray()
+            self._resume_transport_reading()
+            self.data_received(data)
+
+    def _keep(self, data: bytes | bytearray) -> None:
+        """Keep bytes of further requests."""
+        self._kept += data
+        if len(self._kept) > MOST_KEPT_BYTES:
+            self._pause_transport_reading()
+
+    async def drained(self) -> None:
+        """Wait until the client has read most of what has been written.
+
+        Raises:
+            ConnectionResetError: the client has disconnected.
+        """
+        await self._drain_helper()
 
     def close_if_idle(self) -> bool:
         """Close the connection unless a part of a request has arrived, and return if it was idle.
@@ -82,13 +239,17 @@ class Connection(web.RequestHandler):
         if self._upgraded or self.transport is None:
             return True
         waits = self._waiter is not None and not self._waiter.done() and not self._begun
-        if not waits or not _end_unless_unread(self.transport):
+        if not waits or self._request is not None or not _end_unless_unread(self.transport):
             return False
         self.force_close()
         return True
 
     def _process_keepalive(self) -> None:
         """Close an idle connection, after a response if a request has begun."""
+        if self._rest is not None:
+            self._read_slowly()
+        if self._request is not None:
+            self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         late = self._loop.time() >= self._next_keepalive_close_time
         idle = self._waiter is not None and not self._waiter.done()
         if not (self._begun and late and idle) or self.transport is None:
@@ -153,7 +314,7 @@ class Connection(web.RequestHandler):
 
 
 def connection_factory(
-    server: web.Server, keepalive_s: float, audit: AuditLog | None
+    server: web.Server, keepalive_s: float, audit: AuditLog | None, direct: Direct
 ) -> Callable[[], Connection]:
     """Return a function that creates the protocol of an accepted connection.
 
@@ -165,6 +326,7 @@ def connection_factory(
     options: dict[str, Any] = {
         "access_log": None,
         "audit": audit,
+        "direct": direct,
         "auto_decompress": False,  # `content_encoding` decodes the bodies of admitted requests
         "keepalive_timeout": keepalive_s,
         "max_line_size": LONGEST_HEADER_BYTES,
@@ -173,7 +335,7 @@ def connection_factory(
     return partial(Connection, server, loop=asyncio.get_running_loop(), **options)
 
 
-def add_headers(request: web.BaseRequest, response: web.StreamResponse) -> None:
+def add_headers(request: web.BaseRequest | DirectRequest, response: Response) -> None:
     """Add the headers of every response, streamed or not."""
     # aiohttp rejects a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request_id = request_id_of(request)
@@ -197,7 +359,7 @@ def check_framing(request: web.BaseRequest) -> None:
     if version not in {HttpVersion10, HttpVersion11}:
         sent = f"HTTP/{version.major}.{version.minor}"
         raise InvalidHttp(f"{sent} is not supported on this connection; use HTTP/1.1")
-    if host and not _HOST.fullmatch(host):
+    if host and not HOST.fullmatch(host):
         raise InvalidHttp("the header Host is not the name or address of a server")
     if not host and version == HttpVersion11:
         raise InvalidHttp("the header Host is empty")
@@ -210,16 +372,14 @@ def check_framing(request: web.BaseRequest) -> None:
         raise UnsupportedTransferEncoding("the only supported Transfer-Encoding is chunked")
 
 
-def ends_connection(
-    request: web.BaseRequest, response: web.StreamResponse, most_bytes: int
-) -> bool:
+def ends_connection(request: Request, response: Response, most_bytes: int) -> bool:
     """Return whether the connection cannot serve another request after a response.
 
     Args:
         most_bytes: the maximum size of a body, in bytes.
     """
-    if response.status == 101:
-        return False  # a peer uses the connection
+    if isinstance(request, DirectRequest) or response.status == 101:
+        return False  # the body is complete, or a peer uses the connection
     if request.version < HttpVersion11 and "Content-Length" not in response.headers:
         return True  # the end of the connection is the end of the response
     if "Content-Encoding" in request.headers and request.body_exists and BODY not in request:

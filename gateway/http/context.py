@@ -24,6 +24,7 @@ from draftgate.gateway.errors import (
     invalid,
 )
 from draftgate.gateway.http.content_encoding import DECODING, body_encoding, read_decoded
+from draftgate.gateway.http.direct import DirectRequest, Request
 from draftgate.gateway.http.readers import Readers
 from draftgate.gateway.lifecycle import RETRY_STARTING_S
 from draftgate.gateway.model_service import ModelService
@@ -65,11 +66,11 @@ class _Naming(msgspec.Struct):
 
 
 _naming: Final = msgspec.json.Decoder(_Naming)
-_JSON_HEADERS: Final = {"Content-Type": "application/json"}
+JSON_HEADERS: Final = {"Content-Type": "application/json"}
 _LONGEST_ID: Final = 128
 
 
-def client_request_id(request: web.BaseRequest) -> str:
+def client_request_id(request: web.BaseRequest | DirectRequest) -> str:
     """Return the request id that the client sent, or a new id if that id is long or unprintable."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
@@ -77,7 +78,7 @@ def client_request_id(request: web.BaseRequest) -> str:
     return new_id()
 
 
-def request_id_of(request: web.BaseRequest) -> str:
+def request_id_of(request: web.BaseRequest | DirectRequest) -> str:
     """Return the id of a request, which does not change from the first call on."""
     found = request.get(REQUEST_ID)
     if found is None:
@@ -85,7 +86,7 @@ def request_id_of(request: web.BaseRequest) -> str:
     return found
 
 
-def is_anthropic(request: web.BaseRequest) -> bool:
+def is_anthropic(request: web.BaseRequest | DirectRequest) -> bool:
     """Return whether a request is one of Anthropic's API, by its path or by its headers."""
     path = f"{request.path}/"
     if path.startswith(f"{_MODELS_PATH}/"):
@@ -93,7 +94,7 @@ def is_anthropic(request: web.BaseRequest) -> bool:
     return path.startswith(f"{MESSAGES_PATH}/")
 
 
-def error_format(request: web.BaseRequest) -> ErrorFormat:
+def error_format(request: web.BaseRequest | DirectRequest) -> ErrorFormat:
     """Return the format of the errors of a request."""
     return ErrorFormat.ANTHROPIC if is_anthropic(request) else ErrorFormat.OPENAI
 
@@ -112,7 +113,7 @@ def fingerprint(tenant: str, body: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-async def read_body(request: web.Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Return the body, decoded.
 
     Raises:
@@ -121,6 +122,8 @@ async def read_body(request: web.Request) -> bytes:
         InvalidRequest: the transfer or content encoding of the body is broken.
         RequestTimeout: the body did not arrive in time.
     """
+    if isinstance(request, DirectRequest):
+        return request.body
     body = request.get(BODY)
     if body is None:
         body = request[BODY] = await _read_in_time(request, request.app[NODE].config)
@@ -149,9 +152,7 @@ async def _read_in_time(request: web.Request, config: ServeConfig) -> bytes:
         raise InvalidRequest(f"the body cannot be read: {reason}") from None
 
 
-async def requested_model(
-    request: web.Request, node: Node, task: Task = Task.GENERATE
-) -> ModelService:
+async def requested_model(request: Request, node: Node, task: Task = Task.GENERATE) -> ModelService:
     """Return the model that a request names.
 
     A request without a name gets the first model whose main task it needs, or else that offers the
@@ -198,4 +199,4 @@ def query_number(request: web.Request, name: str, default: int, most: int) -> in
 def json_response(reply: msgspec.Struct | bytes, status: int = 200) -> web.Response:
     """Return a response whose body is a struct or its JSON."""
     body = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
-    return web.Response(body=body, status=status, headers=_JSON_HEADERS)
+    return web.Response(body=body, status=status, headers=JSON_HEADERS)

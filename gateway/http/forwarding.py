@@ -37,6 +37,15 @@ from draftgate.gateway.http.context import (
     read_body,
     request_id_of,
 )
+from draftgate.gateway.http.direct import (
+    Request,
+    Response,
+    begin_response,
+    new_response,
+    of_aiohttp,
+    send_whole,
+    target_of,
+)
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
@@ -100,8 +109,8 @@ class _UpstreamError(UpstreamBroken):
 
 
 async def forward(
-    request: web.Request, model: ModelService, watch: RequestWatch, *, generates: bool = True
-) -> web.StreamResponse:
+    request: Request, model: ModelService, watch: RequestWatch, *, generates: bool = True
+) -> Response:
     """Send a request to an upstream, and forward the response to the client.
 
     Args:
@@ -145,17 +154,17 @@ async def pass_on(
         _, body = await _read(request, model, ANONYMOUS)
         call = _call(request, body, service_level(request.headers))._replace(sequences=0)
         async with model.forwarder.run_uncounted(call) as answer:
-            return await _send_whole(request, answer, convert=convert)
+            return of_aiohttp(await _send_whole(request, answer, convert=convert))
 
 
 async def _send(
-    request: web.Request,
+    request: Request,
     running: RunningForward,
     events: EventStream,
     watch: RequestWatch,
     *,
     waits: bool,
-) -> web.StreamResponse | None:
+) -> Response | None:
     """Send the response. While a client waits for events, send comments first.
 
     Returns:
@@ -172,8 +181,8 @@ async def _send(
 
 
 async def _respond(
-    request: web.Request, answer: UpstreamAnswer, events: EventStream, watch: RequestWatch
-) -> web.StreamResponse | None:
+    request: Request, answer: UpstreamAnswer, events: EventStream, watch: RequestWatch
+) -> Response | None:
     """Send the response as `_send` describes."""
     watch.forwarded(answer.worker_id, answer.plan)
     if answer.is_error:
@@ -212,11 +221,11 @@ async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: Reque
 
 
 async def _send_whole(
-    request: web.Request,
+    request: Request,
     answer: UpstreamAnswer,
     watch: RequestWatch | None = None,
     convert: Callable[[bytes], bytes] = lambda body: body,
-) -> web.StreamResponse:
+) -> Response:
     body = bytearray()
     async for block in answer.blocks:
         body += block
@@ -233,23 +242,20 @@ async def _send_whole(
         sent = _in_own_form(request, answer.status, sent)
         headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
         headers["Content-Type"] = "application/json"
-    response = web.Response(status=answer.status, headers=headers, body=sent)
-    await response.prepare(request)
-    await response.write_eof()
-    return response
+    return await send_whole(request, sent, headers, answer.status)
 
 
 async def _send_large(
-    request: web.Request, answer: UpstreamAnswer, begun: bytearray, watch: RequestWatch | None
-) -> web.StreamResponse:
+    request: Request, answer: UpstreamAnswer, begun: bytearray, watch: RequestWatch | None
+) -> Response:
     """Send a response as it arrives.
 
     The connection is cut if the upstream breaks off.
     """
-    response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await response.prepare(request)
+    response = new_response(request, answer.headers, answer.status)
+    await begin_response(request, response)
     try:
-        await response.write(begun)
+        await response.write(bytes(begun))
         async for block in answer.blocks:
             await response.write(block)
     except BackendFailed as error:
@@ -263,7 +269,7 @@ async def _send_large(
     return response
 
 
-def _in_own_form(request: web.Request, status: int, body: bytes) -> bytes:
+def _in_own_form(request: Request, status: int, body: bytes) -> bytes:
     """Return an error of the upstream unchanged, or in the form of the API if it has another."""
     wanted, found = error_format(request), read_error(body)
     is_openai = wanted is ErrorFormat.OPENAI
@@ -280,7 +286,7 @@ def _in_own_form(request: web.Request, status: int, body: bytes) -> bytes:
     return error.body(wanted, request_id_of(request))
 
 
-async def _error_after_comments(request: web.Request, answer: UpstreamAnswer) -> UpstreamBroken:
+async def _error_after_comments(request: Request, answer: UpstreamAnswer) -> UpstreamBroken:
     """Return the error for a response that is not a stream, after comments have been sent."""
     body = bytearray()
     async for block in answer.blocks:
@@ -304,7 +310,7 @@ def _with_retry(found: dict[str, Any], answer: UpstreamAnswer) -> dict[str, Any]
 
 
 async def _read(
-    request: web.Request, model: ModelService, account: Account
+    request: Request, model: ModelService, account: Account
 ) -> tuple[ForwardedFields, bytes]:
     """Return the fields of a request, and its body for the upstream."""
     body = await read_body(request)
@@ -326,7 +332,7 @@ def _read_fields(
 
 
 def _job(
-    request: web.Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel
+    request: Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel
 ) -> ForwardJob:
     """Return the forwarder's job for a request, within the bounds of its account."""
     account = request[ACCOUNT]
@@ -353,7 +359,7 @@ def _job(
     return ForwardJob(admission, call, view)
 
 
-def _call(request: web.Request, body: bytes, service: ServiceLevel) -> UpstreamCall:
+def _call(request: Request, body: bytes, service: ServiceLevel) -> UpstreamCall:
     """Return the call to the upstream, with the service level of the account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     client_service = service_level(request.headers)
@@ -362,5 +368,5 @@ def _call(request: web.Request, body: bytes, service: ServiceLevel) -> UpstreamC
     if service.tpot_s is not None and service.tpot_s != client_service.tpot_s:
         headers[TPOT_HEADER] = header_text(service.tpot_s * 1e3)
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-    path, mark, query = request.rel_url.raw_path_qs.partition("?")
+    path, mark, query = target_of(request).partition("?")
     return UpstreamCall(request.method, f"{path.rstrip('/')}{mark}{query}", headers, body)

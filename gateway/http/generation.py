@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeVar
 
-from aiohttp import web
-
 from draftgate.backends.core.admission import refusal
 from draftgate.backends.types import Task
 from draftgate.gateway.assembly import loop_time_s
@@ -24,15 +22,16 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    JSON_HEADERS,
     NODE,
     READERS,
     REQUEST_ID,
     fingerprint,
-    json_response,
     new_id,
     read_body,
     requested_model,
 )
+from draftgate.gateway.http.direct import Request, Response, send_whole
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.rate_limits import QUOTAS
 from draftgate.gateway.http.replies.rendering import Rendering
@@ -85,7 +84,7 @@ class WatchedEndpoint:
     task = Task.GENERATE
     alternative: Task | None = None
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: Request) -> Response:
         """Respond to a request, which counts as in flight until its last byte."""
         node = request.app[NODE]
         span = _begin_span(node.tracing, request, self.path, self.operation)
@@ -106,15 +105,11 @@ class WatchedEndpoint:
         watch.end(Ending.FINISHED, response.status)
         return response
 
-    async def respond(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request from a worker of its model, and report to its watch."""
         raise NotImplementedError
 
-    async def _routed(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def _routed(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request from a worker of its model, or by an upstream.
 
         Raises:
@@ -153,7 +148,7 @@ class Endpoint(WatchedEndpoint):
         self.params = params
 
     def parsed(
-        self, request: web.Request, served: ServedModel, watch: RequestWatch
+        self, request: Request, served: ServedModel, watch: RequestWatch
     ) -> Awaitable[ParsedRequest]:
         """Return the parsed request, as `parse_request` does."""
         return parse_request(request, served, self.parse, watch)
@@ -162,9 +157,7 @@ class Endpoint(WatchedEndpoint):
         """Return the function that stores the response, or None if it is not stored."""
         return None
 
-    async def respond(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request, as a whole or with a stream of events."""
         with RenamedParams(self.params):
             parsed = await self.parsed(request, model.served, watch)
@@ -181,19 +174,13 @@ class Endpoint(WatchedEndpoint):
         return await send_json(request, body)
 
 
-async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Send a whole response from within the handler.
-
-    The request therefore counts as in flight until the response has been sent.
-    """
-    response = json_response(body)
-    await response.prepare(request)
-    await response.write_eof()
-    return response
+async def send_json(request: Request, body: bytes) -> Response:
+    """Send a whole response as `send_whole` does."""
+    return await send_whole(request, body, JSON_HEADERS)
 
 
 async def parse_request(
-    request: web.Request,
+    request: Request,
     served: ServedModel,
     parse: Parse,
     watch: RequestWatch,
@@ -231,7 +218,7 @@ async def offload_if_long(parse: Callable[[], T], read_bytes: int) -> T:
     return parse() if read_bytes <= INLINE_BODY_BYTES else await offload(parse)
 
 
-def _flow_tag(request: web.Request, model: str) -> FlowTag | None:
+def _flow_tag(request: Request, model: str) -> FlowTag | None:
     """Return what a request that has just arrived says about its flow, or None without a flow.
 
     Raises:
@@ -244,7 +231,7 @@ def _flow_tag(request: web.Request, model: str) -> FlowTag | None:
     return FlowTag(*flow, kind, loop_time_s(), request[ACCOUNT].capped)
 
 
-def _begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:
+def _begin_span(tracing: Tracing, request: Request, route: str, operation: str) -> Span:
     """Start the SERVER span of a request, and add its trace id to the request's log lines."""
     # Samplers see only the route. The other attributes are computed only for recorded spans.
     span = tracing.server(f"{request.method} {route}", request.headers, {"http.route": route})

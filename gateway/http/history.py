@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from aiohttp import web
 from msgspec import Raw, Struct
 
 from draftgate.gateway.errors import PreviousResponseNotFound, ResponseNotFound, Unavailable
 from draftgate.gateway.http.context import ACCOUNT, NODE, read_body
+from draftgate.gateway.http.direct import Request
 from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.requests.conversation import StoredResponse, encode
 from draftgate.gateway.http.requests.decoding import decode
@@ -27,7 +27,7 @@ class _Continuation(Struct):
 _decoder: Final = msgspec.json.Decoder(_Continuation)
 
 
-async def find_response(request: web.Request, response_id: str) -> bytes:
+async def find_response(request: Request, response_id: str) -> bytes:
     """Return the value of a stored response of the account.
 
     Raises:
@@ -43,7 +43,7 @@ async def find_response(request: web.Request, response_id: str) -> bytes:
     return stored
 
 
-async def find_previous(request: web.Request) -> bytes | None:
+async def find_previous(request: Request) -> bytes | None:
     """Return the value of the response that a request continues, or None if it continues none.
 
     Raises:

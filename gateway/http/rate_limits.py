@@ -11,6 +11,7 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.http.context import ACCOUNT, is_anthropic
+from draftgate.gateway.http.direct import Request, Response
 from draftgate.policies.quotas import Limit
 
 QUOTAS: Final = web.RequestKey("quotas", Quotas)
@@ -27,7 +28,7 @@ _ANTHROPIC_NAMES: Final = {
 RATE_LIMIT_HEADERS: Final = tuple(name for names in _OPENAI_NAMES.values() for name in names)
 
 
-async def add_rate_limits(request: web.Request, response: web.StreamResponse) -> None:
+async def add_rate_limits(request: Request, response: Response) -> None:
     """Add the state of each limit of a key with a quota."""
     quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
     if quotas is None or account is None:

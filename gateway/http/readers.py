@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.http.direct import DirectResponse, Request
 from draftgate.gateway.http.requests.headers import client_rate_tps
 from draftgate.gateway.http.tcp_info import TcpInfo, tcp_info
 from draftgate.gateway.logs import log
@@ -151,7 +151,7 @@ class Reader:
         pacing: the present pace, and the time for which tokens are coalesced.
     """
 
-    def __init__(self, request: web.Request, readers: Readers) -> None:
+    def __init__(self, request: Request, readers: Readers) -> None:
         """Read the headers of a request.
 
         Raises:
@@ -174,7 +174,7 @@ class Reader:
         self.written_bytes += num_bytes
         self.writes += 1
 
-    async def drained(self, writer: AbstractStreamWriter) -> None:
+    async def drained(self, writer: AbstractStreamWriter | DirectResponse) -> None:
         """Wait until the buffers have space again.
 
         Raises:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
-from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.backends.types import Delta
@@ -20,6 +19,7 @@ from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.context import request_id_of
+from draftgate.gateway.http.direct import DirectResponse, Request, begin_response, new_response
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
 from draftgate.gateway.offload import offload
@@ -40,25 +40,19 @@ KEEPALIVE_S: Final = 5.0
 connections. Streams are silent while they wait for the first token or for another worker."""
 
 
-class EventResponse(web.StreamResponse):
-    """A response whose headers wait for the first event, so that one packet contains both."""
-
-    _send_headers_immediately = False
-
-
 class EventStream:
     """A response of server-sent events.
 
     The headers are sent with the first event, and the end of the response with the last event.
     """
 
-    def __init__(self, request: web.Request, readers: Readers) -> None:
+    def __init__(self, request: Request, readers: Readers) -> None:
         self._request = request
         self.reader = Reader(request, readers)
-        self.response = EventResponse(headers=EVENT_HEADERS)
+        self.response = new_response(request, EVENT_HEADERS)
         self._transport = request.transport
         self._protocol = request.protocol
-        self._writer: AbstractStreamWriter | None = None
+        self._writer: AbstractStreamWriter | DirectResponse | None = None
         self._chunked = False
         self._beginning = asyncio.Lock()
 
@@ -116,14 +110,13 @@ class EventStream:
         if self.reader.pacing.hold_s:
             await asyncio.sleep(self.reader.pacing.hold_s)
 
-    async def _begin(self) -> AbstractStreamWriter:
+    async def _begin(self) -> AbstractStreamWriter | DirectResponse:
         # The lock prevents a heartbeat and the first event from sending the headers twice.
         async with self._beginning:
             if self._writer is None:
                 self.reader.limit_buffers()
-                self._writer = await self.response.prepare(self._request)
+                self._writer = await begin_response(self._request, self.response)
                 self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
-            assert self._writer is not None  # only websockets have no writer
             return self._writer
 
     async def end(self, events: bytes = b"") -> None:

@@ -282,6 +282,11 @@ TENANT_SLO: Final = _counter(
     "Finished and failed requests with latency targets, by tenant and whether they met the targets",
     labels=("tenant", "outcome"),
 )
+HANDOVERS: Final = _counter(
+    "draftgate_http_handovers",
+    "Requests of the endpoints with most traffic that take the slower way through aiohttp, by why",
+    labels=("reason",),
+)
 SLOW_READERS: Final = _gauge(
     "draftgate_slow_readers",
     "Streams whose client takes less than its worker generates",

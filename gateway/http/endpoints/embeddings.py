@@ -18,13 +18,13 @@ from typing import Final
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, Task
 from draftgate.gateway.embedding_cache import EmbeddingCache, embedding_key
 from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.direct import Request, Response
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
 from draftgate.gateway.http.pooling import pooled_results, pooling_job
 from draftgate.gateway.http.replies.rendering import encode
@@ -60,9 +60,7 @@ class EmbeddingsEndpoint(WatchedEndpoint):
     operation = "embeddings"
     task = Task.EMBED
 
-    async def respond(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request.
 
         Raises:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
+from draftgate.gateway.http.direct import of_aiohttp
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 from draftgate.gateway.node import Node
@@ -51,7 +52,7 @@ async def live(request: web.Request) -> web.StreamResponse:
         if due:
             await events.write(b"".join(event(sample) for sample in due))
     await events.end()
-    return events.response
+    return of_aiohttp(events.response)
 
 
 async def list_workers(request: web.Request) -> web.Response:

@@ -13,12 +13,12 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import invalid
+from draftgate.gateway.http.direct import Request, Response
 from draftgate.gateway.http.generation import (
     INLINE_BODY_BYTES,
     WatchedEndpoint,
@@ -55,9 +55,7 @@ class RerankEndpoint(WatchedEndpoint):
     operation = "rerank"
     task = Task.SCORE
 
-    async def respond(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request.
 
         Raises:

@@ -6,10 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from aiohttp import web
-
 from draftgate.gateway.http.answer import StoreReply
 from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.direct import Request
 from draftgate.gateway.http.generation import Endpoint, parse_request
 from draftgate.gateway.http.history import find_previous, store_response
 from draftgate.gateway.http.replies.responses import ResponseRendering
@@ -28,7 +27,7 @@ class ResponsesEndpoint(Endpoint):
     """An endpoint whose requests may continue a stored response."""
 
     async def parsed(
-        self, request: web.Request, served: ServedModel, watch: RequestWatch
+        self, request: Request, served: ServedModel, watch: RequestWatch
     ) -> ParsedRequest:
         """Return the parsed request after its conversation, as `parse_request` does."""
         previous = await find_previous(request)

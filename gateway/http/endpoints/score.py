@@ -13,13 +13,13 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from aiohttp import web
 
 from draftgate.backends.core.admission import refusal
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import UnsupportedTask, invalid
+from draftgate.gateway.http.direct import Request, Response
 from draftgate.gateway.http.endpoints.embeddings import unit_vector
 from draftgate.gateway.http.generation import (
     INLINE_BODY_BYTES,
@@ -60,9 +60,7 @@ class ScoreEndpoint(WatchedEndpoint):
     task = Task.SCORE
     alternative = Task.EMBED
 
-    async def respond(
-        self, request: web.Request, model: ModelService, watch: RequestWatch
-    ) -> web.StreamResponse:
+    async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request.
 
         Raises:

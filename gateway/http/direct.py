@@ -1,0 +1,378 @@
+"""Requests that the gateway reads itself, because aiohttp takes several times as long.
+
+A direct request is one of the `POST` requests with most traffic, in the form in which nearly all
+clients send it: HTTP/1.1, a body of known length that is not encoded, and no header that changes
+how the connection is used. aiohttp reads all other requests, on the same connection and from their
+first byte (`connections`). `Expected` decides which requests are direct.
+
+The heads of one client are equal but for the length of the body. Each is therefore parsed once, and
+then found by its bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import httptools
+from aiohttp import HttpVersion, HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+from multidict import CIMultiDict, CIMultiDictProxy
+
+if TYPE_CHECKING:
+    from draftgate.gateway.http.connections import Connection
+
+MOST_HEAD_BYTES: Final = 16 << 10
+"""Maximum size of a head. The default of most servers is 8 or 16 KiB."""
+
+MOST_BODY_BYTES: Final = 1 << 20
+"""Maximum size of a body, which is kept in memory until it is complete."""
+
+MOST_HEADS: Final = 256
+"""Number of known heads. Clients whose headers differ each time only replace each other's."""
+
+HOST: Final = re.compile(r"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]+)(:[0-9]*)?")
+"""A host with an optional port (RFC 3986, section 3.2.2)."""
+
+_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,7})\r\n")
+_TARGET: Final = re.compile(rb"POST (/[!-~]*) HTTP/1\.1\r\n")
+_LONGEST_LINE: Final = 256
+
+_UNUSUAL: Final = {
+    "transfer-encoding": "transfer_encoding",
+    "content-encoding": "content_encoding",
+    "expect": "expect",
+    "upgrade": "upgrade",
+    "http2-settings": "upgrade",
+    "trailer": "transfer_encoding",
+    "te": "transfer_encoding",
+    "origin": "browser",
+    "access-control-request-method": "browser",
+}
+"""Headers that only aiohttp handles, with the reason that the metric shows."""
+
+HANDOVERS: Final = (*dict.fromkeys(_UNUSUAL.values()), "connection", "head", "body", "slow")
+"""The reasons why aiohttp reads a request of a direct endpoint."""
+
+_REASONS: Final = {status.value: status.phrase for status in HTTPStatus}
+_NO_BODY: Final = frozenset({204, 304})
+
+
+Headers: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
+"""The headers of a response."""
+
+
+class Head(NamedTuple):
+    """The head of a request.
+
+    Attributes:
+        path: the path without the query.
+        target: the path with the query, as sent.
+    """
+
+    path: str
+    target: str
+    headers: CIMultiDictProxy[str]
+
+
+class Expected:
+    """The requests that are direct, and the heads that are known."""
+
+    def __init__(self, paths: Iterable[str], most_body_bytes: int) -> None:
+        """Expect requests for some paths.
+
+        Args:
+            most_body_bytes: the maximum size of a body for any request. Larger bodies are refused,
+                which aiohttp does.
+        """
+        self._paths = frozenset(path.encode() for path in paths)
+        self._most_body_bytes = min(most_body_bytes, MOST_BODY_BYTES)
+        self._heads: dict[tuple[bytes, bytes], Head] = {}
+
+    def begins(self, data: bytes) -> bool:
+        """Return whether bytes begin with the request line of a direct endpoint."""
+        found = _TARGET.match(data, 0, _LONGEST_LINE)
+        return found is not None and found[1].partition(b"?")[0] in self._paths
+
+    def head(self, data: bytes | bytearray) -> tuple[Head, int, int] | str | None:
+        """Return the head with which data begins.
+
+        Args:
+            data: bytes for which `begins` returned True, perhaps with further bytes.
+
+        Returns:
+            The head, its size and the size of the body, or the reason why the request is not
+            direct, or None if the head is incomplete.
+        """
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:
+            return None if len(data) < MOST_HEAD_BYTES else "head"
+        length = _LENGTH.search(data, 0, end)
+        if length is None or end > MOST_HEAD_BYTES:
+            return "head"
+        size = int(length[1])
+        if size > self._most_body_bytes:
+            return "body"
+        # A known head has one length, at this place, so another length does not change the rest.
+        known = bytes(data[: length.start(1)]), bytes(data[length.end(1) : end])
+        head = self._heads.get(known)
+        if head is None:
+            parsed = _parsed(bytes(data[:end]))
+            if isinstance(parsed, str):
+                return parsed
+            if len(self._heads) >= MOST_HEADS:
+                del self._heads[next(iter(self._heads))]
+            head = self._heads[known] = parsed
+        return head, end, size
+
+
+class _Lines:
+    """What a parser finds in a head."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[str, str]] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        """Take the target, or a part of it."""
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        self.headers.append((name.decode("ascii"), value.strip(b" \t").decode()))
+
+    def on_headers_complete(self) -> None:
+        """Note that the head is valid."""
+        self.complete = True
+
+
+def _parsed(data: bytes) -> Head | str:
+    """Return a head, or the reason why its request is not direct."""
+    lines = _Lines()
+    parser = httptools.HttpRequestParser(lines)
+    try:
+        parser.feed_data(data)
+    except (httptools.HttpParserError, UnicodeDecodeError):
+        return "head"
+    if not lines.complete or not lines.url.isascii():
+        return "head"
+    headers = CIMultiDict(lines.headers)
+    for name, reason in _UNUSUAL.items():
+        if name in headers:
+            return reason
+    if headers.get("Connection", "keep-alive").lower() != "keep-alive":
+        return "connection"
+    host = headers.getall("Host", ())
+    if len(headers.getall("Content-Length")) != 1 or len(host) != 1 or not HOST.fullmatch(host[0]):
+        return "head"
+    target = lines.url.decode()
+    return Head(target.partition("?")[0], target, CIMultiDictProxy(headers))
+
+
+class DirectRequest(dict[Any, Any]):
+    """A complete request, with those attributes of aiohttp's requests that handlers use.
+
+    The items are those of `web.RequestKey`.
+
+    Attributes:
+        body: the body.
+        begun: whether the response has begun.
+    """
+
+    __slots__ = ("app", "begun", "body", "head", "headers", "path", "protocol", "transport")
+
+    method = "POST"
+    version: HttpVersion = HttpVersion11
+
+    def __init__(self, connection: Connection, head: Head, body: bytes) -> None:
+        self.app = connection.direct.app
+        self.protocol = connection
+        self.transport = connection.transport
+        self.head = head
+        self.headers = head.headers
+        self.path = head.path
+        self.body = body
+        self.begun = False
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the connection."""
+        return "http" if self.protocol.ssl_context is None else "https"
+
+    @property
+    def remote(self) -> str | None:
+        """The address of the client."""
+        peer = self.protocol.peername
+        return peer[0] if isinstance(peer, tuple) else peer
+
+
+class DirectResponse:
+    """A response to a direct request, with those methods of aiohttp's responses that are used.
+
+    Attributes:
+        prepared: whether the headers are final. They are sent with the first bytes.
+        keep_alive: False if the connection ends with the response, else None.
+    """
+
+    __slots__ = ("_ended", "_head", "_request", "headers", "keep_alive", "prepared", "status")
+
+    def __init__(self, request: DirectRequest, status: int, headers: Headers) -> None:
+        self._request = request
+        self.status = status
+        self.headers = CIMultiDict(headers)
+        self.prepared = False
+        self.keep_alive: bool | None = None
+        self._head = b""
+        self._ended = False
+
+    def force_close(self) -> None:
+        """End the connection with the response."""
+        self.keep_alive = False
+
+    async def prepare(self) -> DirectResponse:
+        """Begin a response whose length is not known."""
+        self.headers["Transfer-Encoding"] = "chunked"
+        await self._begin()
+        return self
+
+    async def send(self, body: bytes) -> None:
+        """Send a whole response.
+
+        Raises:
+            ConnectionResetError: the client has disconnected.
+        """
+        if self.status not in _NO_BODY:
+            self.headers["Content-Length"] = str(len(body))
+        await self._begin()
+        self._write(self._head if self.status in _NO_BODY else self._head + body)
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body, and wait while the client reads slowly.
+
+        Raises:
+            ConnectionResetError: the client has disconnected.
+        """
+        head, self._head = self._head, b""
+        self._write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+        await self.drain()
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Send the last part of the body. A second call has no effect."""
+        if self._ended:
+            return
+        self._ended = True
+        head, self._head = self._head, b""
+        last = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        self._write(b"%b%b0\r\n\r\n" % (head, last))
+
+    async def drain(self) -> None:
+        """Wait while the client reads slowly.
+
+        Raises:
+            ConnectionResetError: the client has disconnected.
+        """
+        await self._request.protocol.drained()
+
+    async def _begin(self) -> None:
+        """Complete the headers."""
+        request = self._request
+        await request.protocol.direct.finish_headers(request, self)
+        self.prepared = request.begun = True
+        request.protocol.keeps_alive = self.keep_alive is not False
+        self._head = _head(self.status, self.headers)
+
+    def _write(self, data: bytes) -> None:
+        transport = self._request.protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has disconnected")
+        transport.write(data)
+
+
+Request: TypeAlias = web.Request | DirectRequest
+Response: TypeAlias = web.StreamResponse | DirectResponse
+
+
+def target_of(request: Request) -> str:
+    """Return the path and the query of a request, as the client sent them."""
+    if isinstance(request, DirectRequest):
+        return request.head.target
+    return request.rel_url.raw_path_qs
+
+
+class EventResponse(web.StreamResponse):
+    """A response whose headers wait for the first event, so that one packet contains both."""
+
+    _send_headers_immediately = False
+
+
+def new_response(
+    request: Request, headers: Headers, status: int = 200
+) -> EventResponse | DirectResponse:
+    """Return a response of unknown length, which has not begun."""
+    if isinstance(request, DirectRequest):
+        return DirectResponse(request, status, headers)
+    return EventResponse(headers=headers, status=status)
+
+
+async def begin_response(
+    request: Request, response: EventResponse | DirectResponse
+) -> AbstractStreamWriter | DirectResponse:
+    """Complete the headers of a response, and return what writes its body."""
+    if isinstance(response, DirectResponse):
+        return await response.prepare()
+    assert not isinstance(request, DirectRequest)
+    writer = await response.prepare(request)
+    assert writer is not None  # only websockets have no writer
+    return writer
+
+
+def of_aiohttp(response: Response) -> web.StreamResponse:
+    """Return the response to a request that is not direct."""
+    assert not isinstance(response, DirectResponse)
+    return response
+
+
+async def send_whole(
+    request: Request, body: bytes, headers: Headers, status: int = 200
+) -> Response:
+    """Send a whole response from within the handler, and return it.
+
+    The request therefore counts as in flight until the response has been sent.
+
+    Raises:
+        ConnectionResetError: the client has disconnected.
+    """
+    if isinstance(request, DirectRequest):
+        response = DirectResponse(request, status, headers)
+        await response.send(body)
+        return response
+    prepared = web.Response(status=status, headers=headers, body=body)
+    await prepared.prepare(request)
+    await prepared.write_eof()
+    return prepared
+
+
+def _head(status: int, headers: CIMultiDict[str]) -> bytes:
+    """Return the head of a response.
+
+    Raises:
+        ValueError: a header contains the end of a line.
+    """
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, '')}", *map(": ".join, headers.items())]
+    if "Date" not in headers:
+        lines.append(f"Date: {_date(int(time.time()))}")
+    text = "\r\n".join((*lines, "\r\n"))
+    if not text.count("\n") == text.count("\r") == len(lines) + 1:
+        raise ValueError("a header of the response contains the end of a line")
+    return text.encode()
+
+
+@lru_cache(maxsize=1)
+def _date(now_s: int) -> str:
+    return formatdate(now_s, usegmt=True)
