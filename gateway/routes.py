@@ -23,7 +23,6 @@ from draftgate.gateway.errors import (
 )
 from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import (
-    Direct,
     add_headers,
     check_framing,
     ends_connection,
@@ -39,6 +38,7 @@ from draftgate.gateway.http.context import (
     request_id_of,
 )
 from draftgate.gateway.http.direct import (
+    Direct,
     DirectRequest,
     Expected,
     Request,

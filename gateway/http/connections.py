@@ -14,10 +14,10 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -40,14 +40,7 @@ from draftgate.gateway.http.context import (
     new_id,
     request_id_of,
 )
-from draftgate.gateway.http.direct import (
-    HOST,
-    DirectRequest,
-    DirectResponse,
-    Expected,
-    Request,
-    Response,
-)
+from draftgate.gateway.http.direct import HOST, Direct, DirectRequest, Request, Response
 from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.audit import AuditLog
@@ -67,22 +60,6 @@ MOST_KEPT_BYTES: Final = 64 << 10
 LAST_RESPONSE_S: Final = 1.0
 """Time for a client to read the response to incomplete headers, in seconds. A close at once would
 reset the connection while the client still sends, and the client would lose the response."""
-
-
-class Direct(NamedTuple):
-    """What connections need for direct requests.
-
-    Attributes:
-        serve: responds to a request, and always returns.
-        finish_headers: completes the headers of a response.
-        hand_over: counts a request of a direct endpoint that aiohttp reads, with the reason.
-    """
-
-    app: web.Application
-    expected: Expected
-    serve: Callable[[DirectRequest], Coroutine[Any, Any, None]]
-    finish_headers: Callable[[DirectRequest, DirectResponse], Awaitable[None]]
-    hand_over: Callable[[str], None]
 
 
 class Connection(web.RequestHandler):

@@ -11,21 +11,20 @@ then found by its bytes.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import ssl
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import httptools
 from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
-
-if TYPE_CHECKING:
-    from draftgate.gateway.http.connections import Connection
 
 MOST_HEAD_BYTES: Final = 16 << 10
 """Maximum size of a head. The default of most servers is 8 or 16 KiB."""
@@ -112,9 +111,12 @@ class Expected:
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:
             return None if len(data) < MOST_HEAD_BYTES else "head"
-        length = _LENGTH.search(data, 0, end)
-        if length is None or end > MOST_HEAD_BYTES:
+        if end > MOST_HEAD_BYTES:
             return "head"
+        length = _LENGTH.search(data, 0, end)
+        if length is None:
+            parsed = _parsed(bytes(data[:end]))
+            return parsed if isinstance(parsed, str) else "head"
         size = int(length[1])
         if size > self._most_body_bytes:
             return "body"
@@ -160,6 +162,8 @@ def _parsed(data: bytes) -> Head | str:
         parser.feed_data(data)
     except (httptools.HttpParserError, UnicodeDecodeError):
         return "head"
+    except httptools.HttpParserUpgrade:
+        return "upgrade"
     if not lines.complete or not lines.url.isascii():
         return "head"
     headers = CIMultiDict(lines.headers)
@@ -168,11 +172,48 @@ def _parsed(data: bytes) -> Head | str:
             return reason
     if headers.get("Connection", "keep-alive").lower() != "keep-alive":
         return "connection"
-    host = headers.getall("Host", ())
-    if len(headers.getall("Content-Length")) != 1 or len(host) != 1 or not HOST.fullmatch(host[0]):
+    if any(len(headers.getall(name, ())) != 1 for name in ("Host", "Content-Length")):
+        return "head"
+    if not HOST.fullmatch(headers["Host"]):
         return "head"
     target = lines.url.decode()
     return Head(target.partition("?")[0], target, CIMultiDictProxy(headers))
+
+
+class Carrier(Protocol):
+    """The connection of a direct request.
+
+    Attributes:
+        direct: what its direct requests need.
+        keeps_alive: whether the response allows further requests.
+    """
+
+    direct: Direct
+    keeps_alive: bool
+    transport: asyncio.Transport | None
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """The TLS of the connection, or None."""
+        ...
+
+    @property
+    def peername(self) -> str | tuple[Any, ...] | None:
+        """The address of the client."""
+        ...
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether the client reads slowly."""
+        ...
+
+    async def drained(self) -> None:
+        """Wait until the client has read most of what has been written.
+
+        Raises:
+            ConnectionResetError: the client has disconnected.
+        """
+        ...
 
 
 class DirectRequest(dict[Any, Any]):
@@ -190,7 +231,7 @@ class DirectRequest(dict[Any, Any]):
     method = "POST"
     version: HttpVersion = HttpVersion11
 
-    def __init__(self, connection: Connection, head: Head, body: bytes) -> None:
+    def __init__(self, connection: Carrier, head: Head, body: bytes) -> None:
         self.app = connection.direct.app
         self.protocol = connection
         self.transport = connection.transport
@@ -285,13 +326,29 @@ class DirectResponse:
         await request.protocol.direct.finish_headers(request, self)
         self.prepared = request.begun = True
         request.protocol.keeps_alive = self.keep_alive is not False
-        self._head = _head(self.status, self.headers)
+        self._head = response_head(self.status, self.headers)
 
     def _write(self, data: bytes) -> None:
         transport = self._request.protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
         transport.write(data)
+
+
+class Direct(NamedTuple):
+    """What connections need for direct requests.
+
+    Attributes:
+        serve: responds to a request, and always returns.
+        finish_headers: completes the headers of a response.
+        hand_over: counts a request of a direct endpoint that aiohttp reads, with the reason.
+    """
+
+    app: web.Application
+    expected: Expected
+    serve: Callable[[DirectRequest], Coroutine[Any, Any, None]]
+    finish_headers: Callable[[DirectRequest, DirectResponse], Awaitable[None]]
+    hand_over: Callable[[str], None]
 
 
 Request: TypeAlias = web.Request | DirectRequest
@@ -358,7 +415,7 @@ async def send_whole(
     return prepared
 
 
-def _head(status: int, headers: CIMultiDict[str]) -> bytes:
+def response_head(status: int, headers: CIMultiDict[str]) -> bytes:
     """Return the head of a response.
 
     Raises:
