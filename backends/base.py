@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Final, NamedTuple, Protocol
 
 from draftgate.backends.kv_transfer.exchange import BlockCount
@@ -197,27 +196,31 @@ class UpstreamPause(NamedTuple):
 
 
 class Exchange(Protocol):
-    """An upstream's response after the arrival of its head.
+    """An upstream's response, of which the first bytes have arrived.
+
+    The caller ends it with `finish` or `close`.
 
     Attributes:
         status: HTTP status.
         headers: HTTP headers, except those of the connection and the encoding.
         streaming: whether the response is a stream of events.
+        body: the whole body if it has arrived, or None. `read` must be called if it is None.
     """
 
     status: int
     headers: Mapping[str, str]
     streaming: bool
+    body: bytes | None
 
     @property
     def outputs(self) -> int:
         """Number of events with output so far, or 0 without a stream."""
 
-    def blocks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it arrives. A stream is yielded in complete events.
+    async def read(self) -> bytes:
+        """Return the next bytes of the body as they arrive, or nothing at its end.
 
-        Unread parts stay at the upstream. No block follows `[DONE]` or an error event of the
-        upstream (see `error_sent`).
+        A stream is returned in complete events. Unread parts stay at the upstream. Nothing follows
+        `[DONE]` or an error event of the upstream (see `error_sent`).
 
         Raises:
             BackendFailed: the body is incomplete.
@@ -230,6 +233,12 @@ class Exchange(Protocol):
     def usage(self) -> TokenUsage:
         """Return the reported token counts, or else count one token per event with output."""
 
+    async def finish(self) -> None:
+        """End a response of which everything has been read."""
+
+    def close(self) -> None:
+        """Cancel the response at the upstream, unless it has ended. The call is idempotent."""
+
 
 class Upstream(WorkerHandle, Protocol):
     """Forwards requests to a server with OpenAI's API."""
@@ -238,10 +247,9 @@ class Upstream(WorkerHandle, Protocol):
     def pause(self) -> UpstreamPause | None:
         """The pause of the upstream, or None if the gateway may call it."""
 
-    def forward(self, call: UpstreamCall) -> AbstractAsyncContextManager[Exchange]:
-        """Forward a request. Leaving the context early cancels it at the upstream.
+    async def forward(self, call: UpstreamCall) -> Exchange:
+        """Forward a request, and return the response, which the caller ends.
 
         Raises:
-            UpstreamUnreachable: the upstream sent no response. The error occurs on entering the
-                context.
+            UpstreamUnreachable: the upstream sent no response.
         """

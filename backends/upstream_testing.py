@@ -9,7 +9,7 @@ import asyncio
 import json
 from typing import Any, Final
 
-from draftgate.backends.base import Upstream, UpstreamCall
+from draftgate.backends.base import Exchange, Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamUnreachable
 
 PATIENCE_S: Final = 60.0
@@ -49,48 +49,51 @@ def make_call(upstream: Upstream, **fields: Any) -> UpstreamCall:
 
 async def check_whole_answers(upstream: Upstream) -> None:
     """Check that a complete response is JSON with usage."""
-    async with upstream.forward(make_call(upstream)) as exchange:
-        body = b"".join([block async for block in exchange.blocks()])
-        assert (exchange.status, exchange.streaming) == (200, False), (
-            "a complete response must have status 200"
-        )
-        assert json.loads(body)["choices"], "the body must be complete"
-        usage = exchange.usage()
-        assert usage.prompt > 0, "the usage of a complete response must be read"
-        assert usage.output > 0, "the usage of a complete response must be read"
+    exchange = await upstream.forward(make_call(upstream))
+    body = await read_all(exchange)
+    assert (exchange.status, exchange.streaming) == (200, False), (
+        "a complete response must have status 200"
+    )
+    assert json.loads(body)["choices"], "the body must be complete"
+    usage = exchange.usage()
+    assert usage.prompt > 0, "the usage of a complete response must be read"
+    assert usage.output > 0, "the usage of a complete response must be read"
+    await exchange.finish()
 
 
 async def check_streams(upstream: Upstream) -> None:
     """Check that a stream has complete events up to `[DONE]`, and counts as running until then."""
-    async with upstream.forward(make_call(upstream, stream=True)) as exchange:
-        assert exchange.streaming, "a stream must be recognised by its head"
-        assert upstream.load().running == 1, "a request that was sent counts as running"
-        blocks = [block async for block in exchange.blocks()]
-        assert all(block.endswith((b"\n\n", b"\r\n\r\n")) for block in blocks), (
-            "only complete events may pass"
-        )
-        assert blocks[-1].rstrip().endswith(_DONE), "a stream must end with [DONE]"
-        assert exchange.outputs > 0, "events with output must be counted"
-        assert exchange.usage().output > 0, "each event must count as a token without usage"
-        assert not exchange.error_sent, "a complete stream has sent no error"
+    exchange = await upstream.forward(make_call(upstream, stream=True))
+    assert exchange.streaming, "a stream must be recognised by its head"
+    assert upstream.load().running == 1, "a request that was sent counts as running"
+    blocks = []
+    while block := await exchange.read():
+        blocks.append(block)
+    assert all(block.endswith((b"\n\n", b"\r\n\r\n")) for block in blocks), (
+        "only complete events may pass"
+    )
+    assert blocks[-1].rstrip().endswith(_DONE), "a stream must end with [DONE]"
+    assert exchange.outputs > 0, "events with output must be counted"
+    assert exchange.usage().output > 0, "each event must count as a token without usage"
+    assert not exchange.error_sent, "a complete stream has sent no error"
+    await exchange.finish()
     assert upstream.load().running == 0, "a request that has ended must not count"
 
 
 async def check_error_answers(upstream: Upstream) -> None:
     """Check that the upstream forwards an error of the server."""
-    async with upstream.forward(make_call(upstream, temperature="hot")) as exchange:
-        body = b"".join([block async for block in exchange.blocks()])
-        assert 400 <= exchange.status < 500, "an error must pass with its status"
-        assert body, "an error must pass with its body"
+    exchange = await upstream.forward(make_call(upstream, temperature="hot"))
+    assert 400 <= exchange.status < 500, "an error must pass with its status"
+    assert await read_all(exchange), "an error must pass with its body"
+    await exchange.finish()
     assert upstream.failure is None, "an error of the server is no failure"
 
 
 async def check_early_close(upstream: Upstream) -> None:
     """Check that a stream no longer counts after an early close, and the next stream works."""
-    async with upstream.forward(make_call(upstream, stream=True, max_tokens=64)) as exchange:
-        blocks = exchange.blocks()
-        await anext(blocks)
-        await blocks.aclose()
+    exchange = await upstream.forward(make_call(upstream, stream=True, max_tokens=64))
+    await exchange.read()
+    exchange.close()
     assert upstream.load().running == 0, "a closed stream must not count"
     await check_streams(upstream)
 
@@ -99,8 +102,17 @@ async def check_stopped(upstream: Upstream) -> None:
     """Check that a stopped upstream takes no calls and reports the reason."""
     assert upstream.failure is not None, "a stopped upstream must have a failure"
     try:
-        async with upstream.forward(make_call(upstream)):
-            pass
+        await upstream.forward(make_call(upstream))
     except UpstreamUnreachable:
         return
     raise AssertionError("a stopped upstream must take no calls")
+
+
+async def read_all(exchange: Exchange) -> bytes:
+    """Return the whole body of a response."""
+    if exchange.body is not None:
+        return exchange.body
+    body = b""
+    while block := await exchange.read():
+        body += block
+    return body

@@ -21,7 +21,7 @@ from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
-from draftgate.gateway.dispatch.upstreams.forwarding import Forwarder
+from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle

@@ -44,12 +44,14 @@ class FleetWorker(SentRequests):
         own: whether the worker belongs to this node.
         backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
         forwards: whether the worker is an upstream, which gets requests unchanged.
+        upstream: the backend of a worker that forwards.
         leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
         drained: whether the worker shall get no more requests, and give its streams to others.
     """
 
     own = True
+    upstream: Upstream
 
     def __init__(
         self,
@@ -65,6 +67,8 @@ class FleetWorker(SentRequests):
         self.backend = backend
         self._watermark = 0
         self.forwards = hasattr(backend, "forward")
+        if self.forwards:
+            self.upstream = cast(Upstream, backend)
         self.leased_tokens = 0
         self.hung = self.drained = False
 
@@ -113,6 +117,13 @@ class FleetWorker(SentRequests):
             cached_tokens=cached_tokens,
             pull=pull,
         )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker accepts requests now. A failed upstream is always paused."""
+        if self.hung or self.drained:
+            return False
+        return self.upstream.pause is None if self.forwards else self.backend.failure is None
 
     @property
     def status(self) -> str:
@@ -164,12 +175,6 @@ class FleetWorker(SentRequests):
     def kv(self) -> KvEndpoint:
         """The backend of a worker with a `kv_format`."""
         return cast(KvEndpoint, self.backend)
-
-    @property
-    def upstream(self) -> Upstream:
-        """The backend of a worker that accepts requests as received."""
-        assert self.forwards
-        return cast(Upstream, self.backend)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """Send a request and return its deltas.
@@ -281,6 +286,11 @@ class Fleet:
         return any(worker.backend.failure is None for worker in self.workers)
 
     @property
+    def is_open(self) -> bool:
+        """Whether a worker accepts requests now."""
+        return any(worker.is_open for worker in self.workers)
+
+    @property
     def open(self) -> list[FleetWorker]:
         """The serving workers that accept requests now.
 
@@ -290,14 +300,8 @@ class Fleet:
 
     def open_among(self, workers: Sequence[FleetWorker], adapter: str = "") -> list[FleetWorker]:
         """Return those of some workers that accept requests now, also with a LoRA adapter."""
-        return [
-            worker
-            for worker in workers
-            if worker.backend.failure is None
-            and not (worker.hung or worker.drained)
-            and (not worker.forwards or worker.upstream.pause is None)
-            and (not adapter or worker.has_adapter(adapter))
-        ]
+        found = [worker for worker in workers if worker.is_open]
+        return [worker for worker in found if worker.has_adapter(adapter)] if adapter else found
 
     @property
     def may_grow(self) -> bool:

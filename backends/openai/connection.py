@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 import httptools
@@ -34,23 +35,40 @@ class Pool(Protocol):
         ...
 
 
+_OF_GATEWAY: Final = frozenset({
+    # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade", b"content-length", b"date", b"server",
+    # the body is decoded
+    b"content-encoding",
+    b"set-cookie",
+})  # fmt: skip
+"""Headers that no client of the gateway gets."""
+
+
 class Response:
-    """A response of which the head has arrived.
+    """A response of which the first bytes of the body have arrived.
 
     Attributes:
-        status: the status.
-        headers: the headers, without regard to upper and lower case.
+        status: the status, or 0 before the head has arrived.
+        headers: the headers for a client of the gateway, without regard to upper and lower case.
+        content_type: the type of the body in lower case, without parameters.
+        length: the length of the body, or None if the head does not contain it.
+        ends_with_connection: whether only the end of the connection ends the body.
         is_complete: whether the last byte of the body has arrived.
     """
 
     __slots__ = (
-        "_blocks", "_connection", "_decoder", "_error", "_reader", "_unread_bytes", "headers",
-        "is_complete", "status",
+        "_blocks", "_connection", "_decoder", "_error", "_reader", "_unread_bytes", "content_type",
+        "ends_with_connection", "headers", "is_complete", "length", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0
-        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.headers: Mapping[str, str]
+        self.content_type = ""
+        self.length: int | None = None
+        self.ends_with_connection = True
         self.is_complete = False
         self._connection = connection
         self._blocks: list[bytes] = []
@@ -60,9 +78,9 @@ class Response:
         self._reader: asyncio.Future[None] | None = None
 
     @property
-    def content_type(self) -> str:
-        """The type of the body in lower case, without parameters."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    def body(self) -> bytes | None:
+        """The whole body, or None unless all of it has arrived before it was read."""
+        return b"".join(self._blocks) if self.is_complete else None
 
     async def read_any(self) -> bytes:
         """Return the bytes that have arrived, or wait for some. The end of the body is empty.
@@ -105,14 +123,30 @@ class Response:
         if not self.is_complete:
             self._connection.abort()
 
-    def begin(self, status: int) -> None:
-        """Record the end of the head."""
-        self.status = status
-        coding = self.headers.get("Content-Encoding", "identity").strip().lower()
-        if coding in {"gzip", "x-gzip", "deflate"}:  # against the request's Accept-Encoding
+    def begin(self, status: int, fields: Sequence[tuple[bytes, bytes]]) -> None:
+        """Read the head, whose fields are names and values."""
+        passed, coding = [], b"identity"
+        for name, value in fields:
+            lower = name.lower()
+            if lower in _OF_GATEWAY:
+                if lower == b"content-length":
+                    self.length, self.ends_with_connection = int(value), False
+                elif lower == b"transfer-encoding":
+                    self.ends_with_connection = False
+                elif lower == b"content-encoding":
+                    coding = value.strip().lower()
+            # The gateway itself decides which pages may read its responses.
+            elif not lower.startswith(b"access-control-"):
+                text = value.decode("utf-8", "surrogateescape")
+                passed.append((name.decode("latin-1"), text))
+                if lower == b"content-type":
+                    self.content_type = text.partition(";")[0].strip().lower()
+        self.headers = CIMultiDict(passed)
+        if coding in {b"gzip", b"x-gzip", b"deflate"}:  # against the request's Accept-Encoding
             self._decoder = zlib.decompressobj(32 + zlib.MAX_WBITS)
-        elif coding != "identity":
+        elif coding != b"identity":
             raise ConnectionFailed("its response cannot be read (unknown Content-Encoding)")
+        self.status = status
 
     def add(self, block: bytes) -> bool:
         """Add bytes of the body, and return whether the upstream has to wait for the reader.
@@ -125,17 +159,19 @@ class Response:
         if block:
             self._blocks.append(block)
             self._unread_bytes += len(block)
-            self._wake()
+            if self._reader is not None:
+                self._wake(self._reader)
         return self._unread_bytes > MOST_UNREAD_BYTES
 
     def end(self, error: Exception | None = None) -> None:
         """Record the end of the body, or why it ends early."""
         self.is_complete, self._error = error is None, error
-        self._wake()
+        if self._reader is not None:
+            self._wake(self._reader)
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _wake(self, reader: asyncio.Future[None]) -> None:
+        if not reader.done():
+            reader.set_result(None)
 
 
 class Connection(asyncio.Protocol):
@@ -154,30 +190,32 @@ class Connection(asyncio.Protocol):
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._response: Response | None = None  # until its body has arrived
-        self._head: asyncio.Future[Response] | None = None  # until its head has arrived
+        self._waiter: asyncio.Future[Response] | None = None  # until the sender gets the response
+        self._fields: list[tuple[bytes, bytes]] = []  # of the head
         self._head_bytes = 0
         self._has_body = True
-        self._is_interim = self._exceeds = self._paused = False
+        self._is_short = self._is_interim = self._exceeds = self._paused = False
 
-    async def exchange(self, request: bytes, *, has_body: bool) -> Response:
-        """Send a request, and return the response after its head.
+    def send(self, request: bytes, *, has_body: bool) -> asyncio.Future[Response]:
+        """Send a request, and return the future of its response.
+
+        The future has the response once the first bytes of its body have arrived, or the whole of a
+        short body. The sender aborts the connection if it does not wait for the future.
 
         Args:
             has_body: False for `HEAD`, whose response has the header of a body but no body.
 
         Raises:
-            OSError: the connection broke, or the response is not HTTP.
+            OSError: the connection is closed. The future raises it if the connection breaks before
+                the head of the response has arrived, or if the response is not HTTP.
         """
-        if self._transport.is_closing():
+        transport = self._transport
+        if transport.is_closing():
             raise ConnectionFailed("it closed the connection")
         self._response, self._head_bytes, self._has_body = Response(self), 0, has_body
-        self._head = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        try:
-            return await self._head
-        except BaseException:
-            self.abort()
-            raise
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        transport.write(request)
+        return waiter
 
     @property
     def is_open(self) -> bool:
@@ -209,7 +247,8 @@ class Connection(asyncio.Protocol):
             self.abort(cause if isinstance(cause, ConnectionFailed) else _unreadable(cause))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(_unreadable(error))
-        if self._head is not None and self._head_bytes > MOST_HEAD_BYTES:
+        response = self._response
+        if response is not None and not response.status and self._head_bytes > MOST_HEAD_BYTES:
             self.abort(ConnectionFailed("its response cannot be read (its head is too large)"))
         if self._exceeds:  # bytes that no request asked for
             self.abort()
@@ -217,16 +256,13 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> None:
         """End a body that only the end of the connection ends."""
         response = self._response
-        if self._head is None and response is not None:
-            headers = response.headers
-            if "Content-Length" not in headers and "Transfer-Encoding" not in headers:
-                self._response = None
-                response.end()
+        if response is not None and response.status and response.ends_with_connection:
+            self._end(response)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the exchange, and leave the pool."""
         self._pool.remove(self)
-        if self._head is None:
+        if self._response is not None and self._response.status:
             self._fail(ConnectionFailed("the body is incomplete"))
         else:
             known = exc if isinstance(exc, OSError) else None
@@ -237,32 +273,32 @@ class Connection(asyncio.Protocol):
         self._exceeds = self._response is None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header. Trailers, which follow the body, are ignored."""
-        if self._head is not None and self._response is not None:
-            text = value.decode("utf-8", "surrogateescape")
-            self._response.headers.add(name.decode("latin-1"), text)
+        """Keep a header. Trailers, which follow the body, are ignored."""
+        if self._response is not None and not self._response.status:
+            self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Return the response to the sender of the request."""
-        head, response, status = self._head, self._response, self._parser.get_status_code()
-        if head is None or response is None:
-            return
+        """Read the head of the response."""
+        response, status = self._response, self._parser.get_status_code()
+        fields, self._fields = self._fields, []
         self._is_interim = 100 <= status < 200
-        if self._is_interim:
-            response.headers.clear()
+        if response is None or self._is_interim:
             return
-        response.begin(status)
-        self._head = None
-        if not head.done():
-            head.set_result(response)
+        response.begin(status, fields)
+        self._is_short = response.length is not None and response.length <= MOST_UNREAD_BYTES
         if not self._has_body:
-            self._response = None
-            response.end()
+            self._end(response)
             self._transport.abort()
 
     def on_body(self, body: bytes) -> None:
         """Add bytes of the body."""
-        if self._response is not None and self._response.add(body) and not self._paused:
+        response = self._response
+        if response is None:
+            return
+        must_wait = response.add(body)
+        if self._waiter is not None and (must_wait or not self._is_short):
+            self._answer(response)
+        if must_wait and not self._paused:
             self._paused = True
             self._transport.pause_reading()
 
@@ -271,26 +307,40 @@ class Connection(asyncio.Protocol):
         response = self._response
         if self._is_interim or response is None:
             return
-        self._response = None
-        response.end()
+        self._end(response)
         # A server that responds before it has read the request does not read its rest.
-        unsent = self._transport.get_write_buffer_size()
-        if unsent or not self._parser.should_keep_alive() or self._transport.is_closing():
-            self._transport.abort()
+        transport = self._transport
+        unsent = transport.get_write_buffer_size()
+        if unsent or not self._parser.should_keep_alive() or transport.is_closing():
+            transport.abort()
             return
-        self.resume()
+        if self._paused:
+            self.resume()
         self._pool.add(self)
 
+    def _answer(self, response: Response) -> None:
+        """Give the response to the sender of the request."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(response)
+
+    def _end(self, response: Response, error: Exception | None = None) -> None:
+        self._response = None
+        response.end(error)
+        self._answer(response)
+
     def _fail(self, error: Exception) -> None:
-        head, response = self._head, self._response
-        self._head = self._response = None
-        if head is not None:
-            if not head.done():
-                if isinstance(error, ConnectionFailed):
-                    error.has_begun = self._head_bytes > 0
-                head.set_exception(error)
-        elif response is not None:
-            response.end(error)
+        response, waiter = self._response, self._waiter
+        if response is None:
+            return
+        if response.status:
+            self._end(response, error)
+            return
+        self._response = self._waiter = None
+        if waiter is not None and not waiter.done():
+            if isinstance(error, ConnectionFailed):
+                error.has_begun = self._head_bytes > 0
+            waiter.set_exception(error)
 
 
 def _unreadable(error: BaseException) -> ConnectionFailed:

@@ -111,23 +111,38 @@ class Connections:
             OSError: the upstream did not respond.
             ValueError: a header has a line break.
         """
-        request, has_body = self._request(method, path, body, headers), method != "HEAD"
-        idle = self._take_idle()
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{_lines(headers)}"
+        if "Accept" not in headers:
+            head += "Accept: */*\r\n"
+        if body and "Content-Type" not in headers:
+            head += "Content-Type: application/json\r\n"
+        if body or method not in _WITHOUT_BODY:
+            head += f"Content-Length: {len(body)}\r\n"
+        request = f"{head}\r\n".encode("utf-8", "surrogateescape") + body
+        has_body = method != "HEAD"
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        idle = self._take_idle(begin_s - IDLE_CONNECTION_S)
         if idle is not None:
-            loop = asyncio.get_running_loop()
-            begin_s = loop.time()
             try:
-                response = await idle.exchange(request, has_body=has_body)
+                response = await idle.send(request, has_body=has_body)
             except OSError as error:
                 if self._closed or not _is_stale(error, loop.time() - begin_s):
                     raise
+            except asyncio.CancelledError:
+                idle.abort()
+                raise
             else:
                 # Some servers announce the end of an idle connection with this status.
                 if response.status != _REQUEST_TIMEOUT:
                     return response
                 response.close()
         connection = await self._connect()
-        return await connection.exchange(request, has_body=has_body)
+        try:
+            return await connection.send(request, has_body=has_body)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
 
     def add(self, connection: Connection) -> None:
         """Take back a connection whose exchange has ended."""
@@ -143,9 +158,12 @@ class Connections:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def _take_idle(self) -> Connection | None:
-        """Return the connection that has been idle for the shortest time, if one can be reused."""
-        earliest_s = asyncio.get_running_loop().time() - IDLE_CONNECTION_S
+    def _take_idle(self, earliest_s: float) -> Connection | None:
+        """Return the connection that has been idle for the shortest time, if one can be reused.
+
+        Args:
+            earliest_s: the earliest time from which the connection may have been idle.
+        """
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and connection.idle_since_s >= earliest_s:
@@ -206,16 +224,6 @@ class Connections:
             connected.close()
             raise
         return connection
-
-    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{_lines(headers)}"
-        if "Accept" not in headers:
-            head += "Accept: */*\r\n"
-        if body and "Content-Type" not in headers:
-            head += "Content-Type: application/json\r\n"
-        if body or method not in _WITHOUT_BODY:
-            head += f"Content-Length: {len(body)}\r\n"
-        return f"{head}\r\n".encode("utf-8", "surrogateescape") + body
 
 
 def _lines(headers: Mapping[str, str]) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
-
-from multidict import CIMultiDict
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.connection_errors import public_reason
@@ -13,109 +13,122 @@ from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 
-_KEPT_BYTES: Final = 16 << 10
-"""Number of bytes kept from each end of a complete response. One of them contains `usage`, which
-follows the outputs of a model, and precedes the documents of a rerank request."""
+LAST_BYTES_S: Final = 0.25
+"""Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
 
-_NOT_PASSED_ON: Final = frozenset({
-    # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
-    "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "content-length", "date", "server",
-    # the body is decoded
-    "content-encoding",
-    "set-cookie",
-})  # fmt: skip
+_KEPT_BYTES: Final = 16 << 10
+"""Number of bytes kept from each end of a long response. One of them contains `usage`, which
+follows the outputs of a model, and precedes the documents of a rerank request."""
 
 
 class HttpExchange:
     """Implements `Exchange` with a response.
 
     Attributes:
-        scan: scan of the events, if the response is a stream.
+        scan: scan of the events, or None without a stream.
         first_s, last_s: times of the first and the last output of a stream, by the clock.
     """
 
-    def __init__(self, response: Response, clock: Callable[[], float]) -> None:
-        """Use a response of which only the head has been read."""
+    __slots__ = (
+        "_clock", "_end", "_head", "_response", "_tail", "_usage", "body", "first_s", "headers",
+        "last_s", "scan", "status", "streaming",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        response: Response,
+        clock: Callable[[], float],
+        end: Callable[[HttpExchange], None],
+    ) -> None:
+        """Use a response of which nothing has been read.
+
+        Args:
+            end: a function that is called once at the end.
+        """
         self.status = response.status
-        self.headers: Mapping[str, str] = CIMultiDict(
-            (name, value)
-            for name, value in response.headers.items()
-            if not _belongs_to_upstream(name.lower())
-        )
+        self.headers = response.headers
         self.streaming = response.status == 200 and response.content_type == "text/event-stream"
-        self.scan = EventScan()
+        self.scan = EventScan() if self.streaming else None
+        self.body = None if self.streaming else response.body
         self.first_s: float | None = None
         self.last_s = 0.0
         self._response = response
         self._clock = clock
-        self._head = self._tail = b""
+        self._end: Callable[[HttpExchange], None] | None = end
+        self._head = b""
+        self._tail = self.body or b""
         self._usage: TokenUsage | None = None  # of the blocks so far, once computed
 
     @property
     def outputs(self) -> int:
         """Number of events with output so far."""
-        return self.scan.outputs
+        return 0 if self.scan is None else self.scan.outputs
 
     @property
     def error_sent(self) -> bool:
         """Whether the stream ended with an error event of the upstream."""
-        return self.scan.ending is StreamEnding.ERROR
+        return self.scan is not None and self.scan.ending is StreamEnding.ERROR
 
     def usage(self) -> TokenUsage:
         """Return the token counts so far."""
         if self._usage is None:
-            whole = usage_in(self._tail) or usage_in(self._head)
-            found = self.scan.usage() if self.streaming else whole
-            self._usage = found or TokenUsage(0, 0, self.scan.outputs)
+            if self.scan is not None:
+                found = self.scan.usage()
+            else:
+                found = usage_in(self._tail) or usage_in(self._head)
+            self._usage = found or TokenUsage(0, 0, self.outputs)
         return self._usage
 
-    async def blocks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it arrives."""
+    async def read(self) -> bytes:
+        """Return the next bytes of the body, or nothing at its end."""
+        scan = self.scan
         try:
-            while block := await self._response.read_any():
-                passing = self._passing(block)
-                if passing:
-                    yield passing
-                if self.scan.ending is not None:
+            while scan is None or scan.ending is None:
+                block = await self._response.read_any()
+                if not block:
                     break
+                self._usage = None
+                if scan is None:
+                    self._head += block[: _KEPT_BYTES - len(self._head)]
+                    self._tail = (self._tail + block)[-_KEPT_BYTES:]
+                    return block
+                passing = self._passing(scan, block)
+                if passing:
+                    return passing
         except OSError as error:
             raise UpstreamFailed(f"the response was interrupted: {public_reason(error)}") from error
-        self.scan.close()
-        if self.streaming and self.scan.ending is None:
-            raise UpstreamFailed("the stream ended without [DONE]")
-        if self.scan.ending is StreamEnding.UNFINISHED:
-            raise UpstreamFailed("the stream ended before any choice had finished")
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether the end of the body after `[DONE]` has not been read."""
-        return self.scan.ending is not None and not self._response.is_complete
+        if scan is not None:
+            scan.close()
+            if scan.ending is None:
+                raise UpstreamFailed("the stream ended without [DONE]")
+            if scan.ending is StreamEnding.UNFINISHED:
+                raise UpstreamFailed("the stream ended before any choice had finished")
+        return b""
 
     async def finish(self) -> None:
-        """Read the end of the body, so that the connection can be reused."""
-        await self._response.read_any()
-
-    def _passing(self, block: bytes) -> bytes:
-        self._usage = None
-        if not self.streaming:
-            self._head += block[: _KEPT_BYTES - len(self._head)]
-            self._tail = (self._tail + block)[-_KEPT_BYTES:]
-            return block
+        """Read the end of the body, so that the connection can be reused, and close."""
         try:
-            passing = self.scan.feed(block)
+            if not self._response.is_complete and self.scan is not None and self.scan.ending:
+                with suppress(OSError):  # TimeoutError is one
+                    async with asyncio.timeout(LAST_BYTES_S):
+                        await self._response.read_any()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel the rest of the response."""
+        end, self._end = self._end, None
+        if end is not None:
+            self._response.close()  # unless the body was read to its end
+            end(self)
+
+    def _passing(self, scan: EventScan, block: bytes) -> bytes:
+        try:
+            passing = scan.feed(block)
         except ValueError as error:
             raise UpstreamFailed(str(error)) from error
-        if self.scan.outputs:  # and not only comments
+        if scan.outputs:  # and not only comments
             self.last_s = self._clock()
             if self.first_s is None:
                 self.first_s = self.last_s
         return passing
-
-
-def _belongs_to_upstream(name: str) -> bool:
-    """Return whether a header of a response is not for the client of this node.
-
-    The node decides itself which pages may read its responses.
-    """
-    return name in _NOT_PASSED_ON or name.startswith("access-control-")

@@ -33,6 +33,7 @@ class Pauses:
 
     Attributes:
         breaker: open while the upstream is out.
+        requested: whether the upstream has requested a pause, which may have ended.
     """
 
     def __init__(self, url: str, longest_s: float) -> None:
@@ -48,6 +49,7 @@ class Pauses:
         self._longest_s = longest_s
         self._pause = UpstreamPause(0.0, 503, "")
         self._until_s = 0.0
+        self.requested = False
         self._probes_count = True  # whether a successful probe ends a requested pause
 
     def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
@@ -62,6 +64,7 @@ class Pauses:
             )
             return UpstreamPause(remaining_s, 503, f"{self._url}: {failure}")
         if now_s >= self._until_s:
+            self.requested = False
             return None
         return self._pause._replace(remaining_s=self._until_s - now_s)
 
@@ -88,6 +91,7 @@ class Pauses:
         if until_s >= self._until_s:
             reason = f"{self._url} responded with status {response.status}"
             self._until_s, self._pause = until_s, UpstreamPause(0.0, response.status, reason)
+            self.requested = True
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import BasicAuth
@@ -15,9 +14,8 @@ from draftgate.addresses import read_server_url, split_credentials
 from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
-from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import Connections
-from draftgate.backends.openai.events import StreamEnding
+from draftgate.backends.openai.events import EventScan, StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor
 from draftgate.backends.openai.pauses import Pauses
@@ -25,9 +23,6 @@ from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
-
-LAST_BYTES_S: Final = 0.25
-"""Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
 
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
@@ -106,7 +101,10 @@ class OpenAIUpstream:
     @property
     def pause(self) -> UpstreamPause | None:
         """The requested pause, or the time until the next probe during an outage."""
-        return self._pauses.pause(self.failure, self._clock())
+        failure = self.failure
+        if failure is None and not self._pauses.requested:
+            return None  # the usual case
+        return self._pauses.pause(failure, self._clock())
 
     def load(self) -> WorkerLoad:
         """Return the load from this gateway's counts and from the upstream's metrics."""
@@ -136,28 +134,34 @@ class OpenAIUpstream:
         if self._connections is not None:
             self._connections.close()
 
-    @asynccontextmanager
-    async def forward(self, call: UpstreamCall) -> AsyncGenerator[HttpExchange, None]:
-        """Forward a request. Leaving the context early closes its connection."""
+    async def forward(self, call: UpstreamCall) -> HttpExchange:
+        """Forward a request, and return the response, whose end closes its connection if early."""
         if self._connections is None or self._stopped:
             raise UpstreamUnreachable(f"{self.url} was stopped")
         self._sent += call.sequences
+        begin_s = self._clock()
+        running = self._load.running(self._sent, begin_s)
         try:
-            begin_s = self._clock()
-            running = self._load.running(self._sent, begin_s)
-            response = await self._send(self._connections, call)
-            exchange = HttpExchange(response, self._clock)
-            try:
-                yield exchange
-                if exchange.has_rest:
-                    with suppress(OSError):  # TimeoutError is one
-                        async with asyncio.timeout(LAST_BYTES_S):
-                            await exchange.finish()
-            finally:
-                response.close()  # unless the body was read to its end
-            self._observe(exchange, begin_s, len(call.body), running)
-        finally:
+            response = await self._connections.request(
+                call.method, call.path, call.body, call.headers
+            )
+        except BaseException as error:
             self._sent -= call.sequences
+            if not isinstance(error, OSError):  # TimeoutError is one
+                raise
+            reason = public_reason(error)
+            timeout = isinstance(error, TimeoutError)
+            self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
+            raise UpstreamUnreachable(f"{self.url}: {reason}") from error
+        self._pauses.note_answer(response, self._clock())
+
+        def end(exchange: HttpExchange) -> None:
+            scan = exchange.scan
+            if scan is not None and scan.ending is StreamEnding.DONE:
+                self._observe(exchange, scan, begin_s, len(call.body), running)
+            self._sent -= call.sequences
+
+        return HttpExchange(response, self._clock, end)
 
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
@@ -183,30 +187,24 @@ class OpenAIUpstream:
         if slots is not None:
             self._load.set_slots(slots)
 
-    async def _send(self, connections: Connections, call: UpstreamCall) -> Response:
-        try:
-            response = await connections.request(call.method, call.path, call.body, call.headers)
-        except OSError as error:  # TimeoutError is one
-            reason = public_reason(error)
-            timeout = isinstance(error, TimeoutError)
-            self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
-            raise UpstreamUnreachable(f"{self.url}: {reason}") from error
-        self._pauses.note_answer(response, self._clock())
-        return response
-
     def _observe(
-        self, exchange: HttpExchange, begin_s: float, body_bytes: int, running: int
+        self,
+        exchange: HttpExchange,
+        scan: EventScan,
+        begin_s: float,
+        body_bytes: int,
+        running: int,
     ) -> None:
         """Learn the speed from a complete stream, at whose start `running` sequences ran."""
-        if exchange.scan.ending is not StreamEnding.DONE or exchange.first_s is None:
+        if exchange.first_s is None:
             return
-        usage, speed = exchange.usage(), self._load.speed
-        speed.add_first_byte(
-            exchange.first_s - begin_s, usage.prompt or body_bytes / BYTES_PER_TOKEN
-        )
-        seconds = exchange.last_s - exchange.first_s
+        usage = exchange.usage()
+        prompt_tokens = usage.prompt or body_bytes / BYTES_PER_TOKEN
         mean_running = (running + self._load.running(self._sent, self._clock())) / 2
-        speed.add_stream(seconds, usage.output, exchange.scan.finished, mean_running)
+        speed = self._load.speed
+        speed.add_first_byte(exchange.first_s - begin_s, prompt_tokens)
+        seconds = exchange.last_s - exchange.first_s
+        speed.add_stream(seconds, usage.output, scan.finished, mean_running)
 
     async def _probe_forever(self) -> None:
         while True:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,9 +15,11 @@ from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.upstreams.answer import UpstreamAnswer
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import ForwardJob, RunningForward
+from draftgate.gateway.dispatch.upstreams.forwarding import (
+    ForwardedRequest,
+    ForwardState,
+)
 from draftgate.gateway.errors import (
     ErrorFormat,
     UpstreamBroken,
@@ -59,6 +60,7 @@ from draftgate.gateway.http.requests.headers import (
     FLOW_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
+    client_rate_tps,
     flow_of,
     retry_count,
     service_level,
@@ -71,6 +73,8 @@ from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
 from draftgate.policies.values import replace
+
+T = TypeVar("T")
 
 INLINE_BYTES: Final = 256 << 10
 """Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
@@ -120,21 +124,38 @@ async def forward(
         GatewayError: no upstream responds, and the client has not received anything.
         ConnectionResetError: the client has disconnected.
     """
-    account = request[ACCOUNT]
     flow_of(request.headers)  # an invalid header is an error before the body is read
+    client_rate_tps(request.headers)
     wanted = service_level(request.headers)
-    fields, body = await _read(request, model, account)
+    fields, body = await _read(request, model, request[ACCOUNT])
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
-    choices = fields.prompts * fields.n if generates else 0
-    job = _job(request, body, fields, wanted)
-    service = job.request.service
-    watch.forwarding(fields.model or "", account.name, service, choices, stream=fields.stream)
-    running = model.forwarder.run(job, watch.span)
+    entry = _entry(request, body, fields, wanted)
+    service, choices = entry.service, entry.needs[0].sequences
+    name, stream = fields.model or "", fields.stream
+    watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
+    sent = ForwardedRequest(
+        model.forwarder,
+        _call(request, body, service, wanted, sequences=choices),
+        entry,
+        RequestView(
+            fields.prompt_tokens,
+            fields.max_tokens,
+            fields.temperature,
+            fields.mode,
+            fields.max_draft_tokens,
+            service,
+        ),
+        watch.span,
+    )
+    if not fields.stream:
+        await sent.start()
+        if not sent.streaming:
+            return await _ended(sent, watch, _send_whole(request, sent, watch))
     events = EventStream(request, request.app[READERS])
     whole = None
     async with OneEnding(events, watch, partial(error_event, wanted=error_format(request))):
-        whole = await _send(request, running, events, watch, waits=fields.stream)
+        whole = await _ended(sent, watch, _send_events(request, sent, events, watch))
     return events.response if whole is None else whole
 
 
@@ -152,111 +173,127 @@ async def pass_on(
     model = request.app[NODE].models[0]  # a node with upstreams has one model
     with model.dispatcher.counted():
         _, body = await _read(request, model, ANONYMOUS)
-        call = _call(request, body, service_level(request.headers))._replace(sequences=0)
-        async with model.forwarder.run_uncounted(call) as answer:
-            return of_aiohttp(await _send_whole(request, answer, convert=convert))
+        wanted = service_level(request.headers)
+        call = _call(request, body, wanted, wanted, sequences=0)
+        sent = ForwardedRequest(model.forwarder, call)
+        await sent.start()
+        sending = _send_whole(request, sent, convert=convert)
+        return of_aiohttp(await _ended(sent, None, sending))
 
 
-async def _send(
-    request: Request,
-    running: RunningForward,
-    events: EventStream,
-    watch: RequestWatch,
-    *,
-    waits: bool,
+async def _ended(
+    sent: ForwardedRequest, watch: RequestWatch | None, sending: Coroutine[Any, Any, T]
+) -> T:
+    """Return the result of sending a response, and end the request at its upstream."""
+    error = None
+    try:
+        return await sending
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if watch is not None and sent.state is ForwardState.ANSWERED:
+            watch.settled(sent.usage())
+        await sent.end(error)
+
+
+async def _send_events(
+    request: Request, sent: ForwardedRequest, events: EventStream, watch: RequestWatch
 ) -> Response | None:
-    """Send the response. While a client waits for events, send comments first.
+    """Send a response as events, and comments while a client waits for it.
 
     Returns:
-        The response if it was sent whole, or None if it was sent as events.
+        The response if it was sent whole because it has no events, or None.
     """
-    if not waits:
-        async with running as answer:
-            return await _respond(request, answer, events, watch)
-    async with AsyncExitStack() as stack:
+    if sent.state is ForwardState.NEW:
         with Heartbeats(events) as beats:
-            answer = await stack.enter_async_context(running)
+            await sent.start()
             await beats.sent()
-        return await _respond(request, answer, events, watch)
-
-
-async def _respond(
-    request: Request, answer: UpstreamAnswer, events: EventStream, watch: RequestWatch
-) -> Response | None:
-    """Send the response as `_send` describes."""
-    watch.forwarded(answer.worker_id, answer.plan)
-    if answer.is_error:
-        watch.fail(Ending.REJECTED, answer.status, None)
-    # Sending here keeps the request in flight up to the last byte.
-    try:
-        if answer.exchange.streaming:
-            await _send_events(events, answer, watch)
-            return None
+    if not sent.streaming:
         if events.begun:
-            raise await _error_after_comments(request, answer)
-        return await _send_whole(request, answer, watch)
-    finally:
-        watch.settled(answer.usage())
-
-
-async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: RequestWatch) -> None:
+            _observe_head(sent, watch)
+            raise await _error_after_comments(request, sent)
+        return await _send_whole(request, sent, watch)
+    _observe_head(sent, watch)
     if not events.begun:
-        events.response.headers.update({**answer.headers, **UNBUFFERED})
-    events.reader.watch(None, lambda: answer.exchange.outputs)
+        events.response.headers.update({**sent.headers, **UNBUFFERED})
+    exchange = sent.exchange
+    assert exchange is not None
+    events.reader.watch(None, lambda: exchange.outputs)
     scan = AnswerScan() if watch.span.recording else None
-    async for block in answer.blocks:
+    while block := await sent.read():
         if scan is not None:
             scan.read_events(block)
         # A comment means that the upstream itself waits. Events before the first output, such as
         # `response.created`, are no output.
-        if answer.exchange.outputs and not block.startswith(b":"):
-            watch.progressed(answer.exchange.outputs)
+        outputs = exchange.outputs
+        if outputs and not block.startswith(b":"):
+            watch.progressed(outputs)
         await events.write(block)
         await events.coalesced()
     if scan is not None:
         watch.answered(scan)
-    if answer.exchange.error_sent:
+    if exchange.error_sent:
         reason = UpstreamFailed("the upstream sent an error event")
         watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)
+    return None
+
+
+def _observe_head(sent: ForwardedRequest, watch: RequestWatch) -> None:
+    watch.forwarded(sent.worker_id, sent.plan)
+    if sent.is_error:
+        watch.fail(Ending.REJECTED, sent.status, None)
 
 
 async def _send_whole(
     request: Request,
-    answer: UpstreamAnswer,
+    sent: ForwardedRequest,
     watch: RequestWatch | None = None,
-    convert: Callable[[bytes], bytes] = lambda body: body,
+    convert: Callable[[bytes], bytes] | None = None,
 ) -> Response:
-    body = bytearray()
-    async for block in answer.blocks:
-        body += block
-        if len(body) > WHOLE_BYTES:
-            return await _send_large(request, answer, body, watch)
-    headers, sent = answer.headers, bytes(body)
-    if watch is not None and watch.span.recording and not answer.is_error:
-        scan = AnswerScan()
-        scan.read_whole(sent)
-        watch.answered(scan)
-    if not answer.is_error:
-        sent = convert(sent)
-    else:
-        sent = _in_own_form(request, answer.status, sent)
+    """Send a response once it is complete, unless it is large."""
+    if watch is not None:
+        _observe_head(sent, watch)
+    headers, body = sent.headers, sent.body
+    if body is None:
+        body, is_whole = await _read_body(sent)
+        if not is_whole:
+            return await _send_large(request, sent, body, watch)
+    if sent.is_error:
+        body = _in_own_form(request, sent.status, body)
         headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
         headers["Content-Type"] = "application/json"
-    return await send_whole(request, sent, headers, answer.status)
+    elif watch is not None and watch.span.recording:
+        scan = AnswerScan()
+        scan.read_whole(body)
+        watch.answered(scan)
+    elif convert is not None:
+        body = convert(body)
+    return await send_whole(request, body, headers, sent.status)
+
+
+async def _read_body(sent: ForwardedRequest) -> tuple[bytes, bool]:
+    """Return the body, and whether it is whole, or more than `WHOLE_BYTES` of it."""
+    body = bytearray()
+    while block := await sent.read():
+        body += block
+        if len(body) > WHOLE_BYTES:
+            return bytes(body), False
+    return bytes(body), True
 
 
 async def _send_large(
-    request: Request, answer: UpstreamAnswer, begun: bytearray, watch: RequestWatch | None
+    request: Request, sent: ForwardedRequest, begin: bytes, watch: RequestWatch | None
 ) -> Response:
     """Send a response as it arrives.
 
     The connection is cut if the upstream breaks off.
     """
-    response = new_response(request, answer.headers, answer.status)
+    response = new_response(request, sent.headers, sent.status)
     await begin_response(request, response)
     try:
-        await response.write(bytes(begun))
-        async for block in answer.blocks:
+        await response.write(begin)
+        while block := await sent.read():
             await response.write(block)
     except BackendFailed as error:
         if watch is not None:
@@ -286,24 +323,22 @@ def _in_own_form(request: Request, status: int, body: bytes) -> bytes:
     return error.body(wanted, request_id_of(request))
 
 
-async def _error_after_comments(request: Request, answer: UpstreamAnswer) -> UpstreamBroken:
+async def _error_after_comments(request: Request, sent: ForwardedRequest) -> UpstreamBroken:
     """Return the error for a response that is not a stream, after comments have been sent."""
-    body = bytearray()
-    async for block in answer.blocks:
-        body += block
-        if len(body) > WHOLE_BYTES:
-            break
-    if answer.is_error or read_error(bytes(body)).has_openai_form:
-        found = msgspec.json.decode(_in_own_form(request, answer.status, bytes(body)))
-        return _UpstreamError(msgspec.json.encode(_with_retry(found, answer)))
+    body = sent.body
+    if body is None:
+        body, _ = await _read_body(sent)
+    if sent.is_error or read_error(body).has_openai_form:
+        found = msgspec.json.decode(_in_own_form(request, sent.status, body))
+        return _UpstreamError(msgspec.json.encode(_with_retry(found, sent.headers)))
     return UpstreamBroken(
-        f"the upstream responded with status {answer.status} instead of a stream of events"
+        f"the upstream responded with status {sent.status} instead of a stream of events"
     )
 
 
-def _with_retry(found: dict[str, Any], answer: UpstreamAnswer) -> dict[str, Any]:
+def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """Return an error with the delay of a refusal, because the headers have been sent."""
-    delay_s = header_count(answer.headers.get("Retry-After", ""))
+    delay_s = header_count(headers.get("Retry-After", ""))
     if delay_s is None:
         return found
     return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
@@ -331,21 +366,17 @@ def _read_fields(
     return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
-def _job(
-    request: Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel
-) -> ForwardJob:
-    """Return the forwarder's job for a request, within the bounds of its account."""
+def _entry(request: Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel) -> Entry:
+    """Return the entry of a request at admission, within the bounds of its account."""
     account = request[ACCOUNT]
-    if fields.priority:
-        wanted = replace(wanted, priority=fields.priority)
-    service = account.capped(wanted)
+    service = replace(wanted, priority=fields.priority) if fields.priority else wanted
+    service = account.capped(service)
     prompt, output = fields.prompt_tokens, fields.max_tokens
     choices = fields.prompts * fields.n
     most_tokens = prompt * fields.n + output * choices
-    need = CapacityNeed(choices, prompt, most_tokens, service.tpot_s)
-    admission = Entry(
+    return Entry(
         new_id(),
-        (need,),
+        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s),),
         output,
         service,
         account.name,
@@ -353,20 +384,28 @@ def _job(
         fingerprint(account.name, body),
         retry_count(request.headers),
     )
-    call = _call(request, body, service)._replace(sequences=choices)
-    speculation = fields.mode, fields.max_draft_tokens
-    view = RequestView(prompt, output, fields.temperature, *speculation, service)
-    return ForwardJob(admission, call, view)
 
 
-def _call(request: Request, body: bytes, service: ServiceLevel) -> UpstreamCall:
-    """Return the call to the upstream, with the service level of the account."""
-    headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-    client_service = service_level(request.headers)
-    if service.ttft_s is not None and service.ttft_s != client_service.ttft_s:
+def _call(
+    request: Request,
+    body: bytes,
+    service: ServiceLevel,
+    wanted: ServiceLevel,
+    *,
+    sequences: int,
+) -> UpstreamCall:
+    """Return the call to the upstream.
+
+    Args:
+        service, wanted: the service level of the account, and that of the client.
+    """
+    given = request.headers
+    headers = {name: given[name] for name in _PASSED_ON if name in given}
+    if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
         headers[TTFT_HEADER] = header_text(service.ttft_s * 1e3)
-    if service.tpot_s is not None and service.tpot_s != client_service.tpot_s:
+    if service.tpot_s is not None and service.tpot_s != wanted.tpot_s:
         headers[TPOT_HEADER] = header_text(service.tpot_s * 1e3)
     headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     path, mark, query = target_of(request).partition("?")
-    return UpstreamCall(request.method, f"{path.rstrip('/')}{mark}{query}", headers, body)
+    path = f"{path.rstrip('/')}{mark}{query}"
+    return UpstreamCall(request.method, path, headers, body, sequences)

@@ -115,7 +115,7 @@ async def test_any_reason_fits_into_a_header() -> None:
     async with upstream(whole) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = vllm(drafts=MANY_ACCEPTED), vllm()
         async with forwarding(fast, plain) as gateway:
-            gateway.node.models[0].forwarder._pools._policy = _UnprintableReason()
+            gateway.node.models[0].forwarder.pools._policy = _UnprintableReason()
             status, pool, reason = await send(gateway)
     assert (status, pool, reason) == (200, "speculating", "two lines, 5 ?s")
 

@@ -124,7 +124,7 @@ def test_response_in_any_pieces_is_the_same(kind: str, sizes: list[int]) -> None
             *("content-length", "transfer-encoding", "content-encoding")
         }
         assert sent.wire.closed == (kind not in REUSED | {"end"})
-        assert (sent.pool._take_idle() is not None) == (kind in REUSED)
+        assert (sent.pool._take_idle(0.0) is not None) == (kind in REUSED)
 
     run(scene)
 
@@ -183,7 +183,7 @@ async def test_bytes_after_a_response_close_the_connection() -> None:
     sent.receive(RESPONSES["length"] + RESPONSES["length"])
     assert await (await sent.response).read(1 << 20) == BODY
     assert sent.wire.closed
-    assert sent.pool._take_idle() is None
+    assert sent.pool._take_idle(0.0) is None
 
 
 async def test_bytes_on_an_idle_connection_close_it() -> None:
@@ -213,6 +213,40 @@ async def test_upstream_waits_for_a_slow_reader() -> None:
     assert sent.wire.paused
     assert await response.read_any() == block * 2
     assert not sent.wire.paused
+
+
+async def test_short_body_arrives_with_its_head() -> None:
+    """A request gets its response once the whole of a short body has arrived."""
+    sent = await send()
+    sent.receive(RESPONSES["length"][:-1])
+    await asyncio.sleep(0)
+    assert not sent.response.done()
+    sent.receive(RESPONSES["length"][-1:])
+    assert (await sent.response).body == BODY
+
+
+async def test_head_of_a_stream_waits_for_the_first_bytes() -> None:
+    """A request gets the response to a stream with the first bytes of its body."""
+    sent = await send()
+    sent.receive(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    await asyncio.sleep(0)
+    assert not sent.response.done()
+    sent.receive(b"2\r\nab\r\n")
+    response = await sent.response
+    assert response.body is None
+    assert await response.read_any() == b"ab"
+
+
+@pytest.mark.parametrize("received", [b"", b"a"])
+async def test_connection_that_breaks_within_a_short_body(received: bytes) -> None:
+    """The upstream has responded, and reading the rest of the body fails."""
+    sent = await send()
+    sent.receive(HEAD + b"Content-Length: 2\r\n\r\n" + received)
+    sent.protocol.connection_lost(None)
+    response = await sent.response
+    assert (response.status, response.body) == (200, None)
+    with pytest.raises(ConnectionFailed, match="the body is incomplete"):
+        await response.read(100)
 
 
 async def test_cancelled_request_closes_its_connection() -> None:

@@ -1,411 +1,399 @@
-"""The forwarding of requests to upstreams, with the same admission and queue as other requests.
+"""A request that an upstream runs, from its admission to the last byte of the response.
 
-The gateway may try another upstream until one has responded. An error after the first byte of a
-response is final, because a server that accepts text cannot resume the output of another server.
+All states and transitions are in this file. The gateway may try another upstream until one has
+responded. An error after the first byte of a response is final, because a server that accepts text
+cannot resume the output of another server.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
+from enum import Enum, auto
 from functools import partial
-from types import TracebackType
 from typing import Final
 
-from draftgate.backends.base import TokenUsage, UpstreamCall
-from draftgate.backends.errors import BackendFailed, UpstreamFailed
-from draftgate.gateway.dispatch.admission import AdmissionController, Entry
-from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
-from draftgate.gateway.dispatch.routing import View
+from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
+from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
+from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.queue import Waiting
+from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.span_attributes import record_route
-from draftgate.gateway.dispatch.upstreams.answer import (
-    NO_TOKENS,
-    Calling,
-    UpstreamAnswer,
-    UpstreamRefusal,
-)
-from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
-from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
-from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
+from draftgate.gateway.dispatch.upstreams.forwarder import UNAVAILABLE, Forwarder
+from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.worker_spans import open_dispatch
+from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.logs import log
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
-from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.routing.types import Route, RouteView
-from draftgate.policies.types import RequestView
-from draftgate.policies.values import immutable, replace
+from draftgate.policies.capacity import has_capacity
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.types import RequestView, SpeculationPlan
 
-MOST_ATTEMPTS: Final = 3
-"""Maximum attempts of one request. More would multiply the load on the remaining upstreams during
-an outage."""
+FIRST_ERROR_STATUS: Final = 400
+_FIRST_REDIRECT: Final = 300
 
-MOST_CALLS: Final = 2
-"""Maximum calls of one request to one upstream. The first call may have used a closing
-connection."""
+DENIED: Final = frozenset({401, 403, 407})
+"""Statuses about the key of the gateway. The upstream does not get the key of the client, which
+would take the status for a verdict on its own key."""
 
-_UNAVAILABLE: Final = 503
+_TOO_MANY: Final = 429
+_BAD_GATEWAY: Final = 502
+_REFUSALS: Final = frozenset({_TOO_MANY, _BAD_GATEWAY, UNAVAILABLE, *DENIED})
+"""Statuses after which another upstream may succeed."""
+
+_PASSED_ON: Final = frozenset({*range(400, 500), 501}) - _REFUSALS
+"""Statuses of errors that the client gets. Other errors and redirects mean nothing to it."""
+
+_MOST_REASON_BYTES: Final = 64 << 10
+_RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
+_NO_TOKENS: Final = TokenUsage(0, 0, 0)
 
 
-@immutable
-class ForwardJob:
-    """A client's request for an upstream.
+class ForwardState(Enum):
+    """The states of a forwarded request.
 
-    The sizes are estimates made without a tokenizer.
+    NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
+    SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
+    """
+
+    NEW = auto()
+    ADMITTED = auto()
+    SENT = auto()
+    """An upstream has reserved capacity for it, and gets it."""
+    ANSWERED = auto()
+    """The client gets the response of the upstream."""
+    REFUSED = auto()
+    """The upstream refused it, and another one may take it."""
+    FAILED = auto()
+    """The upstream did not respond, and another one may."""
+    ENDED = auto()
+
+
+class ForwardedRequest:
+    """A client's request for an upstream, and the response to it.
+
+    The caller calls `start`, reads the response, and calls `end`, in any case. A request without an
+    entry generates nothing. It needs no admission, capacity and quota.
 
     Attributes:
-        view: the speculation policy's view of the request.
+        state: its state.
+        entry: the request at admission, with estimates of its tokens, or None.
+        worker: the upstream that has reserved capacity for it, or None.
+        status, headers: those of the response.
+        streaming: whether the response is a stream of events.
+        body: the whole body of the response if it has arrived, or None. It is read with `read`.
+        worker_id: id of the upstream that responded.
+        plan: the decision about speculation, or None without a choice.
     """
 
-    request: Entry
-    call: UpstreamCall
-    view: RequestView
+    __slots__ = (
+        "_call", "_call_span", "_first", "_forwarder", "_pool", "_span", "_view", "_waiting",
+        "body", "entry", "exchange", "headers", "plan", "state", "status", "streaming", "worker",
+        "worker_id",
+    )  # fmt: skip
 
-    @property
-    def need(self) -> CapacityNeed:
-        """The capacity that the request needs on an upstream, with one prompt."""
-        (need,) = self.request.needs
-        return need
-
-    @property
-    def limits(self) -> TokenUsage:
-        """Estimated tokens of the prompt, and maximum tokens of all choices."""
-        return TokenUsage(self.need.prompt_tokens, 0, self.need.sequences * self.request.max_tokens)
-
-    def route_view(self, expected_tokens: float) -> RouteView:
-        """Return the routing policy's view of the request."""
-        need = self.need
-        return RouteView(
-            self.view, need.most_tokens, expected_tokens, need.sequences, self.request.tenant
-        )
-
-
-class Place:
-    """The capacity that a request holds, on one upstream at a time.
-
-    Attributes:
-        worker: the upstream, or None without one.
-        route: the first routing decision, or None without a choice.
-        pool: the decision about speculation, or None without a choice.
-    """
-
-    def __init__(
-        self, waiting: Waiting | None, view: View, pool: PoolDecision | None = None
-    ) -> None:
-        """Start without an upstream.
-
-        Args:
-            waiting: the queued request, or None for a request that needs no capacity.
-        """
-        self.worker: FleetWorker | None = None
-        self.route: Route | None = None
-        self.view = view
-        self.pool = pool
-        self.avoid = frozenset[str]() if waiting is None else waiting.avoid
-        self._waiting = waiting
-
-    def fits(self, usage: WorkerUsage) -> bool:
-        """Return whether an upstream with this usage can take the request."""
-        return self._waiting is None or has_capacity(usage, self._waiting.need)
-
-    def move(self, worker: FleetWorker | None) -> None:
-        """Release the capacity, and reserve it on another upstream if one is given."""
-        if self._waiting is not None:
-            if self.worker is not None:
-                self.worker.release(self._waiting.request_id)
-            if worker is not None:
-                worker.reserve(self._waiting.request_id, self._waiting.need)
-        self.worker = worker
-
-
-class Forwarder:
-    """A forwarder of requests to the upstreams of a fleet."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        queue: CentralQueue,
-        admission: AdmissionController,
-        pools: UpstreamPools,
-        budget: RetryBudget,
-        on_retry: Callable[[str, bool], None],
-    ) -> None:
-        """Use a fleet of upstreams, which may start later.
-
-        Args:
-            budget: the budget of retries of all requests.
-            on_retry: a callback for each retry, with its cause and whether the budget allows it.
-        """
-        self._fleet = fleet
-        self.queue = queue
-        self.admission = admission
-        self._pools = pools
-        self._budget = budget
-        self._on_retry = on_retry
-
-    def run(self, job: ForwardJob, span: Span = NO_SPAN) -> RunningForward:
-        """Return a context in which an upstream answers a job."""
-        return RunningForward(self, job, span)
-
-    def run_uncounted(self, call: UpstreamCall) -> Calls:
-        """Return a context for a call that generates nothing, without admission, queue and quota.
-
-        Raises:
-            GatewayError: no upstream responds.
-        """
-        place = Place(None, lambda: RouteView(RequestView(0, 0, 0.0), 0, 0.0))
-        candidates = self._candidates([], place, again=False)
-        if not candidates:
-            raise self.no_upstream()
-        place.move(self._choose(candidates, place))
-        return Calls(self, call, NO_TOKENS, place, NO_SPAN)
-
-    async def admit(self, job: ForwardJob, span: Span) -> Entry:
-        """Admit a job. `settle` of its admission must follow.
-
-        Raises:
-            Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
-            GatewayError: no upstream is available.
-        """
-        if not self._fleet.open:
-            raise self.no_upstream()
-        with span.child("admit"):
-            await self.admission.admit(job.request)
-        return job.request
-
-    async def turn(self, job: ForwardJob, entry: Entry, span: Span) -> Place:
-        """Wait until an upstream has capacity, and return the capacity, which the caller releases.
-
-        Raises:
-            UpstreamUnavailable: the last upstream became unavailable.
-        """
-        waiting = self.admission.waiting(entry, 0)
-        view = partial(job.route_view, entry.expected_tokens)
-        pool = self._choose_pool(job)
-        if pool is not None:
-            waiting.avoid = pool.avoid
-        place = Place(waiting, view, pool)
-        with span.child("queue"):
-            try:
-                routed = await self.queue.turn(waiting, view)
-            except BackendFailed as error:
-                raise self.no_upstream() from error
-        record_route(span, routed)
-        place.worker, place.route = routed.worker, routed.route
-        return place
-
-    def record_pool(self, job: ForwardJob, place: Place) -> None:
-        """Record the decision about speculation, if any, before the job is sent."""
-        if place.pool is not None and place.worker is not None:
-            self._pools.record(job.request, place.worker, place.pool, place.route)
-
-    def count_request(self) -> None:
-        """Count a request in the budget of retries."""
-        self._budget.count_request(_now_s())
-
-    def next_worker(self, tried: list[str], place: Place, *, refused: bool) -> FleetWorker | None:
-        """Return the upstream for the next attempt, or None without an upstream or budget."""
-        if len(tried) >= MOST_ATTEMPTS:
-            return None
-        candidates = self._candidates(tried, place, again=not refused)
-        if not candidates:
-            return None
-        allowed = self._budget.take_retry(_now_s())
-        self._on_retry("refused" if refused else "failed", allowed)
-        return self._choose(candidates, place) if allowed else None
-
-    def _choose_pool(self, job: ForwardJob) -> PoolDecision | None:
-        """Return the decision about speculation, or None without a choice."""
-        if not job.request.max_tokens:  # embeddings have no drafts
-            return None
-        if len(self.queue):  # either pool may later be the first with capacity
-            return self._pools.choose(job.view, lambda _: False)
-        return self._pools.choose(job.view, partial(has_capacity, need=job.need))
-
-    def _candidates(
-        self, tried: list[str], place: Place, *, again: bool
-    ) -> list[tuple[FleetWorker, WorkerUsage]]:
-        """Return the upstreams with capacity, and their usage.
-
-        Args:
-            tried: ids of upstreams that were already called, used only if no other is left.
-            again: whether upstreams that were already called may be used.
-        """
-        usable = [(worker, worker.usage) for worker in self._fleet.open]
-        usable = [(worker, usage) for worker, usage in usable if place.fits(usage)]
-        fresh = [pair for pair in usable if pair[0].worker_id not in tried]
-        called = [pair for pair in usable if tried.count(pair[0].worker_id) < MOST_CALLS]
-        found = fresh or (called if again else [])
-        return [pair for pair in found if pair[0].worker_id not in place.avoid] or found
-
-    def _choose(
-        self, candidates: list[tuple[FleetWorker, WorkerUsage]], place: Place
-    ) -> FleetWorker:
-        return self.queue.router.choose(place.view, candidates, self._fleet.workers).worker
-
-    def no_upstream(self) -> GatewayError:
-        """Return the error for a request without an available upstream."""
-        retry_after_s = self.retry_after_s()
-        pauses = [worker.upstream.pause for worker in self._fleet.workers]
-        if any(pause is not None and pause.status == _UNAVAILABLE for pause in pauses):
-            return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
-        return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
-
-    def retry_after_s(self) -> int:
-        """Return the whole seconds until an upstream may be called again, at least 1."""
-        pauses = [worker.upstream.pause for worker in self._fleet.workers]
-        return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
-
-
-class RunningForward:
-    """A context that admits a job, queues it and forwards it, and cancels it if it ends early.
-
-    A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
-    reports another count.
-
-    Raises:
-        Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time.
-        GatewayError: no upstream responds. The client has not received anything.
-    """
-
-    _entry: Entry
-    _answer: UpstreamAnswer
-
-    def __init__(self, forwarder: Forwarder, job: ForwardJob, span: Span) -> None:
-        self._forwarder = forwarder
-        self._job = job
-        self._span = span
-        self._place: Place | None = None
-        self._calls: Calls | None = None
-
-    async def __aenter__(self) -> UpstreamAnswer:
-        forwarder, job = self._forwarder, self._job
-        self._entry = entry = await forwarder.admit(job, self._span)
-        try:
-            self._place = place = await forwarder.turn(job, entry, self._span)
-            forwarder.record_pool(job, place)
-            entry.prompt_tokens = job.limits.prompt
-            calls = Calls(forwarder, job.call, job.limits, place, self._span)
-            self._answer = answer = await calls.__aenter__()
-            self._calls = calls
-        except BaseException as error:
-            await self._end(error)
-            raise
-        # The first bytes of a whole response arrive with its last token, not with its first.
-        if not answer.is_error and (answer.exchange.streaming or not job.limits.output):
-            forwarder.admission.answered(entry)
-        return answer
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _record_usage(self._entry, self._answer)
-        await self._end(error)
-
-    async def _end(self, error: BaseException | None) -> None:
-        forwarder = self._forwarder
-        try:
-            if self._calls is not None:
-                await self._calls.end(error)
-        finally:
-            if self._place is not None:
-                self._place.move(None)
-                forwarder.queue.dispatch_waiting()
-            # An upstream that refuses has computed nothing.
-            if isinstance(error, UpstreamBusy | UpstreamUnavailable):
-                self._entry.prompt_tokens = 0
-            await forwarder.admission.settle(self._entry)
-
-
-class Calls:
-    """A context with the response to a call of the reserved upstream.
-
-    If that upstream does not respond, the context calls others.
-
-    Raises:
-        GatewayError, UpstreamFailed: no upstream responds.
-    """
+    status: int
+    headers: Mapping[str, str]
+    streaming: bool
+    body: bytes | None
+    worker_id: str
 
     def __init__(
         self,
         forwarder: Forwarder,
         call: UpstreamCall,
-        limits: TokenUsage,
-        place: Place,
-        span: Span,
+        entry: Entry | None = None,
+        view: RequestView | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
-        """Prepare a call.
+        """Create a request, which `start` sends.
 
         Args:
-            place: the capacity on an upstream, which moves to another upstream for another call.
+            view: the policies' view of the request, or None without an entry.
+            span: the parent of its spans.
         """
+        self.state = ForwardState.NEW
+        self.entry = entry
+        self.worker: FleetWorker | None = None
+        self.plan: SpeculationPlan | None = None
+        self.exchange: Exchange | None = None
         self._forwarder = forwarder
         self._call = call
-        self._limits = limits
-        self._place = place
+        self._view = view
         self._span = span
-        self._calling: Calling | None = None
+        self._pool: PoolDecision | None = None
+        self._waiting: Waiting | None = None
+        self._call_span = NO_SPAN  # of the present call
+        self._first = b""
 
-    async def __aenter__(self) -> UpstreamAnswer:
-        forwarder, place = self._forwarder, self._place
-        forwarder.count_request()
-        tried: list[str] = []
-        refusal: UpstreamRefusal | None = None
-        failure: UpstreamFailed | None = None
-        while (worker := place.worker) is not None:
-            tried.append(worker.worker_id)
-            calling = Calling(worker, self._call, self._limits, self._span)
-            try:
-                found = await calling.begin()
-            except UpstreamFailed as error:
-                await calling.end(error)
-                failure, refusal = error, None
-            except BaseException as error:
-                await calling.end(error)
-                raise
+    @property
+    def is_error(self) -> bool:
+        """Whether the status is an error."""
+        return self.status >= FIRST_ERROR_STATUS
+
+    def usage(self) -> TokenUsage:
+        """Return the reported or estimated tokens of the response so far.
+
+        An error has no tokens.
+        """
+        exchange, entry = self.exchange, self.entry
+        if exchange is None or entry is None or self.is_error:
+            return _NO_TOKENS
+        usage = exchange.usage()
+        if usage.prompt:
+            return usage
+        need = entry.needs[0]
+        is_counted = self.streaming or usage.output > 0
+        output = usage.output if is_counted else need.sequences * entry.max_tokens
+        return TokenUsage(need.prompt_tokens, 0, output)
+
+    async def start(self) -> None:
+        """Get a response from an upstream, which may be an error.
+
+        Raises:
+            Overloaded, QuotaExceeded: the request is rejected for now. The error has the retry
+                time.
+            GatewayError, UpstreamFailed: no upstream responds.
+        """
+        forwarder, entry, span = self._forwarder, self.entry, self._span
+        try:
+            if entry is None:
+                self.worker = forwarder.choose(
+                    None, self.route_view, frozenset(), [], refused=False
+                )
+                if self.worker is None:
+                    raise forwarder.no_upstream()
             else:
-                if isinstance(found, UpstreamAnswer):
-                    self._calling = calling
-                    return _with_pool(found, place.pool, worker)
-                await calling.end(None)
-                refusal = found
-            place.move(None)
-            place.move(forwarder.next_worker(tried, place, refused=refusal is not None))
-        if refusal is None:
-            raise failure or forwarder.no_upstream()
-        return refusal.to_client(forwarder.retry_after_s())
+                if not forwarder.fleet.is_open:
+                    raise forwarder.no_upstream()
+                with span.child("admit") if span.recording else NO_SPAN:
+                    await forwarder.admission.admit(entry)
+                self.state = ForwardState.ADMITTED
+                self._waiting = waiting = forwarder.admission.waiting(entry, 0)
+                self._choose_pool(entry, waiting)
+                view = self.route_view
+                routed = None if span.recording else forwarder.queue.seat(waiting, view)
+                if routed is None:
+                    routed = await self._wait(waiting)
+                self.worker = routed.worker
+                entry.prompt_tokens = waiting.need.prompt_tokens
+                if self._pool is not None:
+                    forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
+            self.state = ForwardState.SENT
+            await self._send(self.worker)
+        except BaseException as error:
+            await self.end(error)
+            raise
+        # The first bytes of a whole response arrive with its last token, not with its first.
+        if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
+            forwarder.admission.answered(entry)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.end(error)
+    async def read(self) -> bytes:
+        """Return the next bytes of the body, or nothing at its end.
 
-    async def end(self, error: BaseException | None) -> None:
-        """End the call."""
-        if self._calling is not None:
-            await self._calling.end(error)
+        Raises:
+            BackendFailed: the upstream failed.
+        """
+        first, self._first = self._first, b""
+        if first or self.exchange is None:
+            return first
+        return await self.exchange.read()
 
+    async def end(self, error: BaseException | None = None) -> None:
+        """Cancel what is left of the request, charge its tokens, and release its upstream.
 
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+        A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
+        reports another count. Only the first call has an effect.
 
+        Args:
+            error: why the request ends early, or None.
+        """
+        state, self.state = self.state, ForwardState.ENDED
+        if state is ForwardState.ENDED:
+            return
+        forwarder, entry = self._forwarder, self.entry
+        try:
+            if state is ForwardState.ANSWERED and entry is not None:
+                usage = self.usage()
+                entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
+                if not (self.is_error or self.exchange is None or self.exchange.error_sent):
+                    entry.ended = entry.sequences
+            await self._leave(error)
+        finally:
+            if self._waiting is not None:
+                self._release()
+                self._waiting = None  # ends a cycle of references
+                forwarder.queue.dispatch_waiting()
+            if entry is not None and state is not ForwardState.NEW:
+                # An upstream that refuses has computed nothing.
+                if isinstance(error, UpstreamBusy | UpstreamUnavailable):
+                    entry.prompt_tokens = 0
+                await forwarder.admission.settle(entry)
 
-def _with_pool(
-    answer: UpstreamAnswer, pool: PoolDecision | None, worker: FleetWorker
-) -> UpstreamAnswer:
-    """Return a response with headers that show the decision about speculation."""
-    if pool is None:
-        return answer
-    return replace(answer, headers={**answer.headers, **pool.headers(worker)}, plan=pool.plan)
+    def route_view(self) -> RouteView:
+        """Return the routing policy's view of the request."""
+        entry, view = self.entry, self._view
+        if entry is None or view is None:
+            return RouteView(RequestView(0, 0, 0.0), 0, 0.0)
+        need = entry.needs[0]
+        tokens = need.most_tokens, entry.expected_tokens
+        return RouteView(view, *tokens, need.sequences, entry.tenant)
 
+    def _choose_pool(self, entry: Entry, waiting: Waiting) -> None:
+        """Choose between upstreams with and without speculation, if both are open."""
+        forwarder, view = self._forwarder, self._view
+        # Embeddings have no drafts.
+        if view is None or not entry.max_tokens or len(forwarder.fleet.workers) < 2:
+            return
+        # If other requests wait, either pool may later be the first with capacity.
+        waits = len(forwarder.queue) > 0
+        fits = (lambda _: False) if waits else partial(has_capacity, need=waiting.need)
+        self._pool = forwarder.pools.choose(view, fits)
+        if self._pool is not None:
+            waiting.avoid = self._pool.avoid
 
-def _record_usage(entry: Entry, answer: UpstreamAnswer) -> None:
-    usage = answer.usage()
-    entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
-    if not answer.is_error and not answer.exchange.error_sent:
-        entry.ended = entry.sequences
+    async def _wait(self, waiting: Waiting) -> Routed:
+        """Wait until an upstream has capacity, and reserve the capacity."""
+        forwarder = self._forwarder
+        with self._span.child("queue"):
+            try:
+                routed = await forwarder.queue.turn(waiting, self.route_view)
+            except BackendFailed as error:
+                raise forwarder.no_upstream() from error
+        record_route(self._span, routed)
+        return routed
+
+    async def _send(self, worker: FleetWorker) -> None:
+        """Send the request to its upstream, and to others until one has responded.
+
+        Raises:
+            GatewayError, UpstreamFailed: no upstream responds.
+        """
+        forwarder, waiting = self._forwarder, self._waiting
+        need = None if waiting is None else waiting.need
+        avoid = frozenset[str]() if waiting is None else waiting.avoid
+        forwarder.budget.count_request(forwarder.queue.now_s())
+        tried: list[str] = []
+        while True:
+            tried.append(worker.worker_id)
+            failure: UpstreamFailed | None = None
+            try:
+                await self._call_upstream(worker)
+            except UpstreamFailed as error:
+                self.state, failure = ForwardState.FAILED, error
+            if self.state is ForwardState.ANSWERED:
+                return
+            await self._leave(failure)
+            self._release()
+            refused = self.state is ForwardState.REFUSED
+            other = forwarder.choose(need, self.route_view, avoid, tried, refused=refused)
+            if other is None:
+                break
+            if waiting is not None:
+                other.reserve(waiting.request_id, waiting.need)
+            self.worker = worker = other
+            self.state = ForwardState.SENT
+        if failure is not None:
+            raise failure
+        self._pass_refusal()
+
+    async def _call_upstream(self, worker: FleetWorker) -> None:
+        """Call an upstream, and wait for the first bytes of its response.
+
+        Raises:
+            UpstreamFailed: no bytes arrived.
+            UpstreamBroken: the response is an error that another attempt would not avoid.
+        """
+        call, self.exchange = self._call, None
+        if self._span.recording:
+            self._call_span = span = open_dispatch(self._span, worker.worker_id, worker.server)
+            call = call._replace(headers={**call.headers, **span.propagation()})
+        self.exchange = exchange = await worker.upstream.forward(call)
+        if exchange.body is None:
+            try:
+                self._first = await exchange.read()
+            except UpstreamFailed as error:
+                raise UpstreamUnreachable(str(error)) from error
+        self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
+        self.streaming, self.worker_id = exchange.streaming, worker.worker_id
+        if self._span.recording:
+            self._call_span.set({"http.response.status_code": exchange.status})
+        if self.status >= _FIRST_REDIRECT and self.status not in _PASSED_ON:
+            await self._read_refusal(worker)
+            return
+        self.state = ForwardState.ANSWERED
+        if self._pool is not None:
+            self.headers = {**self.headers, **self._pool.headers(worker)}
+            self.plan = self._pool.plan
+
+    async def _read_refusal(self, worker: FleetWorker) -> None:
+        """Read the reason of a response after which another upstream may succeed.
+
+        Raises:
+            UpstreamBroken: the response is an error that another attempt would not avoid.
+        """
+        if self.status in DENIED:
+            where = worker.backend.card.root
+            log(logging.WARNING, "an upstream denies access", upstream=where, status=self.status)
+        if self.body is None:
+            self.body = b""
+            while len(self.body) <= _MOST_REASON_BYTES and (block := await self.read()):
+                self.body += block
+        if self.status not in _REFUSALS:
+            raise UpstreamBroken(self._reason(self.body))
+        self.state = ForwardState.REFUSED
+
+    def _pass_refusal(self) -> None:
+        """Make the refusal of the last upstream the response, if it has status 429.
+
+        Raises:
+            UpstreamUnavailable, UpstreamBroken: the client does not get the response, because its
+                status is not 429.
+        """
+        if self.status in DENIED:
+            # The reason of the upstream may quote a part of the key.
+            raise UpstreamBroken(
+                "the upstream is misconfigured: it denied this gateway access with status "
+                f"{self.status}; the operator must check --upstream-api-key-env"
+            )
+        retry_after_s = self._forwarder.retry_after_s()
+        if self.status == _TOO_MANY:
+            theirs = self.headers.items()
+            headers = {name: value for name, value in theirs if name.lower() not in _RETRY_HEADERS}
+            headers |= {"Retry-After": str(retry_after_s), "retry-after-ms": f"{retry_after_s}000"}
+            self.headers, self.state = headers, ForwardState.ANSWERED
+            return
+        message = self._reason(self.body or b"")
+        if self.status == UNAVAILABLE:
+            raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
+        raise UpstreamBroken(message)
+
+    def _reason(self, body: bytes) -> str:
+        """Return the status of an error, with the message of the upstream if it has one."""
+        reason = f"the upstream responded with status {self.status}"
+        message = read_error(body).message
+        return f"{reason}: {message}" if message else reason
+
+    async def _leave(self, error: BaseException | None) -> None:
+        """End the response of the present upstream, and the span of the call."""
+        exchange, span = self.exchange, self._call_span
+        try:
+            if exchange is not None:
+                if error is None and exchange.streaming:
+                    await exchange.finish()
+                else:
+                    exchange.close()
+        finally:
+            if span is not NO_SPAN:
+                self._call_span = NO_SPAN
+                if error is not None:
+                    span.fail(error)
+                span.end()
+
+    def _release(self) -> None:
+        """Release the capacity of the present upstream."""
+        worker, self.worker = self.worker, None
+        if worker is not None and self._waiting is not None:
+            worker.release(self._waiting.request_id)

@@ -1,0 +1,101 @@
+"""The choice of the upstreams of a fleet, and what all requests for them share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.routing import View
+from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.policies.capacity import CapacityNeed, has_capacity
+from draftgate.policies.resilience.retry_budget import RetryBudget
+
+MOST_ATTEMPTS: Final = 3
+"""Maximum attempts of one request. More would multiply the load on the remaining upstreams during
+an outage."""
+
+MOST_CALLS: Final = 2
+"""Maximum calls of one request to one upstream. The first call may have used a closing
+connection."""
+
+UNAVAILABLE: Final = 503
+
+
+class Forwarder:
+    """The upstreams of a fleet, and what all requests for them share."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: CentralQueue,
+        admission: AdmissionController,
+        pools: UpstreamPools,
+        budget: RetryBudget,
+        on_retry: Callable[[str, bool], None],
+    ) -> None:
+        """Use a fleet of upstreams, which may start later.
+
+        Args:
+            budget: the budget of retries of all requests.
+            on_retry: a callback for each retry, with its cause and whether the budget allows it.
+        """
+        self.fleet = fleet
+        self.queue = queue
+        self.admission = admission
+        self.pools = pools
+        self.budget = budget
+        self._on_retry = on_retry
+
+    def choose(
+        self,
+        need: CapacityNeed | None,
+        view: View,
+        avoid: frozenset[str],
+        tried: list[str],
+        *,
+        refused: bool,
+    ) -> FleetWorker | None:
+        """Return the upstream for the next attempt, or None without an upstream or budget.
+
+        Args:
+            need: the capacity that the request needs, or None if it needs none.
+            view: a function that returns the routing policy's view of the request.
+            avoid: ids of upstreams that get the request only if no other is available.
+            tried: ids of upstreams that were already called. After a failure, they are used if no
+                other is left.
+            refused: whether the last upstream refused the request.
+        """
+        if len(tried) >= MOST_ATTEMPTS:
+            return None
+        usable = [(worker, worker.usage) for worker in self.fleet.open]
+        usable = [pair for pair in usable if need is None or has_capacity(pair[1], need)]
+        found = [pair for pair in usable if pair[0].worker_id not in tried]
+        if not found and not refused:
+            found = [pair for pair in usable if tried.count(pair[0].worker_id) < MOST_CALLS]
+        found = [pair for pair in found if pair[0].worker_id not in avoid] or found
+        if not found:
+            return None
+        if tried:
+            allowed = self.budget.take_retry(self.queue.now_s())
+            self._on_retry("refused" if refused else "failed", allowed)
+            if not allowed:
+                return None
+        return self.queue.router.choose(view, found, self.fleet.workers).worker
+
+    def no_upstream(self) -> GatewayError:
+        """Return the error for a request without an available upstream."""
+        retry_after_s = self.retry_after_s()
+        pauses = [worker.upstream.pause for worker in self.fleet.workers]
+        if any(pause is not None and pause.status == UNAVAILABLE for pause in pauses):
+            return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
+        return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
+
+    def retry_after_s(self) -> int:
+        """Return the whole seconds until an upstream may be called again, at least 1."""
+        pauses = [worker.upstream.pause for worker in self.fleet.workers]
+        return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
