@@ -75,8 +75,8 @@ class FleetWorker(SentRequests):
     @property
     def role(self) -> Role:
         """The phase of requests that the worker prefers, which its own node may set."""
-        backend = self.backend
-        return backend.role if isinstance(backend, PeerBackend) else self._role
+        role: Role = getattr(self.backend, "role", self._role)
+        return role
 
     @role.setter
     def role(self, role: Role) -> None:
@@ -139,22 +139,18 @@ class FleetWorker(SentRequests):
     @property
     def leaving(self) -> bool:
         """Whether the worker or its node is drained, so that its streams should move."""
-        backend = self.backend
-        return self.drained or (isinstance(backend, PeerBackend) and backend.leaving)
+        return self.drained or getattr(self.backend, "leaving", False)
 
     @property
     def supplies_blocks(self) -> bool:
         """Whether other workers may pull its KV blocks, also while it is leaving."""
-        backend = self.backend
-        serves = backend.failure is None or (isinstance(backend, PeerBackend) and backend.leaving)
+        serves = self.backend.failure is None or getattr(self.backend, "leaving", False)
         return serves and not self.hung
 
     @property
     def server(self) -> str | None:
         """URL of the server that runs the worker, or None for a worker of this node."""
-        if isinstance(self.backend, PeerBackend):
-            return self.backend.url
-        return self.backend.card.root if self.forwards else None
+        return getattr(self.backend, "url", None)
 
     @property
     def generating(self) -> Backend:
