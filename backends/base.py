@@ -49,6 +49,19 @@ class WorkerHandle(Protocol):
         """Whether a failed worker checks in the background if it can run again."""
 
 
+class DeltaSink(Protocol):
+    """What takes the deltas of a request, on the event loop's thread.
+
+    A worker does not wait for a sink. The gateway slows a request down with its pace.
+    """
+
+    def put(self, delta: Delta) -> None:
+        """Take a delta. If the method raises an error, the request is cancelled."""
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, usually `BackendFailed`. No delta follows."""
+
+
 class Backend(WorkerHandle, Protocol):
     """Runs requests of token ids, on a real or simulated device."""
 
@@ -66,17 +79,22 @@ class Backend(WorkerHandle, Protocol):
                 than the context.
         """
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Run a request that passed `check`, and yield the deltas of its choices.
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        """Run a request that passed `check`, and put the deltas of its choices into a sink.
 
         The method does not check the request again, because a check of half a million tokens takes
         10 ms of the event loop (one core, Zen 4, 2026-11-21).
 
-        The generator ends after the `finish_reason` of the last choice. Closing it early cancels
-        the request and frees its KV memory within one step.
+        The request ends after the `finish_reason` of the last choice, or with an error.
 
         Raises:
-            BackendFailed: the worker failed, and no delta follows.
+            BackendFailed: the worker has failed.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request, which frees its KV memory within one step.
+
+        Its sink gets nothing more. The method ignores unknown ids and requests that have ended.
         """
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
@@ -88,13 +106,6 @@ class Backend(WorkerHandle, Protocol):
         Args:
             tpot_s: seconds in which the client of a sparing request can take one token of each
                 choice, or 0 if unknown.
-        """
-
-    def unread_tokens(self, request_id: str) -> int:
-        """Return how many delivered tokens the reader of `generate` has not taken.
-
-        The number is 0 for unknown ids. It is also 0 after the delivery of the last token, when no
-        pace would help. The cost is linear in the number of waiting deltas.
         """
 
 

@@ -1,94 +1,73 @@
-"""The event-loop side of a backend, which delivers the deltas of each step to their readers.
+"""The event-loop side of a backend, which delivers the deltas of each step to their sinks.
 
-A worker delivers one batch of deltas per step, and each reader takes the deltas of its request.
-Waiting deltas of a choice are merged into one. So a slow reader gets fewer and larger chunks, and
-the request's own output limits the memory.
+A worker delivers one batch of deltas per step. The sink of each request takes its deltas in the
+call that delivers them, so that no task switches between the worker and the client's connection.
 
-Most deltas consist of tokens and text only. A reader may provide a function that takes such deltas
-while the reader waits (`pass_directly`), which saves a switch to the task of the reader.
-
-A stream has four states. While it is *open*, the worker still produces deltas. When it is
-*complete*, every choice has finished, and deltas may be waiting. When it has *failed*, deltas may
-be waiting, and the error is raised after them. The last state is *closed*.
+A sink whose reader is slow keeps the deltas in an `UnreadDeltas`, which merges those of a choice.
+So a slow reader gets fewer and larger chunks, and the request's own output limits the memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from itertools import islice
-from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import Delta, GenerationRequest
 
-Take = Callable[[Delta], bool]
-"""A function that takes a delta immediately, or returns False to leave it to the reader."""
-
-MOST_DIRECT: Final = 256
-"""Maximum deltas of a batch that are passed directly. Each takes 7 to 11 us of a slow core, and no
-callback may hold the event loop for longer than 5 ms (AMD EPYC Zen 3, 2026-11-23)."""
-
-_DETAILS: Final = slice(Delta._fields.index("logprobs"), Delta._fields.index("drafts"))
-_ONLY_TEXT: Final = Delta(0, (), "")[_DETAILS]
+MOST_AT_ONCE: Final = 64
+"""Maximum deltas that are delivered in one callback of the event loop, which no callback may hold
+for longer than 5 ms. A delta of text takes 7 to 11 us of a slow core, and the last delta of a
+stream several times as much (AMD EPYC Zen 3, 2026-11-23)."""
 
 
-def pass_directly(deltas: AsyncGenerator[Delta, None], take: Take) -> None:
-    """Let a function take the deltas of tokens and text while the reader waits.
+class DeltaSinks:
+    """The sinks of a backend's open requests, for use on the event loop's thread."""
 
-    The reader gets all other deltas, the last delta of each choice among them. If the function
-    raises an error, the stream ends with this error. Streams of other kinds are left unchanged.
-    """
-    if isinstance(deltas, DeltaStream):
-        deltas.take = take
-
-
-class DeltaStreams:
-    """The open streams of a backend by request id, for use on the event loop's thread."""
-
-    def __init__(self, on_abandon: Callable[[str], None]) -> None:
-        """Start without streams.
+    def __init__(self, on_end: Callable[[str, bool], None]) -> None:
+        """Start without requests.
 
         Args:
-            on_abandon: cancels a request, and is called once with its id if its stream is closed
-                while the worker still produces deltas.
+            on_end: called once for each request that ends without `fail`, with its id and whether
+                the worker still produces deltas, because the request was cancelled.
         """
-        self._on_abandon = on_abandon
-        self._open: dict[str, DeltaStream] = {}
+        self._on_end = on_end
+        self._open: dict[str, DeltaSink] = {}
+        self._unfinished: dict[str, int] = {}  # number of choices, by request
+        self._late: deque[tuple[str, Delta]] = deque()  # for the next callbacks
 
-    def open(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Return a new stream. Submit the request to the worker afterwards.
+    def open(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        """Deliver the deltas of a request to a sink, until `request.choices` have finished.
 
-        The stream ends when all `request.choices` have finished, and raises `BackendFailed` after
-        `fail`. The caller must close every stream (`aclosing`), even an unread one. Cancelling its
-        reader closes it.
+        Submit the request to the worker afterwards.
 
         Raises:
-            ValueError: a stream of that request id is open.
+            ValueError: a request of that id is open.
         """
-        if request.request_id in self._open:
-            raise ValueError(f"request {request.request_id!r} is already running")
-        stream = DeltaStream(self, request.request_id, len(request.choices))
-        self._open[request.request_id] = stream
-        return stream
+        request_id = request.request_id
+        if request_id in self._open:
+            raise ValueError(f"request {request_id!r} is already running")
+        self._open[request_id] = sink
+        self._unfinished[request_id] = len(request.choices)
 
     def deliver(self, batch: Iterable[tuple[str, Delta]]) -> None:
-        """Deliver the deltas of a step, and drop deltas without an open stream."""
-        left = iter(batch)
-        for request_id, delta in islice(left, MOST_DIRECT):
-            stream = self._open.get(request_id)
-            if stream is not None and not stream.passed(delta) and stream.put(delta):
-                del self._open[request_id]
-        for request_id, delta in left:
-            stream = self._open.get(request_id)
-            if stream is not None and stream.put(delta):
-                del self._open[request_id]
+        """Deliver the deltas of a step, and drop the deltas of requests that are not open.
 
-    def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for the reader of an open stream, or 0 if it is not open."""
-        stream = self._open.get(request_id)
-        return 0 if stream is None else stream.unread_tokens
+        The rest of a large batch is delivered in further callbacks.
+        """
+        if self._late:
+            self._late += batch
+            return
+        left = iter(batch)
+        for request_id, delta in islice(left, MOST_AT_ONCE):
+            self._put(request_id, delta)
+        self._late += left
+        if self._late:
+            asyncio.get_running_loop().call_soon(self._deliver_late)
 
     def fail(
         self,
@@ -96,16 +75,18 @@ class DeltaStreams:
         kind: type[BackendFailed] = BackendFailed,
         request_id: str | None = None,
     ) -> None:
-        """End the stream of a request, or every open stream, with an error of this kind."""
+        """End a request, or every open request, with an error of this kind."""
+        while self._late:
+            self._put(*self._late.popleft())
         for open_id in tuple(self._open) if request_id is None else (request_id,):
-            stream = self._open.pop(open_id, None)
-            if stream is not None:
-                stream.fail(kind(message))
+            sink = self._open.pop(open_id, None)
+            if sink is not None:
+                del self._unfinished[open_id]
+                sink.fail(kind(message))
 
-    def close(self, request_id: str) -> None:
-        """Forget a stream, and abandon the request if the worker still produces deltas."""
-        if self._open.pop(request_id, None) is not None:
-            self._on_abandon(request_id)
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, if it is open."""
+        self._close(request_id, cancelled=True)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -113,117 +94,55 @@ class DeltaStreams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-
-class DeltaStream(AsyncGenerator[Delta, None]):
-    """The deltas of one request.
-
-    This is not a native generator, because `aclose` of one that never ran would do nothing.
-
-    Attributes:
-        take: takes deltas of tokens and text while the reader waits, or None (`pass_directly`).
-    """
-
-    take: Take | None = None
-
-    def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
-        self._owner = owner
-        self._request_id = request_id
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the reader
-        self._unfinished = choices
-        self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
-        self._reader: asyncio.Future[None] | None = None  # at most one reader waits
-        self._failure: Exception | None = None
-        self._closed = False
-
-    def passed(self, delta: Delta) -> bool:
-        """Pass a delta directly if possible, and return whether the reader no longer needs it."""
-        reader = self._reader
-        if reader is None or self.take is None or delta[_DETAILS] != _ONLY_TEXT or reader.done():
-            return False
-        try:
-            return self.take(delta)
-        except Exception as error:  # noqa: BLE001 - the reader raises the error
-            self._owner.close(self._request_id)
-            self.fail(error)
-            return True
-
-    def put(self, delta: Delta) -> bool:
-        """Add a delta, and return whether it was the last delta."""
-        of_choice = self._waiting.get(delta.choice)
-        if of_choice is None:
-            self._waiting[delta.choice] = [delta]
-        else:
-            of_choice.append(delta)
+    def _put(self, request_id: str, delta: Delta) -> None:
+        sink = self._open.get(request_id)
+        if sink is None:
+            return
         if delta.finish_reason is not None:
-            self._unfinished -= 1
-        self._wake()
-        return not self._unfinished
+            self._unfinished[request_id] -= 1
+            if not self._unfinished[request_id]:
+                self._close(request_id, cancelled=False)
+        try:
+            sink.put(delta)
+        except Exception as error:  # noqa: BLE001 - the owner of the sink gets the error
+            self.cancel(request_id)
+            sink.fail(error)
+
+    def _deliver_late(self) -> None:
+        for _ in range(min(MOST_AT_ONCE, len(self._late))):
+            self._put(*self._late.popleft())
+        if self._late:
+            asyncio.get_running_loop().call_soon(self._deliver_late)
+
+    def _close(self, request_id: str, *, cancelled: bool) -> None:
+        if self._open.pop(request_id, None) is not None:
+            del self._unfinished[request_id]
+            self._on_end(request_id, cancelled)
+
+
+class UnreadDeltas:
+    """Deltas that wait for a reader, merged by choice."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Delta]] = {}  # by choice, in order of their wait
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta."""
+        self._waiting.setdefault(delta.choice, []).append(delta)
+
+    def pop(self) -> Delta:
+        """Return a delta, merged from all deltas of the choice that waits longest."""
+        deltas = self._waiting.pop(next(iter(self._waiting)))
+        return deltas[0] if len(deltas) == 1 else _merged(deltas)
 
     @property
-    def unread_tokens(self) -> int:
+    def tokens(self) -> int:
+        """Number of tokens that wait."""
         # Counted on demand, because deltas arrive far more often.
         return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error after the waiting deltas."""
-        self._failure = error
-        self._wake()
-
-    def __anext__(self) -> Coroutine[Any, Any, Delta]:
-        return self.asend(None)  # the inherited method costs a second coroutine per delta
-
-    async def asend(self, value: None, /) -> Delta:
-        """Return the next delta, merged from all waiting deltas of one choice."""
-        while not self._closed:
-            if self._waiting:
-                # The choice that waits longest is first.
-                deltas = self._waiting.pop(next(iter(self._waiting)))
-                return deltas[0] if len(deltas) == 1 else _merged(deltas)
-            if self._failure is not None or self._unfinished == 0:
-                self._close()
-                if self._failure is not None:
-                    raise self._failure
-                break
-            if self._loop is None:  # found once, because asyncio needs a system call for it
-                self._loop = asyncio.get_running_loop()
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            except asyncio.CancelledError:
-                self._close()
-                raise
-        raise StopAsyncIteration
-
-    async def athrow(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-        /,
-    ) -> Any:
-        """Close the stream and raise."""
-        self._close()
-        if isinstance(typ, BaseException):
-            raise typ
-        raise val if isinstance(val, BaseException) else typ()
-
-    async def aclose(self) -> None:
-        """Close the stream. The call is idempotent."""
-        self._close()
-
-    def _wake(self) -> None:
-        # A future instead of an event saves 0.35 us per delta (one core, Zen 4, 2026-11-21).
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.take = None  # its owner has the stream
-            self._waiting.clear()
-            self._wake()
-            self._owner.close(self._request_id)
 
 
 def _merged(deltas: list[Delta]) -> Delta:

@@ -8,14 +8,15 @@ speed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Final, Self
 
 from draftgate.backends.base import Backend
 from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import (
     Capabilities,
@@ -48,6 +49,71 @@ class Outcome:
     finish_reason: FinishReason
 
 
+class GeneratedDeltas:
+    """The deltas of a request, for a reader that may be slower than the worker.
+
+    Attributes:
+        unread: the deltas that the reader has not read.
+    """
+
+    def __init__(self, backend: Backend, request: GenerationRequest) -> None:
+        self.unread = UnreadDeltas()
+        self._backend = backend
+        self._request = request
+        self._unfinished = len(request.choices)
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        backend.submit(request, self)
+
+    def put(self, delta: Delta) -> None:
+        """Keep a delta for the reader."""
+        self.unread.put(delta)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error after the deltas before it."""
+        self._failure = error
+        self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        try:
+            while self._unfinished and not self.unread:
+                if self._failure is not None:
+                    self._unfinished = 0
+                    raise self._failure
+                self._news.clear()
+                await self._news.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if not self._unfinished:
+            raise StopAsyncIteration
+        delta = self.unread.pop()
+        self._unfinished -= delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        """Cancel the request, unless all its deltas have been read."""
+        if self._unfinished:
+            self._unfinished = 0
+            self._backend.cancel(self._request.request_id)
+
+
+def generate(backend: Backend, request: GenerationRequest) -> GeneratedDeltas:
+    """Submit a request, and return its deltas.
+
+    The iterator ends after the last delta of each choice, and raises the error of a request that
+    failed. Closing it early cancels the request.
+
+    Raises:
+        BackendFailed: the worker has failed.
+    """
+    return GeneratedDeltas(backend, request)
+
+
 async def check_backend(backend: Backend) -> None:
     """Start a fresh backend, run every check on it, and stop it.
 
@@ -66,7 +132,6 @@ async def check_backend(backend: Backend) -> None:
             await check_resume(backend)
         await check_traces(backend)
         await check_load(backend)
-        await check_unread_tokens(backend)
         await check_pace(backend)
         await check_prompt_logprobs(backend)
         await check_pooling(backend)
@@ -98,7 +163,7 @@ async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]
         AssertionError: a choice ended twice or never, or continued after its end.
     """
     deltas: dict[int, list[Delta]] = {choice.choice: [] for choice in request.choices}
-    async with aclosing(backend.generate(request)) as stream:
+    async with aclosing(generate(backend, request)) as stream:
         await _read(stream, deltas)
     return [_outcome(of_choice) for of_choice in deltas.values()]
 
@@ -201,7 +266,7 @@ async def check_traces(backend: Backend) -> None:
         plain = make_request(backend, n=2, max_tokens=16, speculation=plan)
         for request in (plain, replace(plain, request_id=_id(), traced=True)):
             deltas: dict[int, list[Delta]] = {0: [], 1: []}
-            async with aclosing(backend.generate(request)) as stream:
+            async with aclosing(generate(backend, request)) as stream:
                 await _read(stream, deltas)
             for of_choice in deltas.values():
                 _check_details(of_choice, traced=request.traced)
@@ -248,22 +313,6 @@ async def check_load(backend: Backend) -> None:
     assert counted, "steps must be counted, or be None"
 
 
-async def check_unread_tokens(backend: Backend) -> None:
-    """Check that tokens are counted from delivery until the client reads them."""
-    request = make_request(backend, max_tokens=400)
-    assert backend.unread_tokens(request.request_id) == 0, "an unknown request has no tokens"
-    async with aclosing(backend.generate(request)) as stream, _patience():
-        while backend.unread_tokens(request.request_id) < 3:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(1e-3)
-        waiting = backend.unread_tokens(request.request_id)
-        first = await anext(stream)
-        assert len(first.token_ids) >= waiting, "waiting tokens must be in one delta"
-        assert backend.unread_tokens(request.request_id) < waiting, (
-            "tokens that were read must not count"
-        )
-    assert backend.unread_tokens(request.request_id) == 0, "a closed stream has no tokens"
-
-
 async def check_pace(backend: Backend) -> None:
     """Check that a pace delays tokens without changing them, and that a pause stops them."""
     backend.set_pace("nobody", Pace.PAUSED)
@@ -272,7 +321,7 @@ async def check_pace(backend: Backend) -> None:
     alone = [await collect(backend, request) for request in requests]
     again = [replace(request, request_id=_id()) for request in requests]
     ids = [request.request_id for request in again]
-    streams = [backend.generate(request) for request in again]
+    streams = [generate(backend, request) for request in again]
     found: list[dict[int, list[Delta]]] = [{0: []} for _ in again]
     for stream, deltas in zip(streams, found, strict=True):
         async with _patience():
@@ -281,9 +330,11 @@ async def check_pace(backend: Backend) -> None:
         backend.set_pace(request_id, Pace.PAUSED)
     # Steps that ran when the pace changed are over once another request has run to its end.
     await collect(backend, make_request(backend, max_tokens=8))
-    waiting = [backend.unread_tokens(request_id) for request_id in ids]
+    waiting = [stream.unread.tokens for stream in streams]
     await collect(backend, make_request(backend, max_tokens=24))
-    assert [backend.unread_tokens(i) for i in ids] == waiting, "a paused request must not continue"
+    assert [stream.unread.tokens for stream in streams] == waiting, (
+        "a paused request must not continue"
+    )
     for place, request_id in enumerate(ids):
         backend.set_pace(request_id, Pace.SPARING if place % 2 else Pace.FULL)
     for stream, deltas in zip(streams, found, strict=True):
@@ -301,7 +352,7 @@ async def check_prompt_logprobs(backend: Backend) -> None:
     found = []
     for sampling in (scoring, scoring, replace(scoring, max_tokens=0)):
         again = replace(wanted, request_id=_id(), sampling=sampling)
-        async with _patience(), aclosing(backend.generate(again)) as stream:
+        async with _patience(), aclosing(generate(backend, again)) as stream:
             deltas = [delta async for delta in stream]
         tokens = sum(len(delta.token_ids) for delta in deltas)
         assert tokens == 2 * sampling.max_tokens, "the number of tokens must be max_tokens"
@@ -328,7 +379,7 @@ async def _check_pooled(backend: Backend, task: Task) -> None:
     found = []
     for _ in range(2):
         again = replace(wanted, request_id=_id())
-        async with _patience(), aclosing(backend.generate(again)) as stream:
+        async with _patience(), aclosing(generate(backend, again)) as stream:
             (delta,) = [delta async for delta in stream]
         assert delta.finish_reason is not None, "a pooled result has a finish reason"
         assert not delta.token_ids, "a pooled result has no tokens"
@@ -343,9 +394,9 @@ async def check_closing_frees(backend: Backend) -> None:
     """Check that closing a running or queued stream frees its KV while another stream runs."""
     await _until_idle(backend)
     free = backend.load().kv_blocks_free
-    leaver = backend.generate(make_request(backend, "leave " * 40, max_tokens=200))
-    never_read = backend.generate(make_request(backend, "queue " * 40, max_tokens=200))
-    keeper = backend.generate(make_request(backend, max_tokens=200))
+    leaver = generate(backend, make_request(backend, "leave " * 40, max_tokens=200))
+    never_read = generate(backend, make_request(backend, "queue " * 40, max_tokens=200))
+    keeper = generate(backend, make_request(backend, max_tokens=200))
     async with _patience():
         await anext(leaver)
         await leaver.aclose()
@@ -365,7 +416,7 @@ async def check_closing_frees(backend: Backend) -> None:
 
 async def check_stop(backend: Backend) -> None:
     """Check that `stop` ends open streams with `BackendFailed` and is idempotent."""
-    streams = [backend.generate(make_request(backend, max_tokens=500)) for _ in range(2)]
+    streams = [generate(backend, make_request(backend, max_tokens=500)) for _ in range(2)]
     await anext(streams[0])
     await backend.stop()
     await backend.stop()
@@ -381,7 +432,7 @@ def _drafting(proposer: str) -> SpeculationPlan:
     return SpeculationPlan("check", SpeculationMode.AUTO, proposer, 4, "a conformance check")
 
 
-async def _read(stream: AsyncGenerator[Delta, None], deltas: dict[int, list[Delta]]) -> None:
+async def _read(stream: GeneratedDeltas, deltas: dict[int, list[Delta]]) -> None:
     """Read a stream to its end into `deltas`, by choice, and check the form of each delta."""
     async with _patience():
         async for delta in stream:
@@ -412,7 +463,7 @@ def _rejected_param(backend: Backend, request: GenerationRequest) -> str | None:
     return None
 
 
-async def _fails(stream: AsyncGenerator[Delta, None]) -> bool:
+async def _fails(stream: GeneratedDeltas) -> bool:
     try:
         async with _patience(), aclosing(stream):
             async for _ in stream:

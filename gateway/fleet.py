@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from draftgate.backends.adapter_card import AdapterCard
-from draftgate.backends.base import Backend, KvEndpoint, Upstream
+from draftgate.backends.base import Backend, DeltaSink, KvEndpoint, Upstream
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.backends.types import GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.sent_requests import SentRequests
 from draftgate.gateway.state.store import new_epoch
@@ -172,8 +172,8 @@ class FleetWorker(SentRequests):
         """The backend of a worker with a `kv_format`."""
         return cast(KvEndpoint, self.backend)
 
-    def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """Send a request and return its deltas.
+    def submit(self, request: GenerationRequest, sink: DeltaSink, lease_number: int) -> None:
+        """Send a request, whose deltas the sink gets.
 
         Args:
             lease_number: number of the request's lease, or 0 without a lease.
@@ -181,10 +181,9 @@ class FleetWorker(SentRequests):
         Raises:
             BackendFailed: the worker rejects the request or has failed.
         """
-        deltas = self.generating.generate(request)
+        self.generating.submit(request, sink)
         # The load includes the request from now on.
         self._watermark = max(self._watermark, lease_number)
-        return deltas
 
 
 class PeerWorker(FleetWorker):
@@ -216,9 +215,9 @@ class PeerWorker(FleetWorker):
         """The worker's load together with the requests of this and other nodes."""
         return with_other_gateways(super().usage, self.gateways)
 
-    def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """Send a request as `FleetWorker.run` does. The watermark advances when it has arrived."""
-        return self._peer.generate(request, lease_number)
+    def submit(self, request: GenerationRequest, sink: DeltaSink, lease_number: int) -> None:
+        """Send a request as for other workers. The watermark advances when it has arrived."""
+        self._peer.submit(request, sink, lease_number)
 
 
 class Fleet:

@@ -7,17 +7,18 @@ runs in this process (`loop.py`) or in a process of its own (`process.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
-from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
@@ -78,7 +79,7 @@ class EngineBackend(OperatedBlocks):
 
     def __init__(self, config: WorkerConfig) -> None:
         """Store the settings. `start` loads the model."""
-        self._streams = DeltaStreams(on_abandon=self._abandon)
+        self._sinks = DeltaSinks(self._end)
         self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[ServedModel] | None = None
@@ -134,22 +135,21 @@ class EngineBackend(OperatedBlocks):
         """Raise `RequestRejected` if this engine can never run the request."""
         self._started().admission.check(request)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Queue the request and return its deltas."""
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        """Queue the request, and put its deltas into the sink."""
         self._started()
         if self._failure is not None:
             raise BackendFailed(self._failure)
-        stream = self._streams.open(request)
+        self._sinks.open(request, sink)
         self._host.submit(request)
-        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request, if it runs."""
+        self._sinks.cancel(request_id)
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change the pace of a request."""
         self._host.set_pace(request_id, pace, tpot_s)
-
-    def unread_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that the reader of a request has not read yet."""
-        return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
         """Return the load after the latest step."""
@@ -192,11 +192,11 @@ class EngineBackend(OperatedBlocks):
         """Store the load, and deliver the deltas of a step in one call."""
         self._load = load
         if batch:
-            self._on_event_loop(self._streams.deliver, batch)
+            self._on_event_loop(self._sinks.deliver, batch)
 
     def adapter_failed(self, request_id: str, reason: str) -> None:
         """End the stream of a request whose adapter cannot be loaded."""
-        self._on_event_loop(partial(self._streams.fail, reason, AdapterFailed), request_id)
+        self._on_event_loop(partial(self._sinks.fail, reason, AdapterFailed), request_id)
 
     def failed(self, error: BaseException) -> None:
         """End all streams with the error, or let `start` raise it during loading."""
@@ -225,13 +225,14 @@ class EngineBackend(OperatedBlocks):
 
     def _end_open(self, failure: str) -> None:
         """End all streams and transfers with an error."""
-        self._streams.fail(failure)
+        self._sinks.fail(failure)
         for exchange in self._exchanges:
             if not exchange.done():
                 exchange.set_exception(BackendFailed(failure))
 
-    def _abandon(self, request_id: str) -> None:
-        self._host.cancel(request_id)
+    def _end(self, request_id: str, cancelled: bool) -> None:
+        if cancelled:
+            self._host.cancel(request_id)
 
     def _started(self) -> ServedModel:
         if self._served is None:

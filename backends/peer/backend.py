@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import aiohttp
 
-from draftgate.backends.base import KvSource
+from draftgate.backends.base import DeltaSink, KvSource
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import AdapterFailed, BackendFailed, CheckpointError, WorkerLeft
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
@@ -39,9 +39,9 @@ from draftgate.backends.remote_worker import (
     Update,
     remote_admission,
 )
-from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.types import GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.resilience.breaker import Breaker, Patience
 from draftgate.policies.types import Role, WorkerLoad
@@ -116,7 +116,7 @@ class PeerBackend(OperatedBlocks):
         self._only_epoch = epoch
         self._silence_s = silence_s
         self._clock = clock
-        self._streams = DeltaStreams(self._abandon)
+        self._sinks = DeltaSinks(self._end)
         self._breaker = Breaker(PATIENCE)
         self._link: Link | None = None  # while linked
         self._blocks: PeerBlocks | None = None  # while linked to a peer that exchanges blocks
@@ -196,7 +196,7 @@ class PeerBackend(OperatedBlocks):
     async def stop(self) -> None:
         """Close the link, so that open streams end with an error."""
         self._stopped = True
-        self._streams.fail("the worker was stopped")
+        self._sinks.fail("the worker was stopped")
         if self._linking is not None:
             self._linking.cancel()
             await asyncio.wait({self._linking})
@@ -208,16 +208,17 @@ class PeerBackend(OperatedBlocks):
         """Raise `RequestRejected` if the peer can never run the request."""
         self._require_served().admission.check(request)
 
-    def generate(
-        self, request: GenerationRequest, lease_number: int = 0
-    ) -> AsyncGenerator[Delta, None]:
-        """Send the request with the number of its lease, and yield its deltas."""
+    def submit(self, request: GenerationRequest, sink: DeltaSink, lease_number: int = 0) -> None:
+        """Send the request with the number of its lease, and put its deltas into the sink."""
         failure = self.failure
         if failure is not None or self._link is None:
             raise self._loss(failure)
-        stream = self._streams.open(request)
+        self._sinks.open(request, sink)
         self._link.send(Submit(self._ids.new_id(request.request_id), request, lease_number))
-        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request, if it runs."""
+        self._sinks.cancel(request_id)
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change the pace of a request at the peer."""
@@ -247,13 +248,9 @@ class PeerBackend(OperatedBlocks):
         except TimeoutError:
             raise BackendFailed("the peer has not confirmed its role") from None
 
-    def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for the reader of a request."""
-        return self._streams.unread_tokens(request_id)
-
-    def _abandon(self, request_id: str) -> None:
+    def _end(self, request_id: str, cancelled: bool) -> None:
         link_id = self._ids.forget(request_id)
-        if self._link is not None and link_id is not None:
+        if cancelled and self._link is not None and link_id is not None:
             self._link.send(Cancel(link_id))
 
     @property
@@ -355,16 +352,13 @@ class PeerBackend(OperatedBlocks):
             if delta.phases is not None:
                 delta = delta._replace(phases=self._remote_clock.to_local_phases(delta.phases))  # noqa: PLW2901
             batch.append((request_id, delta))
-        self._streams.deliver(batch)
-        for request_id, delta in batch:
-            if delta.finish_reason is not None and request_id not in self._streams:
-                self._ids.forget(request_id)
+        self._sinks.deliver(batch)
         for link_id, reason in report.failed:
             request_id = self._ids.request_of(link_id)
             if request_id is not None:
                 self._ids.forget(request_id)
                 kind = AdapterFailed if link_id in report.without_adapter else self._loss
-                self._streams.fail(reason, kind, request_id)
+                self._sinks.fail(reason, kind, request_id)
         self.on_report()
 
     def _end_link(self, reason: str) -> None:
@@ -373,7 +367,7 @@ class PeerBackend(OperatedBlocks):
             logger.warning("no link to the peer %s: %s", self.url, reason)
         self._link, self._ids = None, LinkIds()
         self._breaker.failed(reason, self._clock())
-        self._streams.fail(f"the peer is lost: {reason}", self._loss)
+        self._sinks.fail(f"the peer is lost: {reason}", self._loss)
 
     @property
     def _loss(self) -> type[BackendFailed]:

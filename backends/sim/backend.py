@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
@@ -24,9 +25,9 @@ from draftgate.backends.kv_transfer.transfer import export_chunks
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.model import SimExecutor
-from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.types import GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
@@ -60,7 +61,7 @@ class SimBackend:
         self._config = config
         self._build = build
         self._link = link
-        self._streams = DeltaStreams(self._cancel)
+        self._sinks = DeltaSinks(self._end)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._now_s: Callable[[], float]  # virtual in a simulation
@@ -104,9 +105,9 @@ class SimBackend:
         self._task = asyncio.create_task(self._run(), name="sim-worker")
 
     async def stop(self) -> None:
-        """Stop immediately. Open streams end with `BackendFailed`."""
+        """Stop immediately. Open requests end with `BackendFailed`."""
         self._failure = self._failure or "the worker was stopped"
-        self._streams.fail(self._failure)
+        self._sinks.fail(self._failure)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -115,23 +116,22 @@ class SimBackend:
         """Raise `RequestRejected` if the worker can never run the request."""
         self._worker.admission.check(request)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Queue the request and yield its deltas."""
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        """Queue the request, and put its deltas into the sink."""
         if self._failure is not None:
             raise BackendFailed(self._failure)
-        stream = self._streams.open(request)
+        self._sinks.open(request, sink)
         self._worker.submit(request, self._now_s())
         self._wake.set()
-        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request, if it runs."""
+        self._sinks.cancel(request_id)
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace."""
         self._worker.set_pace(request_id, pace, tpot_s)
         self._wake.set()
-
-    def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for a request's reader."""
-        return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
@@ -177,15 +177,16 @@ class SimBackend:
         assert isinstance(result, kind)
         return result
 
-    def _cancel(self, request_id: str) -> None:
-        self._worker.cancel(request_id)
+    def _end(self, request_id: str, cancelled: bool) -> None:
+        if cancelled:
+            self._worker.cancel(request_id)
 
     async def _run(self) -> None:
         try:
             await self._step_forever()
-        except Exception as error:  # noqa: BLE001 - the open streams report it
+        except Exception as error:  # noqa: BLE001 - the open requests report it
             self._failure = f"{type(error).__name__}: {error}"
-            self._streams.fail(self._failure)
+            self._sinks.fail(self._failure)
 
     async def _step_forever(self) -> None:
         worker, executor, now = self._worker, self._executor, self._now_s
@@ -208,7 +209,7 @@ class SimBackend:
             ahead = worker.plan_ahead(plan, now_s) if executor.launches_ahead else None
             overlapped_s = result.step_s
             await self._sleep(due_s - now_s)
-            self._streams.deliver(worker.complete(plan, result, now()))
+            self._sinks.deliver(worker.complete(plan, result, now()))
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

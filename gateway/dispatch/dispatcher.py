@@ -17,7 +17,7 @@ from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompt import Prompt
-from draftgate.gateway.dispatch.prompts import merged
+from draftgate.gateway.dispatch.prompts import Prompts
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
@@ -152,9 +152,9 @@ class RunningJob(Run):
                 await self._admit_hop(job, job.flow)
             if admit.recording:
                 admit.set(admission_attributes(self.entry))
-        self.placements = [None] * len(self.requests)
         prompt = partial(Prompt, parts, self._moves, self)
-        self.deltas = prompt(0) if len(self.requests) == 1 else merged(self, prompt)
+        count = len(self.requests)
+        self.begin(prompt(0) if count == 1 else Prompts(prompt, count))
         return self
 
     async def __aexit__(
@@ -164,9 +164,8 @@ class RunningJob(Run):
         trace: TracebackType | None,
     ) -> None:
         try:
-            await self.deltas.aclose()
+            await self.aclose()
         finally:
-            del self.deltas  # ends a cycle of references, which only a collection would free
             await self._parts.admission.settle(self.entry)
             if self.hop is not None:
                 await self._end_hop(self.hop, error)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from draftgate.backends.errors import BackendFailed, StreamMoved
-from draftgate.backends.streams import pass_directly
-from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.backends.errors import StreamMoved
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
@@ -24,9 +22,11 @@ from draftgate.gateway.dispatch.span_attributes import (
     describe_reservation,
     record_route,
 )
+from draftgate.gateway.dispatch.splice import Splice
 from draftgate.gateway.dispatch.suspects import Suspects
-from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
+from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.dispatch.worker_spans import WorkerSpans, open_dispatch
+from draftgate.gateway.errors import OutputCut
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
@@ -58,28 +58,48 @@ class Parts(NamedTuple):
         return self.placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
 
-class Hold(Reading):
+class Owner(Protocol):
+    """What gets the deltas of a hold: its prompt, or a move that sends the request earlier.
+
+    All methods are called by the worker or the watchdog, outside the task of the owner.
+    """
+
+    def take(self, delta: Delta) -> None:
+        """Take a delta, which the hold has observed if its prompt is the owner."""
+        ...
+
+    def notify(self) -> None:
+        """Notice that the hold has an `error`."""
+        ...
+
+
+class Hold:
     """What a prompt holds on one worker: capacity, claim, lease, blocks, span and deltas.
 
     The queue has reserved the capacity of a new hold. `start` leases it and sends the request. A
     move prepares the hold of its destination with `prepare` first. `close` cancels the request and
     releases everything, in any state and only once.
 
-    The reader of `deltas` sets `waiting` before each delta and calls `observe` after it. `Run.take`
-    takes some deltas instead.
+    The hold is the sink of the request (`DeltaSink`). Until `start`, a request that was sent early
+    belongs to a move, which gets its deltas.
 
     Attributes:
         placed: the worker and the speculation plan.
-        deltas: the deltas of the worker, once sent.
+        error: why the worker sends no further deltas, or None.
+        num_deltas: number of deltas so far.
+        decodes: whether a choice has its first token from this worker.
         on_delta: a callback after each observed delta, or None.
     """
 
     placed: Placement
-    deltas: AsyncGenerator[Delta, None]
+    error: Exception | None = None
+    num_deltas = 0
+    decodes = False
     on_delta: Callable[[Delta], None] | None = None
     _reservation: Reservation | None = None  # once prepared
-    _sent: AsyncGenerator[Delta, None] | None = None  # the deltas of the worker, once sent
-    _joined: AsyncGenerator[Delta, None] | None = None  # if sent before the prompt reads them
+    _splice: Splice | None = None  # the output of a request that was sent early
+    _further: Callable[[Delta], None] | None = None  # takes the further deltas of such a request
+    _sent = False
     _span: Span = NO_SPAN
     _spans: WorkerSpans | None = None  # if recorded
     _prefix: PrefixUse | None = None  # of a sent request, if workers had it cached
@@ -93,13 +113,15 @@ class Hold(Reading):
         request: GenerationRequest,
         routed: Routed,
         output: PartialOutput,
+        prompt: Owner,
     ) -> None:
         """Hold a reserved worker.
 
         Args:
             request: the request for the prompt, or for the rest of the prompt.
             routed: the reserved worker (`CentralQueue.turn`).
-            output: the output of the prompt, to which `observe` adds.
+            output: the output of the prompt, to which the deltas are added.
+            prompt: gets the deltas after that.
         """
         self.worker = routed.worker
         self.run = run
@@ -108,9 +130,10 @@ class Hold(Reading):
         self._index = index
         self._request = request
         self._output = output
+        self._prompt = self._owner = prompt
 
     async def start(self) -> None:
-        """Send the request, or read the deltas of a request that has been sent before.
+        """Send the request, or give the prompt the deltas of a request that was sent early.
 
         Call `close` after any error, too.
 
@@ -119,8 +142,8 @@ class Hold(Reading):
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
             BackendFailed: the worker has failed or rejects the request.
         """
-        if self._joined is not None:
-            self._take_over(self._joined)
+        if self._splice is not None:
+            self._take_over(self._splice)
             return
         if self._reservation is None:
             await self._lease()
@@ -130,9 +153,7 @@ class Hold(Reading):
                 cached_blocks = self.routed.cached_blocks
                 await self._parts.kv.fetch_new(self.run, self.placed, cached_blocks)
         self.run.place(self._index, self.placed)
-        self.deltas = self._send()
-        if self.run.take is not None and len(self.run.requests) == 1:
-            pass_directly(self.deltas, self._take)
+        self._send()
 
     async def prepare(self) -> None:
         """Lease the worker and decide about speculation, before the prompt continues here.
@@ -163,40 +184,67 @@ class Hold(Reading):
 
     def extend(self) -> None:
         """Continue a prepared hold from the present output, unless its request has been sent."""
-        if self._sent is None:
+        if not self._sent:
             self._replace_request(self.rest)
 
-    def send_early(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    def send_early(self, request: GenerationRequest, owner: Owner) -> None:
         """Send a request for the rest of an earlier output, while the prompt runs on its source.
-
-        The current task reads the deltas, until the prompt continues with `continue_with`.
 
         Args:
             request: an earlier value of `rest`, which may contain the tokens after that output.
+            owner: gets the deltas until the prompt continues here.
         """
         self._replace_request(request)
-        return self._send()
+        self._owner = owner
+        self._send()
 
     def _replace_request(self, request: GenerationRequest) -> None:
         self._request = request
         planned = request.planned(self.placed.request.speculation)
         self.placed = replace(self.placed, request=planned)
 
-    def continue_with(self, deltas: AsyncGenerator[Delta, None]) -> None:
-        """Set the deltas of the prompt, if the request has been sent before the prompt reads."""
-        self._joined = deltas
+    def continue_with(self, splice: Splice) -> None:
+        """Set the output of a request that was sent early, with which the prompt continues."""
+        self._splice = splice
 
     def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of the request on its worker, which the job's own pace replaces."""
         self.worker.generating.set_pace(self._request.request_id, pace, tpot_s)
 
-    def observe(self, delta: Delta) -> None:
-        """Pass a delta to output, watchdog, queue, trace and acceptance history."""
-        self._output.add(delta)
-        self.waiting = False
+    @property
+    def is_owed(self) -> bool:
+        """Whether the worker owes a delta."""
+        ended = self.error is not None or self._output.is_complete
+        return not ended and self.run.pace is not Pace.PAUSED
+
+    @property
+    def runs(self) -> bool:
+        """Whether the worker owes a delta of each step."""
+        return self.decodes and self.run.pace is Pace.FULL and self.is_owed
+
+    def put(self, delta: Delta) -> None:
+        """Take a delta of the worker."""
+        if self.error is not None:
+            return
         self.num_deltas += 1
         if delta.phases is not None:
             self.decodes = True
+        if self._further is not None:
+            self._further(delta)
+        elif self._owner is self._prompt:
+            self._observe(delta)
+        else:
+            self._owner.take(delta)
+
+    def fail(self, error: Exception) -> None:
+        """End the deltas with an error, unless they have ended."""
+        if self.error is None:
+            self.error = error
+            self._owner.notify()
+
+    def _observe(self, delta: Delta) -> None:
+        """Pass a delta to output, queue, trace, acceptance history and the prompt."""
+        self._output.add(delta)
         if not self._begun:
             self._begin()
         if self._spans is not None:
@@ -206,16 +254,11 @@ class Hold(Reading):
             self._parts.placer.record_outcome(self.placed, delta.outcome)
         if self.on_delta is not None:
             self.on_delta(delta)
-
-    def _take(self, delta: Delta) -> bool:
-        """Pass a delta of tokens and text on, unless it has further consequences."""
-        take = self.run.take
-        # The first delta, and deltas during a move, have further consequences.
-        if not (self._begun and self.waiting and self.on_delta is None and take and take(delta)):
-            return False
-        self._output.add(delta)
-        self.num_deltas += 1
-        return True
+        if delta.finish_reason is FinishReason.ABORT:
+            # Every worker would end the output here, so none can continue it.
+            self.fail(OutputCut(self._output.tokens))
+        else:
+            self._prompt.take(delta)
 
     def _begin(self) -> None:
         """Report the first delta to worker, admission and queue."""
@@ -271,8 +314,8 @@ class Hold(Reading):
         view = partial(self._parts.route_view, self.run, self._index, request)
         self._parts.queue.router.moved(view, self.worker)
 
-    def _send(self) -> AsyncGenerator[Delta, None]:
-        """Send the request to its worker, and return its deltas."""
+    def _send(self) -> None:
+        """Send the request to its worker."""
         run, worker, request = self.run, self.worker, self.placed.request
         if run.span.recording:
             placed: Attributes = {
@@ -286,45 +329,37 @@ class Hold(Reading):
             cached_blocks = self.routed.cached_blocks
             self._prefix = self._parts.replicator.begin(run, self.placed, cached_blocks)
         lease = None if self._reservation is None else self._reservation.lease
-        self._sent = deltas = worker.run(request, 0 if lease is None else lease.number)
+        worker.submit(request, self, 0 if lease is None else lease.number)
+        self._sent = True
         if run.pace is not Pace.FULL:
             self.set_pace(run.pace, run.tpot_s)
         self._parts.watchdog.watch(self)
-        return deltas
 
-    def _take_over(self, deltas: AsyncGenerator[Delta, None]) -> None:
-        """Let the current task read a request that has been sent before."""
-        self.deltas = deltas
-        self._parts.watchdog.unwatch(self)
-        self._parts.watchdog.watch(self)
+    def _take_over(self, splice: Splice) -> None:
+        """Give the prompt the deltas of a request that was sent early."""
+        self._owner = self._prompt
         self.run.place(self._index, self.placed)
         if self.run.pace is not Pace.FULL:
             self.set_pace(self.run.pace, self.run.tpot_s)
+        self._further = splice.continued(self._observe)
 
-    async def close(self, error: BaseException | None = None) -> BackendFailed | None:
+    async def close(self, error: BaseException | None = None) -> None:
         """End the deltas and the spans, release the worker, and dispatch the next request.
 
         Only the first call has an effect.
 
         Args:
             error: the reason, or None after the last delta.
-
-        Returns:
-            The error of an interruption that caused a cancellation, or None.
         """
         if self._closed:
-            return None
+            return
         self._closed = True
-        interruption = self.interruption() if isinstance(error, asyncio.CancelledError) else None
-        if isinstance(interruption or error, StreamMoved):
+        if isinstance(error, StreamMoved):
             error = None
         try:
-            if self._joined is not None:
-                await self._joined.aclose()
-            if self._sent is not None:
+            if self._sent:
                 self._parts.watchdog.unwatch(self)
-                await self._sent.aclose()
-        finally:
+                self.worker.generating.cancel(self._request.request_id)
             if self._begun and not self._output.is_complete:
                 # The worker reports no outcome of a choice that is cancelled, lost or moved.
                 self._parts.placer.record_unfinished(self.placed, self._output.unfinished)
@@ -333,8 +368,10 @@ class Hold(Reading):
                 if error is not None:
                     self._span.fail(error)
                 self._span.end()
+        finally:
+            del self._prompt, self._owner  # ends a cycle of references
+            self._further = None
             await self._release(error)
-        return interruption
 
     async def _release(self, error: BaseException | None) -> None:
         """Release the capacity of the worker, and dispatch the next request."""

@@ -7,8 +7,6 @@ source has added since then as drafts, and must accept them (`splice`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from functools import partial
 from typing import Self
 
@@ -29,28 +27,31 @@ def is_exact(stream: Prompt, successor: Hold) -> bool:
 
 
 async def boundary(hold: Hold) -> bool:
-    """Wait until a reader has passed a delta on and waits for the next one.
+    """Wait for the next delta of a hold.
 
     Returns:
         False if no delta arrived within `STALL_S`.
     """
-    loop = asyncio.get_running_loop()
-    while True:
-        passed: asyncio.Future[None] = loop.create_future()
-        hold.on_delta = partial(_wake, passed)
-        try:
-            async with asyncio.timeout(STALL_S):
-                await passed
-        except TimeoutError:
-            return False
-        finally:
-            hold.on_delta = None
-        if hold.waiting:
-            return True
+    arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    hold.on_delta = partial(_wake, arrived)
+    try:
+        async with asyncio.timeout(STALL_S):
+            await arrived
+    except TimeoutError:
+        return False
+    finally:
+        hold.on_delta = None
+    return True
 
 
 class Overlap:
     """A context that observes a stream on its source, until the destination continues it."""
+
+    _end: asyncio.Future[MoveEnd]  # of `switch`
+    _least: int
+    _running: int  # number of choices that the destination has not ended
+    _ended = False  # whether it has ended a choice
+    _paused = False  # whether the source waits for it
 
     def __init__(self, stream: Prompt, successor: Hold, move: Migration) -> None:
         self._stream = stream
@@ -93,33 +94,49 @@ class Overlap:
         Args:
             least: number of tokens that the destination must compute too.
         """
-        stream, source = self._stream, self._source
-        successor, splice = self._successor, self._splice
+        stream, successor = self._stream, self._successor
         if stream.output.is_complete:
             return MoveEnd.ENDED
-        paused = ended = False
+        self._least = least
+        self._end = asyncio.get_running_loop().create_future()
+        request = self._splice.with_drafts(self._rest)
+        self._running = len(request.choices)
         try:
-            deltas = successor.send_early(splice.with_drafts(self._rest))
-            async with aclosing(_read(successor, deltas)) as read:
-                async for delta in read:
-                    splice.add_sink(delta)
-                    self._move.verified_tokens = splice.verified_tokens
-                    if splice.differs:
-                        return MoveEnd.REJECTED
-                    ended = ended or delta.finish_reason is not None
-                    if not may_switch(splice.verified_tokens, least, ended=ended):
-                        continue
-                    if splice.caught_up and source.waiting:
-                        successor.continue_with(splice.continued(deltas))
-                        stream.hand_over(successor, self._move.end)
-                        return MoveEnd.MOVED
-                    if not paused:
-                        paused = True
-                        source.set_pace(Pace.PAUSED)
-            return MoveEnd.ENDED
+            successor.send_early(request, self)
+            return await self._end
         finally:
-            if paused and stream.successor is not successor:
-                source.set_pace(stream.run.pace, stream.run.tpot_s)
+            if self._paused and stream.successor is not successor:
+                self._source.set_pace(stream.run.pace, stream.run.tpot_s)
+
+    def take(self, delta: Delta) -> None:
+        """Compare a delta of the destination, and hand the stream over if it has caught up."""
+        stream, splice = self._stream, self._splice
+        splice.add_sink(delta)
+        if self._end.done():
+            return  # the prompt will continue on the destination, or the move ends
+        self._move.verified_tokens = splice.verified_tokens
+        self._running -= delta.finish_reason is not None
+        self._ended = self._ended or delta.finish_reason is not None
+        switches = may_switch(splice.verified_tokens, self._least, ended=self._ended)
+        if splice.differs:
+            self._end.set_result(MoveEnd.REJECTED)
+        elif stream.output.is_complete:
+            self._end.set_result(MoveEnd.ENDED)
+        elif switches and splice.caught_up:
+            self._end.set_result(MoveEnd.MOVED)
+            self._successor.continue_with(splice)
+            stream.hand_over(self._successor, self._move.end)
+        elif not self._running:
+            self._end.set_result(MoveEnd.ENDED)
+        elif switches and not self._paused:
+            self._paused = True
+            self._source.set_pace(Pace.PAUSED)
+
+    def notify(self) -> None:
+        """Fail, because the destination has failed."""
+        error = self._successor.error
+        if error is not None and not self._end.done():
+            self._end.set_exception(error)
 
     def _observe(self, delta: Delta) -> None:
         self._splice.add_source(delta)
@@ -127,16 +144,6 @@ class Overlap:
         self._added.set()
 
 
-async def _read(hold: Hold, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of a hold that the prompt does not read yet."""
-    hold.waiting = True
-    async for delta in deltas:
-        hold.waiting = False
-        hold.num_deltas += 1
-        yield delta
-        hold.waiting = True
-
-
-def _wake(passed: asyncio.Future[None], _: Delta) -> None:
-    if not passed.done():
-        passed.set_result(None)
+def _wake(arrived: asyncio.Future[None], _: Delta) -> None:
+    if not arrived.done():
+        arrived.set_result(None)

@@ -1,9 +1,12 @@
 """One prompt of a job, which runs on one worker after another until its output is complete.
 
-The prompt waits in the queue, holds a worker (`hold`), and yields the deltas of that worker. If it
-loses the worker, it continues on another one: `PartialOutput` has the tokens of its choices, and
-builds the request for the rest. The prompt then returns to the queue with its old ticket, and gets
-a new worker, lease and speculation plan. The reader of its deltas sees one stream.
+The prompt waits in the queue, holds a worker (`hold`), and passes the deltas of that worker to
+the sink of its run, in the call that delivers them. If it loses the worker, it continues on another
+one: `PartialOutput` has the tokens of its choices, and builds the request for the rest. The prompt
+then returns to the queue with its old ticket, and gets a new worker, lease and speculation plan.
+The sink sees one stream.
+
+Everything except the deltas happens in the task that awaits `wait`.
 `policies.resilience.failover` decides when to give up. A prompt that moves continues on the worker
 that `moves` has reserved.
 """
@@ -12,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable
 from itertools import count
-from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed, StreamMoved
-from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
@@ -29,7 +31,7 @@ from draftgate.gateway.dispatch.recovery import cause_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.dispatch.span_attributes import describe_claim
-from draftgate.gateway.errors import OutputCut, QueueTimeout
+from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import (
@@ -42,8 +44,6 @@ from draftgate.policies.resilience.failover import (
 )
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.values import replace
-
-_CUT_OFF: Final = "the worker ended the stream before its choices had ended"
 
 _MOVED: Final = "the stream moved to another worker"
 
@@ -67,14 +67,8 @@ class Mover(Protocol):
         ...
 
 
-class Prompt(AsyncGenerator[Delta, None]):
-    """A prompt of a job, and its deltas.
-
-    The iterator yields the deltas until all choices have ended. It raises:
-
-    * `QueueTimeout` if the prompt waited too long for its first worker;
-    * `BackendFailed` if the prompt has no worker and cannot continue;
-    * `OutputCut` if the grammar of the prompt allows no continuation of an incomplete output.
+class Prompt:
+    """A prompt of a job.
 
     Attributes:
         output: the output so far.
@@ -96,15 +90,16 @@ class Prompt(AsyncGenerator[Delta, None]):
     failures = moves = 0
     retry_s = 0.0
     moved_s = -math.inf
-    _begun = _ended = False
+    _begun = _ended = _woken = False
     _runs = False  # whether it holds a worker
     _may_move = False  # whether `Mover` watches it
     _lost: Placement | None = None  # the last placement that it has lost
     _error: BackendFailed  # the reason of that loss
     _end_of_move: Callable[[MoveEnd], None] | None = None  # of a move that got the prompt
+    _news: asyncio.Future[None] | None = None  # of the task that awaits `wait`
 
     def __init__(self, parts: Parts, mover: Mover, run: Run, index: int) -> None:
-        """Create a prompt, which waits for a worker from its first `__anext__` on.
+        """Create a prompt, which waits for a worker from the first `wait` on.
 
         Args:
             index: index of the prompt in its job.
@@ -140,16 +135,14 @@ class Prompt(AsyncGenerator[Delta, None]):
         return self.output.rest(f"{request_id}.{next(self._numbers)}")
 
     def hand_over(self, successor: Hold, end_of_move: Callable[[MoveEnd], None]) -> None:
-        """Let the reader continue with a prepared hold.
-
-        A reader that waits for a delta is interrupted. Any other reader notices at its next delta.
+        """Continue with a prepared hold, without further deltas of the present one.
 
         Args:
             end_of_move: called once, with the first new token of the destination or earlier.
         """
         self.successor, self._end_of_move = successor, end_of_move
         successor.on_delta = self._observe_first
-        self.hold.interrupt(StreamMoved(_MOVED))
+        self.hold.fail(StreamMoved(_MOVED))
 
     def _observe_first(self, delta: Delta) -> None:
         """End the move with the first new token of the destination."""
@@ -162,43 +155,56 @@ class Prompt(AsyncGenerator[Delta, None]):
         if end_of_move is not None:
             end_of_move(end)
 
-    def __anext__(self) -> Coroutine[Any, Any, Delta]:
-        return self.asend(None)  # the inherited method costs a second coroutine per delta
+    def take(self, delta: Delta) -> None:
+        """Pass a delta of the present worker to the sink of the run."""
+        if delta.outcome is not None:
+            delta = self.output.counted(delta)
+        if self.index:
+            delta = delta._replace(choice=self.index * self.run.job.n + delta.choice)
+        self.run.sink(delta)
+        if self.output.is_complete:
+            self.notify()
 
-    async def asend(self, value: None, /) -> Delta:
-        """Return the next delta."""
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._woken = True
+        self.notify()
+
+    def notify(self) -> None:
+        """Let the task that awaits `wait` look at the hold and the output."""
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
+
+    async def wait(self) -> bool:
+        """Run until all choices have ended, or until `wake` is called.
+
+        Returns:
+            Whether choices may be left.
+
+        Raises:
+            QueueTimeout: the prompt waited too long for its first worker.
+            BackendFailed: the prompt has no worker and cannot continue.
+            OutputCut: the grammar of the prompt allows no continuation of an incomplete output.
+            Exception: the sink of the run has raised this error.
+        """
         while not self._ended:
             try:
                 if not self._runs:
                     await self._start()
+                elif self._woken:
+                    self._woken = False
+                    return True
                 elif self.output.is_complete:
                     await self._end()
-                    break
-                elif self.successor is not None:
-                    raise StreamMoved(_MOVED)
-                hold = self.hold
-                hold.waiting = True
-                delta = await hold.deltas.__anext__()
-                hold.observe(delta)
-                if delta.finish_reason is FinishReason.ABORT:
-                    # Every worker would end the output here, so none can continue it.
-                    raise OutputCut(self.output.tokens)
-                return delta if delta.outcome is None else self.output.counted(delta)
+                elif self.hold.error is not None:
+                    raise self.hold.error
+                else:
+                    self._news = asyncio.get_running_loop().create_future()
+                    await self._news
             except BaseException as error:  # noqa: BLE001 - raised unless the prompt continues
                 await self._stop(error)
-        raise StopAsyncIteration
-
-    async def athrow(
-        self,
-        typ: type[BaseException] | BaseException,
-        val: BaseException | object = None,
-        tb: TracebackType | None = None,
-        /,
-    ) -> Any:
-        """Cancel the prompt and raise."""
-        error = typ if isinstance(typ, BaseException) else typ()
-        await self._end(error)
-        raise error
+        return False
 
     async def aclose(self) -> None:
         """Cancel the prompt, unless it has ended."""
@@ -220,7 +226,7 @@ class Prompt(AsyncGenerator[Delta, None]):
             if routed is None or self._must_spare():
                 routed = await self._turn(routed)
             del self._place.view  # ends a cycle of references
-            hold = Hold(parts, run, self.index, self._request, routed, self.output)
+            hold = Hold(parts, run, self.index, self._request, routed, self.output, self)
         self.hold, self._runs = hold, True  # from here on, a failure loses the worker
         self._tokens_before = self.output.tokens
         await hold.start()
@@ -240,26 +246,23 @@ class Prompt(AsyncGenerator[Delta, None]):
         try:
             if not self._runs:
                 raise error  # there was no worker to lose
-            cut_off = isinstance(error, StopAsyncIteration)
-            reason = await self._leave(None if cut_off else error)
-            if reason is None:
-                reason = BackendFailed(_CUT_OFF)
-            if isinstance(reason, NoCapacity):
+            error = await self._leave(error) or error
+            if isinstance(error, NoCapacity):
                 if self._lost is None:
                     self._parts.queue.back_off()
                 self._place.wait_again(self._since_s)
-            elif not isinstance(reason, BackendFailed):
-                raise reason
+            elif not isinstance(error, BackendFailed):
+                raise error
             elif self.output.is_complete:
                 await self._end()
             else:
-                await self._lose(reason)
+                await self._lose(error)
         except BaseException as final:
             await self._end(final)
             raise
 
     async def _leave(self, error: BaseException | None) -> BaseException | None:
-        """Release the worker, and return the error, or that of an interruption."""
+        """Release the worker, and return the error, or a cancellation meanwhile."""
         self._runs = False
         if self._may_move:
             self._may_move = False
@@ -269,7 +272,8 @@ class Prompt(AsyncGenerator[Delta, None]):
                     await asyncio.wait({move})
                 except asyncio.CancelledError as cancelled:
                     error = cancelled
-        return await self.hold.close(error) or error
+        await self.hold.close(error)
+        return error
 
     async def _end(self, error: BaseException | None = None) -> None:
         """End the prompt, and release all that it holds."""

@@ -1,14 +1,12 @@
-"""The concurrent execution of several prompts of one request, whose deltas are merged."""
+"""The concurrent execution of several prompts of one request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Final, TypeAlias
+from collections.abc import Callable
+from typing import Final
 
-from draftgate.backends.types import Delta
-from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.prompt import Prompt
 
 PROMPTS_AT_ONCE: Final = 64
 """Maximum prompts of one request that wait or run at the same time.
@@ -16,51 +14,59 @@ PROMPTS_AT_ONCE: Final = 64
 The number equals a default batch. A request with thousands of prompts must neither fill the queue
 nor block the event loop."""
 
-RunOne: TypeAlias = Callable[[int], AsyncGenerator[Delta, None]]
-"""A function that runs one prompt of a job by its index."""
 
-_News: TypeAlias = "asyncio.Queue[Delta | Exception | None]"
+class Prompts:
+    """The prompts of a job, which run in order, and at most `PROMPTS_AT_ONCE` at a time."""
 
+    def __init__(self, prompt: Callable[[int], Prompt], count: int) -> None:
+        """Create a job's prompts, which run from the first `wait` on.
 
-async def merged(run: Run, run_one: RunOne) -> AsyncGenerator[Delta, None]:
-    """Run a job's prompts in order and yield their merged deltas.
+        Args:
+            prompt: a function that returns a prompt by its index.
+        """
+        self._prompt = prompt
+        self._count = count
+        self._tasks: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+        self._woken = False
 
-    At most `PROMPTS_AT_ONCE` prompts run at a time.
-    """
-    lanes = min(len(run.requests), PROMPTS_AT_ONCE)
-    # The queue is short, because the backend's streams buffer and merge deltas for slow readers.
-    news: _News = asyncio.Queue(lanes)
-    indices = iter(range(len(run.requests)))
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._woken = True
+        self._news.set()
 
-    async def lane() -> None:
-        for index in indices:
-            await _pump(run, index, run_one, news)
+    async def wait(self) -> bool:
+        """Run until all prompts have ended, or until `wake` is called, as `Prompt.wait`."""
+        if not self._tasks:
+            indices = iter(range(self._count))
 
-    tasks = [asyncio.create_task(lane()) for _ in range(lanes)]
-    try:
-        running = len(run.requests)
-        while running:
-            one = await news.get()
-            if isinstance(one, Exception):
-                raise one
-            if one is None:
-                running -= 1
-            else:
-                yield one
-    finally:
-        for task in tasks:
+            async def lane() -> None:
+                for index in indices:
+                    prompt = self._prompt(index)
+                    try:
+                        while await prompt.wait():
+                            pass
+                    finally:
+                        await prompt.aclose()
+
+            lanes = range(min(self._count, PROMPTS_AT_ONCE))
+            self._tasks = [asyncio.create_task(lane()) for _ in lanes]
+            for task in self._tasks:
+                task.add_done_callback(lambda _: self._news.set())
+        while True:
+            if self._woken:
+                self._woken = False
+                return True
+            ended = [task for task in self._tasks if task.done()]
+            for task in ended:
+                task.result()
+            if len(ended) == len(self._tasks):
+                return False
+            self._news.clear()
+            await self._news.wait()
+
+    async def aclose(self) -> None:
+        """Cancel all prompts."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pump(run: Run, index: int, run_one: RunOne, news: _News) -> None:
-    """Put the deltas of one prompt into the queue, and then None or the final exception."""
-    first_choice = index * run.job.n
-    try:
-        async with aclosing(run_one(index)) as deltas:
-            async for delta in deltas:
-                await news.put(delta._replace(choice=first_choice + delta.choice))
-    except Exception as error:  # noqa: BLE001 - the reader raises the error
-        await news.put(error)
-    else:
-        await news.put(None)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

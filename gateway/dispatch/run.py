@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, Protocol
 
-from draftgate.backends.streams import Take
+from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.flows import Hop
@@ -126,6 +126,26 @@ class _NoWatch:
 UNWATCHED: Final[Watch] = _NoWatch()
 
 
+class Running(Protocol):
+    """The prompts of a job (`prompt.Prompt`, `prompts.Prompts`)."""
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        ...
+
+    async def wait(self) -> bool:
+        """Run, as `Run.wait`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancel the prompts that have not ended."""
+        ...
+
+
+def _ignore(delta: Delta) -> None:
+    """Ignore a delta."""
+
+
 class Run:
     """An admitted job.
 
@@ -139,18 +159,19 @@ class Run:
         tpot_s: seconds in which its client can take one token of each choice, or 0 if unknown.
         path_reason: why its pace or its chunks follow the path to the client, or empty.
         hop: the place of the job in its flow, or None.
-        take: takes deltas of tokens and text of a job with one prompt directly, or None
-            (`backends.streams.pass_directly`). These deltas are not among `deltas`.
-        deltas: deltas of all choices, where choice c of prompt p has the number `p * n + c`. They
-            end when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
+        sink: takes the deltas of all choices in the calls that deliver them, where choice c of
+            prompt p has the number `p * n + c`. It is set before the first `wait`.
+        unread: the deltas that the sink keeps for a slow client.
     """
 
     requests: Sequence[GenerationRequest]
     entry: Entry
     placements: list[Placement | None]
-    deltas: AsyncGenerator[Delta, None]
-    take: Take | None = None
+    sink: Callable[[Delta], None]
+    unread: UnreadDeltas | None = None
     hop: Hop | None = None
+    _running: Running
+    _reader: AsyncGenerator[Delta, None] | None = None
     pace = Pace.FULL
     tpot_s = 0.0
     path_reason = ""
@@ -159,6 +180,7 @@ class Run:
         self.job = job
         self.span = span
         self.watch = watch
+        self.sink = _ignore
         self.resumes: list[Resume] = []
 
     @property
@@ -175,12 +197,68 @@ class Run:
 
     @property
     def unread_tokens(self) -> int:
-        """Number of generated tokens that the client has not read."""
-        return sum(
-            placed.worker.generating.unread_tokens(placed.request.request_id)
-            for placed in self.placements
-            if placed is not None
-        )
+        """Number of generated tokens that wait for the client."""
+        return 0 if self.unread is None else self.unread.tokens
+
+    def begin(self, running: Running) -> None:
+        """Run the prompts of the job from the first `wait` on."""
+        self.placements = [None] * len(self.requests)
+        self._running = running
+
+    def wake(self) -> None:
+        """Let `wait` return, because the sink keeps deltas."""
+        self._running.wake()
+
+    async def wait(self) -> bool:
+        """Run until all choices have ended, or until `wake` is called.
+
+        Returns:
+            Whether choices may be left.
+
+        Raises:
+            QueueTimeout: a prompt waited too long for its first worker.
+            BackendFailed: a prompt has no worker and cannot continue.
+            OutputCut: the grammar of a prompt allows no continuation of an incomplete output.
+            Exception: the sink has raised this error.
+        """
+        return await self._running.wait()
+
+    async def finished(self) -> None:
+        """Run until all choices have ended. The errors are those of `wait`."""
+        while await self._running.wait():
+            pass
+
+    @property
+    def deltas(self) -> AsyncGenerator[Delta, None]:
+        """The deltas for a reader that may be slow, which needs no `sink`.
+
+        They end when all choices have ended, or with an error of `wait`.
+        """
+        if self._reader is None:
+            self._reader = self._read()
+        return self._reader
+
+    async def _read(self) -> AsyncGenerator[Delta, None]:
+        unread = self.unread = UnreadDeltas()
+
+        def keep(delta: Delta) -> None:
+            unread.put(delta)
+            self.wake()
+
+        self.sink, more = keep, True
+        while more:
+            more = await self.wait()
+            while unread:
+                yield unread.pop()
+
+    async def aclose(self) -> None:
+        """Cancel the prompts that have not ended."""
+        try:
+            await self._running.aclose()
+        finally:
+            # These end cycles of references, which only a collection would free.
+            del self._running
+            self._reader, self.sink = None, _ignore
 
     def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of all sequences of the job, as `Backend.set_pace`."""

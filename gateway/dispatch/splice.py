@@ -9,7 +9,7 @@ text are functions of the position, so the switch may be inside a delta.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from draftgate.backends.types import Delta, GenerationRequest, Phases, TokenLogprob
@@ -70,34 +70,30 @@ class Splice:
         choice.phases = choice.phases or delta.phases
         self.differs = self.differs or not choice.verify()
 
-    async def continued(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """Yield what the destination has added to the output of the source, and the rest.
+    def continued(self, take: Callable[[Delta], None]) -> Callable[[Delta], None]:
+        """Pass on what the destination has added to the output of the source.
 
         Args:
-            deltas: the further deltas of the destination.
+            take: gets the deltas of the choices that the source has not ended.
+
+        Returns:
+            A function for the further deltas of the destination, which passes them to `take`.
         """
         left = {number for number, one in self._choices.items() if not one.source.ended}
-        async for delta in _chained(self._surplus(), deltas):
-            if delta.choice not in left:
-                continue  # the source has ended the choice
-            if delta.finish_reason is not None:
-                left.remove(delta.choice)
-            yield delta
-            if not left:
-                return
+
+        def pass_on(delta: Delta) -> None:
+            if delta.choice in left:
+                if delta.finish_reason is not None:
+                    left.remove(delta.choice)
+                take(delta)
+
+        for delta in self._surplus():
+            pass_on(delta)
+        return pass_on
 
     def _surplus(self) -> list[Delta]:
         found = [choice.surplus() for choice in self._choices.values()]
         return [delta for delta in found if delta is not None]
-
-
-async def _chained(
-    first: Iterable[Delta], deltas: AsyncGenerator[Delta, None]
-) -> AsyncGenerator[Delta, None]:
-    for delta in first:
-        yield delta
-    async for delta in deltas:
-        yield delta
 
 
 class _Output:

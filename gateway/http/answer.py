@@ -35,6 +35,10 @@ StoreReply = Callable[[bytes], Awaitable[bool]]
 """A function that stores the JSON of a response, and returns whether the response is stored."""
 
 
+_DETAILS: Final = slice(Delta._fields.index("logprobs"), Delta._fields.index("drafts"))
+_ONLY_TEXT: Final = Delta(0, (), "")[_DETAILS]
+"""The fields of a delta of nothing but tokens and text, as most deltas are."""
+
 INLINE_CHOICES: Final = 64
 """Responses with more choices are rendered in a thread. 2048 choices take 150 ms (one core of a
 busy Intel Xeon, 2026-11-28)."""
@@ -125,27 +129,35 @@ class Answer:
     def _speculation(self, placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
         return speculation_reply(placed, outcome, self.run.path_reason)
 
+    def events(self, delta: Delta) -> bytes:
+        """Record a delta and return its events, usually one and sometimes none.
+
+        The caller must pass every delta, in order.
+        """
+        if delta[_DETAILS] == _ONLY_TEXT:
+            self.watch.observe_text(delta)
+            if self._reasoning:
+                self._reasoning[delta.choice].add(delta.token_ids)
+            if not delta.text:
+                return b""  # the worker holds the text back
+            frame = self._frames.get(delta.choice)
+            if frame is None:
+                frame = self.rendering.text_frame(delta.choice)
+                if frame is None:
+                    return self.chunk(delta)
+                self._frames[delta.choice] = frame
+            return frame.event(delta.text)
+        self.observe(delta)
+        return self.chunk(delta)
+
     def chunk(self, delta: Delta) -> bytes:
-        """Return the events of an observed delta, usually one and sometimes none."""
+        """Return the events of an observed delta."""
+        if not (delta.text or delta.finish_reason or delta.logprobs or delta.steps):
+            return b""  # the worker holds the text back
         parsed, last = self.parsed, not self._open_choices
         usage = self.usage() if parsed.continuous_usage else UNSET
         metrics = self.metrics() if last and not parsed.include_usage else UNSET
         return self.rendering.chunk(delta, usage, metrics)
-
-    def take(self, delta: Delta) -> bytes:
-        """Record a delta of nothing but tokens and text, and return its events."""
-        self.watch.observe_text(delta)
-        if self._reasoning:
-            self._reasoning[delta.choice].add(delta.token_ids)
-        if not delta.text:
-            return b""  # the worker holds the text back
-        frame = self._frames.get(delta.choice)
-        if frame is None:
-            frame = self.rendering.text_frame(delta.choice)
-            if frame is None:
-                return self.chunk(delta)
-            self._frames[delta.choice] = frame
-        return frame.event(delta.text)
 
     async def ending(self) -> bytes:
         """Return the events after the last delta."""
@@ -163,14 +175,12 @@ class Answer:
         """
         choices = [WholeChoice() for _ in range(self._open_choices)]
 
-        def collect(delta: Delta) -> bool:
+        def collect(delta: Delta) -> None:
             self.observe(delta)
             choices[delta.choice].append(delta)
-            return True
 
-        self.run.take = collect
-        async for delta in self.run.deltas:
-            collect(delta)
+        self.run.sink = collect
+        await self.run.finished()
         await self._store_response(choices)
         return await self._render(self.rendering.response, choices)
 

@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from aiohttp.abc import AbstractStreamWriter
 
+from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
@@ -174,6 +175,51 @@ class Heartbeats:
             self._wait()
 
 
+class StreamedDeltas:
+    """The sink of a streamed response.
+
+    While the client reads in time, events are sent in the call that delivers a delta. Otherwise the
+    deltas wait, and the task of the request sends them with `send_unread`.
+    """
+
+    def __init__(self, events: EventStream, answer: Answer) -> None:
+        self.unread = UnreadDeltas()
+        self._events = events
+        self._answer = answer
+        self._sending = False
+
+    def put(self, delta: Delta) -> None:
+        """Send the events of a delta, or keep the delta."""
+        if self._sending:
+            self.unread.put(delta)
+        elif self.unread or not self._events.writes_directly or _is_long(delta):
+            self.unread.put(delta)
+            self._answer.run.wake()
+        elif events := self._answer.events(delta):
+            self._events.write_directly(events)
+
+    async def send_unread(self) -> None:
+        """Send the events of the deltas that wait, as fast as the client reads."""
+        self._sending, answer = True, self._answer
+        while self.unread:
+            delta = self.unread.pop()
+            if _is_long(delta):
+                answer.observe(delta)
+                events = await offload(answer.chunk, delta)
+            else:
+                events = answer.events(delta)
+            if events:
+                await self._events.write(events)
+                if not (answer.complete or self.unread):
+                    await self._events.coalesced()
+        self._sending = False
+
+
+def _is_long(delta: Delta) -> bool:
+    """Return whether a delta is rendered in a thread."""
+    return len(delta.logprobs) > INLINE_LOGPROBS or delta.prompt_logprobs is not None
+
+
 async def stream_answer(events: EventStream, answer: Answer, running: RunningJob) -> None:
     """Send a response as events.
 
@@ -184,34 +230,14 @@ async def stream_answer(events: EventStream, answer: Answer, running: RunningJob
         ConnectionResetError: the client has disconnected, and the request was cancelled.
         Exception: any error before the first event. Later errors are sent as an event.
     """
-
-    def take(delta: Delta) -> bool:
-        """Send the text of a delta in the callback that delivers it."""
-        if not events.writes_directly:
-            return False
-        chunk = answer.take(delta)
-        if chunk:
-            events.write_directly(chunk)
-        return True
-
     async with OneEnding(events, answer.watch, answer.rendering.failure):
         async with running as run:
-            answer.run = run
-            run.take = take
+            sink = StreamedDeltas(events, answer)
+            answer.run, run.sink, run.unread = run, sink.put, sink.unread
             events.reader.watch(run, lambda: answer.watch.output_tokens)
             with Heartbeats(events, answer.rendering.heartbeat):
-                async for delta in run.deltas:
-                    answer.observe(delta)
-                    if not (delta.text or delta.finish_reason or delta.logprobs or delta.steps):
-                        continue  # the worker holds the text back
-                    if len(delta.logprobs) <= INLINE_LOGPROBS and delta.prompt_logprobs is None:
-                        chunk = answer.chunk(delta)
-                    else:
-                        chunk = await offload(answer.chunk, delta)
-                    if chunk:
-                        await events.write(chunk)
-                        if not (answer.complete or run.unread_tokens):
-                            await events.coalesced()
+                while await run.wait():
+                    await sink.send_unread()
         await events.end(await answer.ending())
 
 

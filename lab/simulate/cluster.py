@@ -211,22 +211,20 @@ async def _run(
     last: Delta | None = None
     deliveries = Deliveries()
 
-    def record(delta: Delta) -> bool:
-        deliveries.at_s.append(loop_time_s() - start_s)
-        deliveries.tokens.append(len(delta.token_ids))
-        return True
+    def record(delta: Delta) -> None:
+        nonlocal last
+        last = delta
+        if delta.phases is not None and deliveries.scheduled_s is None:
+            deliveries.scheduled_s = delta.phases.scheduled_s
+        if pop_deliveries is None and delta.token_ids:
+            deliveries.at_s.append(loop_time_s() - start_s)
+            deliveries.tokens.append(len(delta.token_ids))
 
     with dispatcher.counted():
         try:
             async with dispatcher.run(job, watch=watch) as run:
-                if pop_deliveries is None:
-                    run.take = record  # most deltas then need no switch to this task
-                async for delta in run.deltas:
-                    last = delta
-                    if delta.phases is not None and deliveries.scheduled_s is None:
-                        deliveries.scheduled_s = delta.phases.scheduled_s
-                    if pop_deliveries is None and delta.token_ids:
-                        record(delta)
+                run.sink = record
+                await run.finished()
         except RequestRejected as error:
             return rejection_of(planned, 400, str(error))
         except TooMany as error:

@@ -34,7 +34,7 @@ class Scene:
     def deliver(self, request: GenerationRequest, *deltas: Delta) -> None:
         """Deliver these deltas of the request."""
         for delta in deltas:
-            self.backend.streams.deliver([(request.request_id, delta)])
+            self.backend.sinks.deliver([(request.request_id, delta)])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

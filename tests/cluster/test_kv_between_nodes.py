@@ -13,7 +13,7 @@ from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from tests.cluster.nodes import NodeProcess
@@ -41,7 +41,7 @@ async def nodes(folder: Path, number: int, *flags: str) -> AsyncIterator[list[No
 async def run(backend: PeerBackend, request: GenerationRequest) -> tuple[tuple[int, ...], int]:
     """Return the tokens of a request, and the prompt tokens found in the cache."""
     tokens: list[int] = []
-    async with aclosing(backend.generate(request)) as deltas:
+    async with aclosing(generate(backend, request)) as deltas:
         async for delta in deltas:
             tokens.extend(delta.token_ids)
             cached = delta.cached_tokens

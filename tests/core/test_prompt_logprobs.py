@@ -13,7 +13,7 @@ from hypothesis import given
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.prompt_logprobs import PromptLogprobs, joined
-from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta, FinishReason, ResumedChoice
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.costs.step_cost_fit import REFIT_STEPS
@@ -142,15 +142,10 @@ def test_request_without_output_ends_with_its_prompt(scored: bool) -> None:
 
 def test_merged_deltas_keep_the_log_probabilities() -> None:
     """A slow reader gets merged deltas with the log probabilities of the first."""
-    generation = request(max_tokens=3, prompt_logprobs=0)
-    streams, found = DeltaStreams(lambda _: None), PromptLogprobs(0, b"1234", b"1234", b"", b"")
-    stream = streams.open(generation)
-    deltas = [Delta(0, (5,), "a", prompt_logprobs=found), Delta(0, (6,), "b")]
-    streams.deliver([(generation.request_id, delta) for delta in deltas])
-    coroutine = stream.asend(None)
-    with pytest.raises(StopIteration) as ended:
-        coroutine.send(None)
-    merged = ended.value.value
+    unread, found = UnreadDeltas(), PromptLogprobs(0, b"1234", b"1234", b"", b"")
+    unread.put(Delta(0, (5,), "a", prompt_logprobs=found))
+    unread.put(Delta(0, (6,), "b"))
+    merged = unread.pop()
     assert (merged.text, merged.prompt_logprobs) == ("ab", found)
 
 

@@ -16,7 +16,7 @@ from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
-from draftgate.backends.testing import check_backend
+from draftgate.backends.testing import check_backend, generate
 from draftgate.backends.types import FinishReason, GenerationRequest, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
@@ -59,7 +59,7 @@ async def collect(backend: EngineBackend, generation: GenerationRequest) -> dict
     """Return the tokens of each choice and check that every choice ends exactly once."""
     tokens: dict[int, list[int]] = {choice: [] for choice in range(generation.n)}
     ended: list[int] = []
-    async with aclosing(backend.generate(generation)) as deltas:
+    async with aclosing(generate(backend, generation)) as deltas:
         async for delta in deltas:
             assert delta.choice not in ended
             tokens[delta.choice].extend(delta.token_ids)
@@ -114,7 +114,7 @@ async def test_streams_do_not_mix_and_disconnects_leak_nothing(
 
 async def disconnect(backend: EngineBackend, generation: GenerationRequest, after: int) -> None:
     """Read this number of deltas and disconnect."""
-    async with aclosing(backend.generate(generation)) as deltas:
+    async with aclosing(generate(backend, generation)) as deltas:
         for _ in range(after):
             if await anext(deltas, None) is None:
                 return
@@ -134,7 +134,7 @@ async def test_stream_ends_with_a_finish_reason(backend: EngineBackend) -> None:
     """The last delta has the finish reason and the outcome."""
     prompt = backend.tokenizer.encode("x = 1\n")
     policy = speculation_policy("auto")
-    async with aclosing(backend.generate(request("r", prompt, policy, max_tokens=7))) as deltas:
+    async with aclosing(generate(backend, request("r", prompt, policy, max_tokens=7))) as deltas:
         last = [delta async for delta in deltas][-1]
     assert last.finish_reason is FinishReason.LENGTH
     assert last.outcome is not None
@@ -165,7 +165,7 @@ async def test_missing_checkpoint_fails_the_start(tmp_path) -> None:
 
 async def test_stopping_ends_open_streams_with_an_error(fresh_backend: EngineBackend) -> None:
     """A stream that is open when the backend stops ends with an error."""
-    stream = fresh_backend.generate(requests(fresh_backend, 1, 400)[0])
+    stream = generate(fresh_backend, requests(fresh_backend, 1, 400)[0])
     await anext(stream)
     await fresh_backend.stop()
     with pytest.raises(BackendFailed, match="stopped"):
@@ -215,7 +215,7 @@ async def test_engine_with_only_paused_requests_sleeps(
         asleep.set()
         sleep(self)
 
-    stream = backend.generate(generation)
+    stream = generate(backend, generation)
     first = await anext(stream)
     monkeypatch.setattr(EngineLoop, "_sleep", recorded)
     backend.set_pace(generation.request_id, Pace.PAUSED)
@@ -242,7 +242,7 @@ async def test_hanging_step_does_not_block_stopping(
 
     monkeypatch.setattr(Runner, "launch", hang)
     generation = request("r", [1, 2, 3], speculation_policy("off"), max_tokens=8)
-    async with aclosing(fresh_backend.generate(generation)) as deltas:
+    async with aclosing(generate(fresh_backend, generation)) as deltas:
         reading = asyncio.ensure_future(anext(deltas))
         await asyncio.to_thread(hangs.wait, 60)
         async with asyncio.timeout(60):

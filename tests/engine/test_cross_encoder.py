@@ -19,6 +19,7 @@ from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.pair_encoder import TextPair
+from draftgate.backends.testing import generate
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig
@@ -253,7 +254,7 @@ async def test_backend_serves_a_cross_encoder(own_process: bool, tmp_path: Path)
         for index, pair in enumerate(wanted):
             each = scoring_request(str(index), pair)
             backend.check(each)
-            (delta,) = [delta async for delta in backend.generate(each)]
+            (delta,) = [delta async for delta in generate(backend, each)]
             assert isinstance(delta, Delta)
             assert delta.pooled == expected[index]
         for other in (embedding_request("e", [1, 2]), request("c", [1], Off(), max_tokens=3)):

@@ -18,6 +18,7 @@ from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.pooling import unsupported_pooling
 from draftgate.backends.errors import CheckpointError, RequestRejected
+from draftgate.backends.testing import generate
 from draftgate.backends.types import FinishReason, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
@@ -271,7 +272,7 @@ async def test_backend_streams_an_embedding_as_one_delta(
         capabilities = backend.card.capabilities
         assert capabilities.tasks == (Task.GENERATE, Task.EMBED)
         assert capabilities.embedding_size * 4 == len(alone["e5"])
-        deltas = [delta async for delta in backend.generate(embedding_request("e5", TEXTS[5]))]
+        deltas = [delta async for delta in generate(backend, embedding_request("e5", TEXTS[5]))]
         assert [delta.pooled for delta in deltas] == [alone["e5"]]
         assert (deltas[0].token_ids, deltas[0].outcome) == ((), None)
     finally:

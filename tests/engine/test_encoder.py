@@ -21,6 +21,7 @@ from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
+from draftgate.backends.testing import generate
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import embedding_request, request
@@ -290,7 +291,7 @@ async def test_backend_serves_an_encoder(own_process: bool, tmp_path: Path) -> N
     try:
         each = embedding_request("one", TEXTS[-1])
         backend.check(each)
-        (delta,) = [delta async for delta in backend.generate(each)]
+        (delta,) = [delta async for delta in generate(backend, each)]
         assert_close(delta.pooled or b"", states_of(model, TEXTS[-1]).mean(0))
         with pytest.raises(
             RequestRejected,

@@ -27,6 +27,7 @@ from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.testing import generate
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.backends.worker_config import WorkerConfig
@@ -346,7 +347,7 @@ async def _serve_one(proposer: str, kv_cache_dtype: str) -> list[Delta]:
         ids = backend.tokenizer.encode("def read(path):\n    with open(path) as file:\n")
         generation = request("one", ids, Fixed(4), max_tokens=40, temperature=0.0)
         plan = replace(generation.speculation, proposer=proposer)
-        return [d async for d in backend.generate(replace(generation, speculation=plan))]
+        return [d async for d in generate(backend, replace(generation, speculation=plan))]
     finally:
         await backend.stop()
 

@@ -21,7 +21,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, chunk_of, refusal
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
@@ -57,7 +57,7 @@ def chain(request: GenerationRequest, output: tuple[int, ...] = ()) -> list[byte
 async def run(engine: EngineBackend, request: GenerationRequest) -> tuple[tuple[int, ...], int]:
     """Return the tokens of the only choice, and the prompt tokens found in the cache."""
     tokens: list[int] = []
-    async with aclosing(engine.generate(request)) as deltas:
+    async with aclosing(generate(engine, request)) as deltas:
         async for delta in deltas:
             tokens.extend(delta.token_ids)
             cached = delta.cached_tokens

@@ -18,6 +18,7 @@ from bench.harness.prompts import held_out_prompts
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.lora.weights import LayerPairs, LoraCheckpoint
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.testing import generate
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
@@ -71,7 +72,7 @@ def digests(backend: EngineBackend) -> list[str]:
 async def run(backend: EngineBackend, generation: GenerationRequest) -> Result:
     backend.check(generation)
     result = Result()
-    async with aclosing(backend.generate(generation)) as deltas:
+    async with aclosing(generate(backend, generation)) as deltas:
         async for delta in deltas:
             result.tokens.extend(delta.token_ids)
             result.cached_tokens += delta.cached_tokens

@@ -20,7 +20,7 @@ from msgspec import structs
 from draftgate.backends.engine import process
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.errors import BackendFailed, CheckpointError
-from draftgate.backends.testing import check_backend, collect, make_request
+from draftgate.backends.testing import check_backend, collect, generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -74,7 +74,7 @@ async def test_killed_process_ends_every_stream_with_an_error() -> None:
     await backend.start()
     try:
         (child,) = child_pids() - before
-        async with aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream:
+        async with aclosing(generate(backend, make_request(backend, max_tokens=400))) as stream:
             await anext(stream)
             os.kill(child, signal.SIGKILL)
             with pytest.raises(BackendFailed, match="status -9"):
@@ -82,7 +82,7 @@ async def test_killed_process_ends_every_stream_with_an_error() -> None:
                     pass
         assert "status -9" in str(backend.failure)
         with pytest.raises(BackendFailed, match="status -9"):
-            backend.generate(make_request(backend))
+            generate(backend, make_request(backend))
     finally:
         await backend.stop()
 

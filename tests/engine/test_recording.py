@@ -25,7 +25,7 @@ from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE
 from draftgate.backends.recorded_run import RecordedCost, RecordedRequest, RecordedWorker
 from draftgate.backends.recording import DIGITS, RecordingFile, Text
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import collect, make_request
+from draftgate.backends.testing import collect, generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -179,7 +179,7 @@ def test_replayed_stream_accepts_what_the_live_stream_accepted(tmp_path: Path) -
         request = make_request(backend, PROMPT, max_tokens=length, seed=3, speculation=FOUR)
         sampling = replace(request.sampling, temperature=0.6)
         async with aclosing(
-            backend.generate(replace(request, sampling=sampling, traced=True))
+            generate(backend, replace(request, sampling=sampling, traced=True))
         ) as deltas:
             found = [delta async for delta in deltas]
         await backend.stop()
@@ -203,7 +203,7 @@ def test_replayed_stream_accepts_what_the_live_stream_accepted(tmp_path: Path) -
         await simulated.start()
         sampling = SamplingParams(length, seed, 0.6, ignore_eos=True)
         request = GenerationRequest(f"{TASK}/0", compact((1, 2, 3)), sampling, FOUR)
-        *_, last = [delta async for delta in simulated.generate(request)]
+        *_, last = [delta async for delta in generate(simulated, request)]
         await simulated.stop()
         return list(environment.log.pop(request.request_id).tokens), last
 

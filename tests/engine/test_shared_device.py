@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from bench.harness.prompts import held_out_prompts
 from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.testing import generate
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
@@ -72,7 +73,7 @@ async def output(
 ) -> tuple[list[int], bytes | None]:
     """Return the tokens and the vector of a request, and note its begin and end."""
     tokens, vector = [], None
-    async with aclosing(backend.generate(each)) as deltas:
+    async with aclosing(generate(backend, each)) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
             vector = delta.pooled or vector

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +15,11 @@ import httpx
 import pytest
 from aiohttp import web_app
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import BackendFailed, RequestRejected
 from draftgate.backends.sim.tokens import shipped_tokenizer
-from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.types import (
     Delta,
     FinishReason,
@@ -30,9 +31,11 @@ from draftgate.backends.types import (
 )
 from draftgate.gateway.app import Listening, build_fleets, listening, start_workers
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
@@ -60,7 +63,7 @@ class ScriptedBackend:
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.paces: list[tuple[str, Pace]] = []  # (request id, pace) of each call, in order
         self.tpots_s: list[float] = []  # of each call
-        self.streams = DeltaStreams(self.abandoned.put_nowait)
+        self.sinks = DeltaSinks(self._end)
         self.gate = asyncio.Event()  # start() waits for this event
         self.gate.set()
         self.card = ModelCard("scripted", "scripted", 1000, "test", 1)
@@ -86,24 +89,34 @@ class ScriptedBackend:
                 param = "prompt" if len(request.prompt_ids) >= limit else "max_tokens"
                 raise RequestRejected(f"{limit} fit, not {needed}", param, limit)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
         if self.failure is not None:
             raise BackendFailed(self.failure)
-        stream = self.streams.open(request)
+        self.sinks.open(request, sink)
         self.submitted.put_nowait(request)
-        return stream
+
+    def cancel(self, request_id: str) -> None:
+        self.sinks.cancel(request_id)
+
+    def _end(self, request_id: str, cancelled: bool) -> None:
+        if cancelled:
+            self.abandoned.put_nowait(request_id)
 
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         self.paces.append((request_id, pace))
         self.tpots_s.append(tpot_s)
 
-    def unread_tokens(self, request_id: str) -> int:
-        return self.streams.unread_tokens(request_id)
-
     def load(self) -> WorkerLoad:
-        running = len(self.streams) - self.waiting
+        running = len(self.sinks) - self.waiting
         known = {"max_sequences": self.max_sequences, "steps": self.steps}
         return WorkerLoad(running, self.waiting, 8, 8, 0.0, 0.5, self.proposers, **known)
+
+    def unread_tokens(self, request: GenerationRequest) -> int:
+        """Return how many tokens of a request wait for its client, or for the other node."""
+        sink = self.sinks._open.get(request.request_id)
+        if isinstance(sink, PeerStream):
+            return sink._unread.tokens
+        return sink.run.unread_tokens if isinstance(sink, Hold) else 0
 
     def emit(
         self,
@@ -120,12 +133,12 @@ class ScriptedBackend:
         reason = FinishReason.STOP if last else None
         outcome = SpeculationOutcome() if last else None
         delta = Delta(choice, ids, text, (), reason, outcome, cached_tokens, phases=phases)
-        self.streams.deliver([(request.request_id, delta)])
+        self.sinks.deliver([(request.request_id, delta)])
 
     def crash(self, reason: str) -> None:
         """Fail the worker permanently."""
         self.failure = reason
-        self.streams.fail(reason)
+        self.sinks.fail(reason)
 
 
 class FixedAdvisor:

@@ -184,7 +184,7 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
     await until(lambda: guarded.node.in_flight == 1)
     reserved = request.most_tokens
     assert await quotas.totals(account) == (reserved, 0, 0, reserved)
-    await until(lambda: scripted.unread_tokens(request.request_id) == 0)
+    await until(lambda: scripted.unread_tokens(request) == 0)
     writer.close()
     await until(lambda: guarded.node.in_flight == 0)
     used = len(request.prompt_ids) + 3

@@ -151,7 +151,7 @@ async def test_request_returns_to_the_only_worker_with_its_adapter() -> None:
     async with running(backends=[able, other]) as gateway, client(gateway) as http:
         task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "model": "a"}))
         dropped = await accepted_request(able, task)
-        able.streams.fail("cut off", request_id=dropped.request_id)
+        able.sinks.fail("cut off", request_id=dropped.request_id)
         able.emit(await accepted_request(able, task), "ok", last=True)
         assert (await task).status_code == 200
 

@@ -52,7 +52,7 @@ async def respond(
     response = asyncio.create_task(http.post(path, json={"max_tokens": 100, **body}))
     request = await accepted_request(backend, response)
     delta = Delta(0, (1,), text, (), reason)
-    backend.streams.deliver([(request.request_id, delta)])
+    backend.sinks.deliver([(request.request_id, delta)])
     prompt = backend.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
     return request, prompt, (await response).json()
 

@@ -168,7 +168,7 @@ async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: obj
         request = await scripted.submitted.get()
         for choice, outcome in enumerate(outcomes):
             last = Delta(choice, (1,), "x", (), FinishReason.STOP, outcome)
-            scripted.streams.deliver([(request.request_id, last)])
+            scripted.sinks.deliver([(request.request_id, last)])
         await reading
         async for _ in run.deltas:
             pass

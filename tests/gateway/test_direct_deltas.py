@@ -1,30 +1,22 @@
-"""Tests of deltas that are passed directly, without a switch to the task of their reader."""
+"""Tests of deltas whose events are sent in the call that delivers them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.backends.streams import MOST_DIRECT, DeltaStreams, pass_directly
-from draftgate.backends.token_ids import compact
 from draftgate.backends.types import (
     Delta,
     FinishReason,
-    GenerationRequest,
-    SamplingParams,
     SpeculationOutcome,
     TokenLogprob,
 )
 from draftgate.gateway.app import Listening
-from draftgate.policies.types import SpeculationMode, SpeculationPlan
+from draftgate.gateway.http.stream import INLINE_LOGPROBS, StreamedDeltas
 from tests.gateway.harness import ScriptedBackend, client, events, running, until
-
-PLAN = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "test")
-LAST = Delta(0, (9,), "", (), FinishReason.STOP)
 
 
 def text(number: int) -> Delta:
@@ -33,38 +25,56 @@ def text(number: int) -> Delta:
 
 
 class Scene:
-    """A stream with a reader, and a function that takes deltas as long as `open` is true."""
+    """The deltas of a streamed response, whose client can be written to as long as `open` is true.
+
+    Attributes:
+        direct: the tokens that were sent in the call that delivered them.
+        all: all tokens, in the order in which the client gets them.
+    """
 
     def __init__(self) -> None:
-        self.abandoned: list[str] = []
-        self.streams = DeltaStreams(self.abandoned.append)
-        request = GenerationRequest("r", compact((1,)), SamplingParams(8, 0), PLAN)
-        self.deltas: AsyncGenerator[Delta, None] = self.streams.open(request)
         self.open = True
-        self.taken: list[Delta] = []
-        self.read: list[Delta] = []
-        self.all: list[int] = []  # tokens in the order in which the client gets them
-        pass_directly(self.deltas, self.take)
+        self.direct: list[int] = []
+        self.all: list[int] = []
+        self.complete = False
+        self.run = self
+        self.waking = asyncio.Event()
+        self.deltas = StreamedDeltas(self, self)
 
-    def take(self, delta: Delta) -> bool:
-        """Take a delta if open."""
-        if self.open:
-            self.taken.append(delta)
-            self.all += delta.token_ids
+    # These are the parts of `EventStream`, `Answer` and `Run`.
+
+    @property
+    def writes_directly(self) -> bool:
         return self.open
 
-    def start(self) -> asyncio.Task[None]:
-        """Start the reader."""
-        return asyncio.create_task(self._read())
+    def write_directly(self, events: bytes) -> None:
+        self.direct += events
+        self.all += events
 
-    def deliver(self, *deltas: Delta) -> None:
-        """Deliver the deltas of a step."""
-        self.streams.deliver([("r", delta) for delta in deltas])
+    async def write(self, events: bytes) -> None:
+        await asyncio.sleep(0)
+        self.all += events
 
-    async def _read(self) -> None:
-        async for delta in self.deltas:
-            self.read.append(delta)
-            self.all += delta.token_ids
+    async def coalesced(self) -> None:
+        await asyncio.sleep(0)
+
+    def observe(self, delta: Delta) -> None:
+        pass
+
+    def events(self, delta: Delta) -> bytes:
+        return bytes(delta.token_ids)
+
+    chunk = events
+
+    def wake(self) -> None:
+        self.waking.set()
+
+    async def send(self) -> None:
+        """Send what waits, as the task of the request does."""
+        while True:
+            await self.waking.wait()
+            self.waking.clear()
+            await self.deltas.send_unread()
 
 
 async def turns(count: int = 3) -> None:
@@ -73,41 +83,38 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def test_text_does_not_wake_its_reader() -> None:
-    """A waiting reader gets only the last delta, and the others are taken when delivered."""
+async def test_text_does_not_wake_its_task() -> None:
+    """While the client reads in time, deltas are sent in the call that delivers them."""
     scene = Scene()
-    reader = scene.start()
-    await turns()
-    scene.deliver(text(1))
-    scene.deliver(text(2), text(3))
-    assert scene.taken == [text(1), text(2), text(3)]
-    scene.deliver(LAST)
-    await reader
-    assert scene.read == [LAST]
+    for number in range(3):
+        scene.deltas.put(text(number))
+    scene.deltas.put(text(3)._replace(logprobs=(TokenLogprob(1, -1.0),)))
+    assert scene.direct == [0, 1, 2, 3]
+    assert not scene.waking.is_set()
 
 
-async def test_other_deltas_reach_the_reader() -> None:
-    """Log probabilities and outcomes need the reader."""
+async def test_many_log_probabilities_are_rendered_in_the_task() -> None:
+    """Long rendering happens in a thread, and later deltas wait for it."""
     scene = Scene()
-    reader = scene.start()
-    await turns()
-    detailed = text(1)._replace(logprobs=(TokenLogprob(1, -1.0),))
-    scene.deliver(detailed)
-    await turns()
-    assert (scene.read, scene.taken) == ([detailed], [])
-    scene.deliver(LAST)
-    await reader
+    sending = asyncio.create_task(scene.send())
+    many = (TokenLogprob(1, -1.0),) * (INLINE_LOGPROBS + 1)
+    scene.deltas.put(text(0)._replace(logprobs=many))
+    await turns(1)
+    scene.deltas.put(text(1))
+    assert scene.all == []
+    await until(lambda: scene.all == [0, 1])
+    sending.cancel()
 
 
 @given(
     st.lists(st.sampled_from(["deliver", "two", "turn", "open", "close", "logprobs"]), max_size=30)
 )
 def test_every_delta_arrives_once_and_in_order(actions: list[str]) -> None:
-    """The order holds when deltas are taken, refused, merged and read in any sequence."""
+    """The order holds when deltas are sent, kept, merged and rendered in any sequence."""
 
     async def check() -> None:
         scene, sent = Scene(), 0
-        reader = scene.start()
+        sending = asyncio.create_task(scene.send())
         for action in actions:
             if action == "turn":
                 await turns()
@@ -115,55 +122,15 @@ def test_every_delta_arrives_once_and_in_order(actions: list[str]) -> None:
                 scene.open = action == "open"
             else:
                 for _ in range(2 if action == "two" else 1):
-                    entry = (TokenLogprob(1, -1.0),) if action == "logprobs" else ()
-                    scene.deliver(text(sent)._replace(logprobs=entry))
+                    entries = INLINE_LOGPROBS + 1 if action == "logprobs" else 0
+                    entry = (TokenLogprob(1, -1.0),) * entries
+                    scene.deltas.put(text(sent)._replace(logprobs=entry))
                     sent += 1
-        scene.deliver(Delta(0, (sent,), "", (), FinishReason.STOP))
-        await reader
-        assert scene.all == list(range(sent + 1))
+        await until(lambda: len(scene.all) == sent)
+        assert scene.all == list(range(sent))
+        sending.cancel()
 
     asyncio.run(check())
-
-
-async def test_cancelled_reader_gets_nothing_more() -> None:
-    """No delta is taken after its reader was cancelled, even before the reader notices it."""
-    scene = Scene()
-    reader = scene.start()
-    await turns()
-    reader.cancel()
-    scene.deliver(text(1))
-    await asyncio.wait({reader})
-    assert scene.all == []
-    assert scene.abandoned == ["r"]
-
-
-async def test_error_ends_the_stream_and_its_request() -> None:
-    """The reader raises an error of the taking function, and the worker drops the request."""
-    scene = Scene()
-
-    def fail(_: Delta) -> bool:
-        raise OverflowError("test")
-
-    pass_directly(scene.deltas, fail)
-    reader = scene.start()
-    await turns()
-    scene.deliver(text(1), text(2), LAST)
-    with pytest.raises(OverflowError):
-        await reader
-    assert scene.abandoned == ["r"]
-    assert scene.all == []
-
-
-async def test_large_batches_yield_to_the_event_loop() -> None:
-    """Deltas of a step beyond the limit wait for their readers."""
-    scene = Scene()
-    reader = scene.start()
-    await turns()
-    scene.deliver(*map(text, range(MOST_DIRECT + 1)))
-    assert len(scene.taken) == MOST_DIRECT
-    scene.deliver(LAST)
-    await reader
-    assert scene.all == [*range(MOST_DIRECT + 1), 9]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
@@ -184,7 +151,7 @@ async def test_streamed_text_is_the_whole_text(path: str) -> None:
         for part in ("One", ' "two', '\n\\ three"', " é😀"):
             backend.emit(request, part)
             await turns(10)
-        backend.streams.deliver([(request.request_id, _end())])
+        backend.sinks.deliver([(request.request_id, _end())])
         answer = await sending
         assert _text_of(answer.text) == 'One "two\n\\ three" é😀'
         assert '"total_tokens":' in answer.text

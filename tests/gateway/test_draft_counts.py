@@ -185,7 +185,7 @@ async def test_drafts_of_a_cancelled_request_are_counted() -> None:
             Delta(1, (4, 5, 6, 7), "c", drafts=((3, 3),)),
             ended._replace(outcome=outcome + SpeculationOutcome(1, 4, 2, (0, 0, 1))),
         ):
-            backend.streams.deliver([(request.request_id, delta)])
+            backend.sinks.deliver([(request.request_id, delta)])
             await reader.readuntil(f'"text":"{delta.text}"'.encode())
         writer.close()
         await backend.abandoned.get()

@@ -266,7 +266,7 @@ async def scripted() -> ScriptedBackend:
 def send_embedding(backend: ScriptedBackend, request_id: str, state: list[float]) -> None:
     embedding = np.array(state, "<f4").tobytes()
     delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=embedding)
-    backend.streams.deliver([(request_id, delta)])
+    backend.sinks.deliver([(request_id, delta)])
 
 
 async def test_texts_wait_for_capacity_and_keep_their_order(
@@ -287,7 +287,7 @@ async def test_texts_wait_for_capacity_and_keep_their_order(
         tangents = [entry["embedding"][0] / entry["embedding"][1] for entry in data[:-1]]
         assert tangents == pytest.approx([index + 1 for index in range(PROMPTS_AT_ONCE)], rel=1e-5)
         assert data[-1]["embedding"] == [0.0] * 4
-        assert len(scripted.streams) == 0
+        assert len(scripted.sinks) == 0
 
 
 async def test_worker_failure_is_503_worker_failed(scripted: ScriptedBackend) -> None:

@@ -256,7 +256,7 @@ async def test_responses_with_many_logprobs_are_rendered_in_a_thread(
         body = {"prompt": "a", "max_tokens": 400, "logprobs": 20, "stream": stream}
         response = asyncio.create_task(http.post("/v1/completions", json=body))
         request = await backend.submitted.get()
-        backend.streams.deliver([(request.request_id, delta)])
+        backend.sinks.deliver([(request.request_id, delta)])
         assert len((await response).content) > 100_000
     assert found.names() == {"encode"}
 

@@ -43,7 +43,7 @@ async def test_stopped_reader_loses_nothing() -> None:
                 FinishReason.STOP if last else None,
                 SpeculationOutcome() if last else None,
             )
-            backend.streams.deliver([(request.request_id, delta)])
+            backend.sinks.deliver([(request.request_id, delta)])
             for _ in range(5):
                 await asyncio.sleep(0)
         data = await _read_to_end(reader)

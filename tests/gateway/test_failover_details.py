@@ -137,27 +137,6 @@ def test_a_stream_ends_if_workers_cannot_resume() -> None:
     run_scenario(scenario())
 
 
-def test_a_truncated_stream_is_resumed() -> None:
-    """The dispatcher resumes a stream that ends before its choices end."""
-
-    async def scenario() -> None:
-        first_worker, second_worker, watch = ScriptedBackend(), ScriptedBackend(), RecordingWatch()
-
-        async def short(request: GenerationRequest):
-            yield Delta(0, (7, 8), "cut ")
-
-        first_worker.generate = short
-        async with serving(first_worker, second_worker) as dispatched:
-            result = asyncio.create_task(run_job(dispatched.dispatcher, job(), watch))
-            resumed_request = await second_worker.submitted.get()
-            assert resumed_request.resumed == (ResumedChoice(0, (7, 8)),)
-            second_worker.emit(resumed_request, "off", last=True)
-            assert texts(await result) == ["cut off"]
-            assert "before its choices had ended" in watch.resumes[0].reason
-
-    run_scenario(scenario())
-
-
 def test_a_healthy_worker_is_used_again_if_no_other_is_left() -> None:
     """The dispatcher prefers other workers after a broken connection, then uses the same worker
     again."""
@@ -167,7 +146,7 @@ def test_a_healthy_worker_is_used_again_if_no_other_is_left() -> None:
         async with serving(first_worker, second_worker) as dispatched:
             result, request = await send_job(dispatched, first_worker, job())
             other_result, busy = await send_job(dispatched, second_worker, job("beside"))
-            first_worker.streams.fail(
+            first_worker.sinks.fail(
                 "connection reset"
             )  # the connection fails, but the worker stays healthy
             again = await second_worker.submitted.get()
@@ -426,14 +405,14 @@ def test_an_embedding_starts_again() -> None:
                 reading = asyncio.ensure_future(anext(run.deltas))
                 for _ in range(2):
                     await settle()
-                    (chosen,) = (backend for backend in backends if len(backend.streams))
+                    (chosen,) = (backend for backend in backends if len(backend.sinks))
                     chosen.crash("device lost")
                 await settle()
-                (chosen,) = (backend for backend in backends if len(backend.streams))
+                (chosen,) = (backend for backend in backends if len(backend.sinks))
                 request = await chosen.submitted.get()
                 assert (request.task, request.resumed) == (Task.EMBED, ())
                 done = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
-                chosen.streams.deliver([(request.request_id, done)])
+                chosen.sinks.deliver([(request.request_id, done)])
                 assert (await reading).pooled == state
                 assert [delta async for delta in run.deltas] == []
             assert (await dispatched.totals()).settled == 5

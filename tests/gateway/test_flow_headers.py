@@ -114,7 +114,7 @@ async def test_embedding_is_a_hop_within_the_limits_of_its_account(tmp_path: Pat
             request = await accepted_request(backend, sent)
             targets[name] = request.service
             delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
-            backend.streams.deliver([(request.request_id, delta)])
+            backend.sinks.deliver([(request.request_id, delta)])
             assert (await sent).status_code == 200
         found = samples(gateway.node.metrics)
     assert targets["a"] == ServiceLevel(5.0)

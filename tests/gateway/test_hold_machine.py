@@ -70,9 +70,9 @@ class Hanging(SimBackend):
         return hangs
 
     def lose_streams(self) -> None:
-        for request_id in tuple(self._streams._open):
-            self._streams.fail("the connection was lost", request_id=request_id)
-            self._cancel(request_id)
+        for request_id in tuple(self._sinks._open):
+            self._sinks.fail("the connection was lost", request_id=request_id)
+            self._worker.cancel(request_id)
 
 
 class Client:

@@ -22,6 +22,7 @@ from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -33,6 +34,7 @@ from draftgate.policies.kv_transfer import PullReason
 from tests.gateway.harness import client, eventually, needs_engine, running
 from tests.gateway.troubles import (
     NEVER_S,
+    ChangedDeltas,
     Choice,
     RecordingWatch,
     dispatching,
@@ -47,16 +49,15 @@ CONFIG = WorkerConfig(kv_bytes=1000 * 16 * CPU.kv_token_bytes, speculation="off"
 BLOCK_BYTES = 16 * CPU.kv_token_bytes
 
 
-class CutsOff:
+class CutsOff(ChangedDeltas):
     """A worker that ends its first stream after some deltas, and lives on."""
 
     cut_after = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        stream = super().generate(request)
-        async with aclosing(first_deltas(stream, self.cut_after)) as deltas:
-            async for delta in deltas:
-                yield delta
+    def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        return first_deltas(deltas, self.cut_after)
 
 
 class CutOff(CutsOff, SimBackend):

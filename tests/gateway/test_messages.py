@@ -50,7 +50,7 @@ async def exchange(
         backend.emit(request, step)
         await asyncio.sleep(0)
     last = Delta(0, (1,), "", (), end, None, cached_tokens, stop_text=stop_text)
-    backend.streams.deliver([(request.request_id, last)])
+    backend.sinks.deliver([(request.request_id, last)])
     return request, await response
 
 

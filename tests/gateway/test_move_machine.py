@@ -19,6 +19,7 @@ from msgspec import structs
 from draftgate.backends.kv_transfer.exchange import HOLD_S, BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.run import Run
@@ -31,6 +32,7 @@ from tests.gateway.test_kv_fetch import CONFIG, make_job, undisturbed
 from tests.gateway.troubles import (
     MOST_SCENARIO_S,
     NEVER_S,
+    ChangedDeltas,
     Choice,
     Dispatched,
     dispatching,
@@ -59,7 +61,7 @@ class Events:
             await self._next.wait()
 
 
-class Faulty(SimBackend):
+class Faulty(ChangedDeltas, SimBackend):
     """A simulated worker whose next operation may hang, and whose next chunk may be damaged."""
 
     def __init__(self, config: WorkerConfig, events: Events) -> None:
@@ -83,12 +85,13 @@ class Faulty(SimBackend):
         blocks.expire_holds(self._now_s())
         return blocks._cache.num_held
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                if request.resumed:
-                    self._events.add()
-                yield delta
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            if request.resumed:
+                self._events.add()
+            yield delta
 
     async def begin_import(self, hashes: Sequence[bytes]) -> int:
         await self._begin()

@@ -24,6 +24,7 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -39,6 +40,7 @@ from tests.gateway.harness import client, eventually, running, until
 from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, OwnFormat, make_job, undisturbed
 from tests.gateway.troubles import (
     NEVER_S,
+    ChangedDeltas,
     Choice,
     Dispatched,
     RecordingWatch,
@@ -159,20 +161,21 @@ def test_choices_of_different_lengths_move() -> None:
     assert move.end is MoveEnd.MOVED
 
 
-class Wrong(SimBackend):
+class Wrong(ChangedDeltas, SimBackend):
     """A simulated worker that adds other tokens to resumed choices after their first 5 tokens."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
         tokens = 0
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                right, ids = max(5 - tokens, 0), delta.token_ids
-                tokens += len(ids)
-                if request.resumed:
-                    wrong = (token + 1 for token in ids[right:])
-                    yield delta._replace(token_ids=(*ids[:right], *wrong))
-                else:
-                    yield delta
+        async for delta in deltas:
+            right, ids = max(5 - tokens, 0), delta.token_ids
+            tokens += len(ids)
+            if request.resumed:
+                wrong = (token + 1 for token in ids[right:])
+                yield delta._replace(token_ids=(*ids[:right], *wrong))
+            else:
+                yield delta
 
 
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
@@ -188,7 +191,7 @@ def test_move_to_a_worker_with_other_tokens_is_cancelled(speculation: str) -> No
     assert not outcome.watch.resumes
 
 
-class Stalling(SimBackend):
+class Stalling(ChangedDeltas, SimBackend):
     """A simulated worker that sends a few more deltas after its blocks were pulled, and then none,
     as if it had preempted the stream."""
 
@@ -200,13 +203,14 @@ class Stalling(SimBackend):
         self.left = min(self.left, STALLED_AFTER)
         return super().pull_blocks(hashes, urgent=urgent)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                self.left -= 1
-                if self.left < 0:
-                    await asyncio.Event().wait()
-                yield delta
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            self.left -= 1
+            if self.left < 0:
+                await asyncio.Event().wait()
+            yield delta
 
 
 STALLED_AFTER = 14
@@ -324,7 +328,7 @@ class Script:
         return self.fault is Fault.DAMAGED
 
 
-class Troubled(SimBackend):
+class Troubled(ChangedDeltas, SimBackend):
     """A simulated worker whose operations on KV blocks follow a script."""
 
     def __init__(self, config: WorkerConfig, script: Script) -> None:
@@ -339,12 +343,13 @@ class Troubled(SimBackend):
     def free_memory(self) -> None:
         self._exchange._blocks.release(self.filler)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                if request.resumed:  # both workers run the stream, or the destination alone
-                    await self.script.step(self, as_source=False)
-                yield delta
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            if request.resumed:  # both workers run the stream, or the destination alone
+                await self.script.step(self, as_source=False)
+            yield delta
 
     async def begin_import(self, hashes: Any) -> int:
         await self.script.step(self, as_source=False)

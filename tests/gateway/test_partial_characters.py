@@ -108,7 +108,7 @@ async def test_alternatives_that_are_parts_of_characters_keep_their_entries(stre
         sent = {"prompt": "x", "logprobs": 5, "stream": stream}
         pending = asyncio.ensure_future(http.post("/v1/completions", json=sent))
         request = await backend.submitted.get()
-        backend.streams.deliver([(request.request_id, last)])
+        backend.sinks.deliver([(request.request_id, last)])
         reply = await pending
     found = merged(events(reply.text)[:-1] if stream else [reply.json()])[0]
     (alternatives,) = found["top_logprobs"]

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.decisions import Decision
@@ -26,6 +27,7 @@ from tests.gateway.harness import eventually
 from tests.gateway.test_kv_fetch import BLOCK_BYTES, CONFIG, OwnFormat, make_job, undisturbed
 from tests.gateway.test_moves import Counting, reached
 from tests.gateway.troubles import (
+    ChangedDeltas,
     Choice,
     Dispatched,
     RecordingWatch,
@@ -48,16 +50,17 @@ class Outcome:
     decisions: list[Decision]
 
 
-class Decoding(Counting):
+class Decoding(ChangedDeltas, Counting):
     """A simulated worker that counts the tokens which it sends."""
 
     sent_tokens = 0
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                self.sent_tokens += len(delta.token_ids)
-                yield delta
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            self.sent_tokens += len(delta.token_ids)
+            yield delta
 
 
 def apart(
@@ -165,18 +168,19 @@ def test_workers_of_different_formats_serve_together() -> None:
     assert outcome.decisions[0].phases.decode_worker_id == ""
 
 
-class Faulty(SimBackend):
+class Faulty(ChangedDeltas, SimBackend):
     """A simulated worker that calls a function before each of its KV operations and deltas."""
 
     def __init__(self, config: WorkerConfig, fault: Callable[[], Awaitable[None]]) -> None:
         super().__init__(config)
         self.fault = fault
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                await self.fault()
-                yield delta
+    async def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        async for delta in deltas:
+            await self.fault()
+            yield delta
 
     async def held_blocks(self, hashes: Any) -> int:
         await self.fault()

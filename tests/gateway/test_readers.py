@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -128,12 +127,10 @@ async def test_buffers_of_a_stopped_reader_are_bounded(
     reader = StoppedReader()
     await reader.send(node, {**BODY, "max_tokens": 400})
     request = await scripted.submitted.get()
-    unread_tokens = scripted.unread_tokens
-    enough = partial(lambda name: unread_tokens(name) > 400, request.request_id)
-    steps = await emit_until(scripted, request, enough)
+    steps = await emit_until(scripted, request, lambda: scripted.unread_tokens(request) > 400)
     for _ in range(1000):
         scripted.emit(request, WORDS)
-    unread = scripted.unread_tokens(request.request_id)
+    unread = scripted.unread_tokens(request)
     sent_bytes = (steps + 1000) * len(WORDS) - unread * len("word ")
     assert sent_bytes < MOST_HELD_BYTES
     reader.close()

@@ -215,7 +215,7 @@ async def test_log_probabilities_of_a_response_are_those_of_its_content(
         (".", entries[1:], FinishReason.STOP),
     ):
         delta = Delta(0, (1,), text, tokens, reason)
-        qwen3.streams.deliver([(request.request_id, delta)])
+        qwen3.sinks.deliver([(request.request_id, delta)])
     (message,) = (await response).json()["output"]
     assert [one["logprob"] for one in message["content"][0]["logprobs"]] == [-0.5, -0.5]
     response = asyncio.create_task(http.post(RESPONSES, json=body))
@@ -226,7 +226,7 @@ async def test_log_probabilities_of_a_response_are_those_of_its_content(
         ("Noon.", entries[1:], FinishReason.STOP),
     ):
         delta = Delta(0, (1,), text, tokens, reason)
-        qwen3.streams.deliver([(request.request_id, delta)])
+        qwen3.sinks.deliver([(request.request_id, delta)])
     assert (await response).status_code == 200
 
 

@@ -97,7 +97,7 @@ async def test_usage_has_the_reasoning_tokens(
             text = scripted.tokenizer.decode(part, skip_special_tokens=False)
             reason = FinishReason.STOP if begin + step >= len(ids) else None
             delta = Delta(0, tuple(part), text, (), reason)
-            scripted.streams.deliver([(request.request_id, delta)])
+            scripted.sinks.deliver([(request.request_id, delta)])
         response = await posted
     reply = events(response.text)[-2] if stream else response.json()
     usage = (reply["response"] if stream and path == RESPONSES else reply)["usage"]

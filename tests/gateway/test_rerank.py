@@ -305,7 +305,7 @@ def scripted() -> ScriptedBackend:
 def send_score(backend: ScriptedBackend, request_id: str, score: float) -> None:
     state = np.array([score], "<f4").tobytes()
     delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
-    backend.streams.deliver([(request_id, delta)])
+    backend.sinks.deliver([(request_id, delta)])
 
 
 async def test_pairs_are_capped_and_charged_to_their_account(

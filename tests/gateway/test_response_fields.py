@@ -43,7 +43,7 @@ async def respond(
     response = asyncio.create_task(http.post(PATH, json={"input": "hi", **body}))
     request = await accepted_request(backend, response)
     for delta in deltas:
-        backend.streams.deliver([(request.request_id, delta)])
+        backend.sinks.deliver([(request.request_id, delta)])
         await asyncio.sleep(0)
     return request, await response
 

@@ -124,7 +124,7 @@ async def test_response_cut_by_its_length_is_incomplete(
     response = send_request(http, stream=stream, max_output_tokens=1)
     request = await qwen.submitted.get()
     last = Delta(0, (1,), "Half", (), FinishReason.LENGTH)
-    qwen.streams.deliver([(request.request_id, last)])
+    qwen.sinks.deliver([(request.request_id, last)])
     if stream:
         *_, end = parse_events((await response).text)
         assert end["type"] == "response.incomplete"

@@ -41,7 +41,7 @@ async def test_revisions_are_in_the_metrics_and_on_the_decode_span(stream: bool)
         first = Delta(0, (1,), "a", phases=phases)
         last = Delta(0, (2,), "b", (), FinishReason.STOP, OUTCOME)
         for delta in (first, last):
-            backend.streams.deliver([(request.request_id, delta)])
+            backend.sinks.deliver([(request.request_id, delta)])
         response = await pending
     tracing.shutdown()
     reply = events(response.text)[-2] if stream else response.json()

@@ -113,7 +113,7 @@ async def test_a_request_without_a_name_gets_a_model_for_its_endpoint() -> None:
         request = await accepted_request(vectors, response)
         state = bytes(16)
         delta = Delta(0, (), "", finish_reason=FinishReason.STOP, pooled=state)
-        vectors.streams.deliver([(request.request_id, delta)])
+        vectors.sinks.deliver([(request.request_id, delta)])
         found = (await response).json()
         assert found["model"] == "vectors"
         assert len(found["data"][0]["embedding"]) == 4

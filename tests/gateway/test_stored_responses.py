@@ -295,7 +295,7 @@ async def test_log_probabilities_stay_out_of_continuations(
         http.post(PATH, json={"input": "hi", "include": ["message.output_text.logprobs"]})
     )
     request = await accepted_request(qwen, sending)
-    qwen.streams.deliver([(request.request_id, delta)])
+    qwen.sinks.deliver([(request.request_id, delta)])
     sent = (await sending).json()
     found = (await http.get(f"{PATH}/{sent['id']}")).json()
     assert found == sent

@@ -294,7 +294,7 @@ async def run_events(api: Api, stream_events: list[tuple[Event, int, int]]) -> N
                 await asyncio.sleep(0)
         await scenario.finish()
         await check_balanced(gateway.node)
-        assert not len(scripted.streams)
+        assert not len(scripted.sinks)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -130,7 +130,7 @@ async def test_traced_response_has_every_step(path: str, stream: bool) -> None:
         outcome = SpeculationOutcome()
         last = Delta(0, (c,), "".join(text), (), FinishReason.STOP, outcome, steps=(StepTrace(1),))
         for delta in (held_back, last):
-            backend.streams.deliver([(request.request_id, delta)])
+            backend.sinks.deliver([(request.request_id, delta)])
         response = await pending
         responses = events(response.text)[:-1] if stream else [response.json()]
     assert request.traced

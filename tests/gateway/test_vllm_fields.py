@@ -159,7 +159,7 @@ async def test_choices_name_the_stop_that_ended_them(
         sent = asyncio.ensure_future(http.post(path, json=body))
         request = await scripted.submitted.get()
         for delta in (Delta(0, (7,), "a"), last):
-            scripted.streams.deliver([(request.request_id, delta)])
+            scripted.sinks.deliver([(request.request_id, delta)])
             await asyncio.sleep(0)
         response = await sent
         if stream:
@@ -242,7 +242,7 @@ async def test_a_prefilled_answer_is_not_part_of_the_response(
     sent = asyncio.ensure_future(http.post(MESSAGES, json=body))
     request = await scripted.submitted.get()
     last = Delta(0, (7,), "    return x", (), FinishReason.STOP, stop_text="END")
-    scripted.streams.deliver([(request.request_id, last)])
+    scripted.sinks.deliver([(request.request_id, last)])
     reply = (await sent).json()
     assert [block["text"] for block in reply["content"]] == ["    return x"]
     assert (reply["stop_reason"], reply["stop_sequence"]) == ("stop_sequence", "END")

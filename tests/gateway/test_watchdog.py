@@ -10,7 +10,8 @@ from msgspec import structs
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import GenerationRequest, Pace, Phases
-from draftgate.gateway.dispatch.watchdog import CHECK_INTERVAL_S, Reading
+from draftgate.gateway.dispatch.hold import Hold
+from draftgate.gateway.dispatch.watchdog import CHECK_INTERVAL_S
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S, RETRY_S
 from tests.gateway.harness import ScriptedBackend
@@ -214,7 +215,7 @@ def test_requests_without_expected_output_are_not_abandoned(why: str) -> None:
 
 
 def test_a_slow_client_is_not_silence() -> None:
-    """The watchdog expects no output while the client has an unread delta."""
+    """A stream whose client reads nothing is not lost while its worker sends tokens."""
 
     async def scenario() -> None:
         worker, other, watch = SteppingWorker(), ScriptedBackend(), RecordingWatch()
@@ -226,11 +227,13 @@ def test_a_slow_client_is_not_silence() -> None:
             request = await worker.backend.submitted.get()
             worker.send_delta(request)
             await reading
-            await worker.wait(100 * LEAST_PATIENCE_S)
-            await asyncio.sleep(100 * LEAST_PATIENCE_S)  # the worker completes no step
+            for _ in range(100):
+                await worker.wait(LEAST_PATIENCE_S / 2)
+                worker.send_delta(request)
             assert not dispatched.fleet.workers[0].hung
+            assert run.unread_tokens == 100
             worker.backend.emit(request, "end", last=True)
-            assert (await anext(run.deltas)).text == "end"
+            assert (await anext(run.deltas)).text == "half " * 100 + "end"
         assert not watch.resumes
 
     run_scenario(scenario())
@@ -240,10 +243,10 @@ def test_a_slow_client_is_not_silence() -> None:
 def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simultaneous disconnect takes precedence over the watchdog."""
     leaving: list[asyncio.Task] = []
-    interrupt = Reading.interrupt
+    fail = Hold.fail
 
-    def interrupt_and_disconnect(self: Reading, reason: str) -> None:
-        acts = [lambda: interrupt(self, reason), leaving[0].cancel]
+    def fail_and_disconnect(self: Hold, error: Exception) -> None:
+        acts = [lambda: fail(self, error), leaving[0].cancel]
         for act in acts if order == "after" else reversed(acts):
             act()
 
@@ -259,7 +262,7 @@ def test_a_simultaneous_disconnect_wins(order: str, monkeypatch: pytest.MonkeyPa
             assert other.submitted.empty()
             assert await dispatched.is_idle()
 
-    monkeypatch.setattr(Reading, "interrupt", interrupt_and_disconnect)
+    monkeypatch.setattr(Hold, "fail", fail_and_disconnect)
     run_scenario(scenario())
 
 

@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import pytest
 from msgspec import structs
 
-from draftgate.backends.base import Backend
+from draftgate.backends.base import Backend, DeltaSink
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.model import SimExecutor
+from draftgate.backends.testing import GeneratedDeltas, generate
 from draftgate.backends.types import (
     Delta,
     FinishReason,
@@ -148,31 +149,86 @@ def simulated(
     return factory
 
 
-async def first_deltas(
-    deltas: AsyncGenerator[Delta, None], count: int
-) -> AsyncGenerator[Delta, None]:
+class ChangedDeltas:
+    """A worker whose deltas pass through an asynchronous generator, on their way to the sink.
+
+    The class comes before that of the worker among the bases.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._passing: dict[str, asyncio.Task[None]] = {}
+
+    def changed(
+        self, request: GenerationRequest, deltas: GeneratedDeltas
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas that the sink gets. Its request fails if they end too early."""
+        raise NotImplementedError
+
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        deltas = generate(super(), request)
+        passing = asyncio.create_task(self._pass_on(request, deltas, sink))
+        self._passing[request.request_id] = passing
+
+    def cancel(self, request_id: str) -> None:
+        passing = self._passing.pop(request_id, None)
+        if passing is not None:
+            passing.cancel()
+        super().cancel(request_id)
+
+    async def _pass_on(
+        self, request: GenerationRequest, deltas: GeneratedDeltas, sink: DeltaSink
+    ) -> None:
+        left = len(request.choices)
+        try:
+            async with aclosing(deltas), aclosing(self.changed(request, deltas)) as changed:
+                async for delta in changed:
+                    left -= delta.finish_reason is not None
+                    sink.put(delta)
+        except BackendFailed as error:
+            sink.fail(error)
+        else:
+            if left:
+                sink.fail(BackendFailed("the stream was cut off"))
+
+
+async def first_deltas(deltas: GeneratedDeltas, count: int) -> AsyncGenerator[Delta, None]:
     """Yield this many deltas of a stream, or all of them if the count is 0."""
-    async with aclosing(deltas):
-        async for delta in deltas:
-            yield delta
-            count -= 1
-            if count == 0:
-                return
+    async for delta in deltas:
+        yield delta
+        count -= 1
+        if count == 0:
+            return
 
 
 def lose_first_stream(monkeypatch: pytest.MonkeyPatch, after_deltas: int) -> None:
     """Let the first stream of all simulated workers fail after some deltas."""
-    generate, counts = SimBackend.generate, iter([after_deltas])
+    submit, left = SimBackend.submit, [after_deltas]
 
-    async def lose(self: SimBackend, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        count = next(counts, 0)
-        async with aclosing(first_deltas(generate(self, request), count)) as deltas:
-            async for delta in deltas:
-                yield delta
-        if count:
-            raise BackendFailed("the stream was lost")
+    def lose(self: SimBackend, request: GenerationRequest, sink: DeltaSink) -> None:
+        submit(self, request, Losing(self, request, sink, left.pop()) if left else sink)
 
-    monkeypatch.setattr(SimBackend, "generate", lose)
+    monkeypatch.setattr(SimBackend, "submit", lose)
+
+
+@dataclass
+class Losing:
+    """A sink that fails after some deltas."""
+
+    backend: SimBackend
+    request: GenerationRequest
+    sink: DeltaSink
+    left: int
+
+    def put(self, delta: Delta) -> None:
+        self.sink.put(delta)
+        self.left -= 1
+        if self.left == 0:
+            self.backend.cancel(self.request.request_id)
+            self.fail(BackendFailed("the stream was lost"))
+
+    def fail(self, error: Exception) -> None:
+        self.sink.fail(error)
 
 
 def run_scenario(scenario: Coroutine[Any, Any, T]) -> T:

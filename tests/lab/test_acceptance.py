@@ -7,6 +7,7 @@ import pytest
 from draftgate.backends.recording import Text
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.testing import generate
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -32,7 +33,7 @@ def run_one(config: WorkerConfig, generation: GenerationRequest):
     async def main():
         backend = SimBackend(config, build=environment.build_worker)
         await backend.start()
-        *_, last = [delta async for delta in backend.generate(generation)]
+        *_, last = [delta async for delta in generate(backend, generation)]
         await backend.stop()
         return environment.log.pop(generation.request_id), last
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.testing import generate
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, Pace, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -36,7 +37,7 @@ def test_paused_request_gets_all_its_tokens_later() -> None:
         await backend.start()
 
         async def read(request: GenerationRequest) -> None:
-            async for _ in backend.generate(request):
+            async for _ in generate(backend, request):
                 pass
 
         reading = asyncio.gather(read(slow), read(fast))

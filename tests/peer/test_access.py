@@ -18,7 +18,7 @@ from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
 from draftgate.backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
 from draftgate.backends.peer.upgrade import UPGRADE, PeerRefused, upgraded
 from draftgate.backends.remote_worker import Report
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
 from draftgate.gateway.config import ServeConfig
@@ -45,7 +45,7 @@ async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
     secret."""
     async with (
         linked_to(where.url, secret=SECRET) as backend,
-        aclosing(backend.generate(make_request(backend))) as stream,
+        aclosing(generate(backend, make_request(backend))) as stream,
     ):
         assert (await anext(stream)).token_ids
 
@@ -125,7 +125,7 @@ async def test_invalid_message_ends_only_its_connection(data: bytes) -> None:
     async with (
         running() as where,
         linked_to(where.url) as backend,
-        aclosing(backend.generate(make_request(backend, max_tokens=60))) as stream,
+        aclosing(generate(backend, make_request(backend, max_tokens=60))) as stream,
         aiohttp.ClientSession() as http,
     ):
         await anext(stream)

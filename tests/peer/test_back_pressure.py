@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.http import readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
@@ -67,14 +67,14 @@ async def test_gateway_that_stops_reading_costs_bounded_memory(
         running(backends=[scripted]) as peer,
         proxied(peer.url) as proxy,
         linked_to(proxy.url, silence_s=60.0) as backend,
-        aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream,
+        aclosing(generate(backend, make_request(backend, max_tokens=400))) as stream,
     ):
         request = await scripted.submitted.get()
         proxy.freeze()
         (outbox,) = [session._outbox for session in sessions]
         steps = 0
         async with asyncio.timeout(60):
-            while scripted.unread_tokens(request.request_id) < 100 * 200:
+            while scripted.unread_tokens(request) < 100 * 200:
                 scripted.emit(request, WORDS)
                 steps += 1
                 await asyncio.sleep(0)
@@ -94,7 +94,8 @@ async def test_full_outbox_makes_all_streams_wait() -> None:
 
     async def fill(link_id: str) -> None:
         for token in range(most):
-            await outbox.put(link_id, Delta(0, (token,), ""))
+            await outbox.space()
+            assert outbox.put(link_id, Delta(0, (token,), ""))
 
     filling = [asyncio.create_task(fill(link_id)) for link_id in "ab"]
     taken: dict[str, list[int]] = {"a": [], "b": []}
@@ -126,11 +127,11 @@ async def test_all_deltas_of_a_step_are_one_message(
     monkeypatch.setattr(DeltaOutbox, "take", count_take)
     async with running(backends=[scripted]) as peer, linked_to(peer.url) as backend:
         submitted = [make_request(backend, max_tokens=9) for _ in range(20)]
-        streams = [backend.generate(request) for request in submitted]
+        streams = [generate(backend, request) for request in submitted]
         requests = [await scripted.submitted.get() for _ in submitted]
         for _ in range(5):
             batch = [(request.request_id, Delta(0, (1,), "a")) for request in requests]
-            scripted.streams.deliver(batch)
+            scripted.sinks.deliver(batch)
             for stream in streams:
                 assert (await anext(stream)).text == "a"
         for stream in streams:

@@ -29,7 +29,7 @@ from draftgate.backends.remote_worker import (
     TokenizerFiles,
     WorkerMessage,
 )
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Pace
 from tests.gateway.harness import ScriptedBackend, running, until
@@ -165,10 +165,10 @@ async def test_prompt_of_1_mb_reaches_the_worker(scripted: ScriptedBackend) -> N
     scripted.kv_tokens = 1 << 20
     async with running(backends=[scripted]) as peer, linked_to(peer.url) as backend:
         prompt = make_request_of(PROMPT_TOKENS)
-        async with aclosing(backend.generate(prompt)) as stream:
+        async with aclosing(generate(backend, prompt)) as stream:
             received = await scripted.submitted.get()
             assert received.prompt_ids == prompt.prompt_ids
             scripted.emit(received, "one")
             assert (await anext(stream)).text == "one"
         assert await scripted.abandoned.get() == received.request_id
-        await until(lambda: len(scripted.streams) == 0)
+        await until(lambda: len(scripted.sinks) == 0)

@@ -11,7 +11,7 @@ import pytest
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import check_backend, collect, make_request
+from draftgate.backends.testing import check_backend, collect, generate, make_request
 from draftgate.backends.types import GrammarKind, GrammarSpec, Pace, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from tests.gateway.harness import (
@@ -95,7 +95,7 @@ async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
     """When the gateway closes a stream, the peer frees the request's memory, before and during
     decoding."""
     async with running(profile=SLOW) as where, linked_to(where.url) as backend:
-        async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
+        async with aclosing(generate(backend, make_request(backend, max_tokens=8000))) as stream:
             if read:
                 await anext(stream)
                 assert load_of(where.node).running == 1
@@ -107,7 +107,7 @@ async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBacke
     """When a connection ends, the peer cancels all requests of the connection."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         for _ in range(3):
-            backend.generate(make_request(backend))
+            generate(backend, make_request(backend))
         requests = {(await scripted.submitted.get()).request_id for _ in range(3)}
         await backend.stop()
         async with asyncio.timeout(PATIENCE_S):
@@ -119,7 +119,7 @@ async def test_pace_set_during_the_check_takes_effect(scripted: ScriptedBackend)
     """The peer applies a pace that arrives while the peer validates the request."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         generation = make_request(backend)
-        async with aclosing(backend.generate(generation)):
+        async with aclosing(generate(backend, generation)):
             backend.set_pace(generation.request_id, Pace.SPARING)
             backend.set_pace(generation.request_id, Pace.PAUSED)
             came = await scripted.submitted.get()
@@ -133,7 +133,7 @@ async def test_each_worker_of_a_node_has_its_own_address() -> None:
             address = f"{where.url}/peer/v1/workers/{number}"
             async with (
                 linked_to(address) as backend,
-                aclosing(backend.generate(make_request(backend))) as stream,
+                aclosing(generate(backend, make_request(backend))) as stream,
             ):
                 await anext(stream)
                 assert load_of(where.node, number).running == 1

@@ -20,7 +20,7 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_REPORT_BYTES
 from draftgate.backends.peer.link import Link
 from draftgate.backends.peer.upgrade import PeerRefused
-from draftgate.backends.testing import collect, make_request
+from draftgate.backends.testing import collect, generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
 from draftgate.gateway.app import drain, start_workers
@@ -46,7 +46,7 @@ LONG = 8000
 async def error_after(backend: PeerBackend, cause_failure: Callable[[], None]) -> str:
     """Return the error with which three streams end after an event, including a stream without a
     reader."""
-    streams = [backend.generate(make_request(backend, max_tokens=LONG)) for _ in range(3)]
+    streams = [generate(backend, make_request(backend, max_tokens=LONG)) for _ in range(3)]
     for stream in streams[:2]:
         await anext(stream)
     cause_failure()
@@ -112,7 +112,7 @@ async def test_unreachable_peer_is_contacted_again() -> None:
         proxy.cut(refuse=True)
         await until(lambda: backend.failure is not None)
         with pytest.raises(BackendFailed, match="the peer is lost"):
-            backend.generate(make_request(backend))
+            generate(backend, make_request(backend))
         assert backend.recovers
         proxy.accept()
         await until(lambda: backend.failure is None)
@@ -137,7 +137,7 @@ async def test_peer_frees_requests_of_a_vanished_gateway(
         proxied(where.url) as proxy,
         linked_to(proxy.url, silence_s=60.0) as backend,
     ):
-        stream = backend.generate(make_request(backend, max_tokens=LONG))
+        stream = generate(backend, make_request(backend, max_tokens=LONG))
         await anext(stream)
         proxy.freeze()
         # A busy machine could be silent for this time before.
@@ -152,7 +152,7 @@ async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.Monke
     monkeypatch.setattr("draftgate.backends.peer.link.ALIVE_S", SILENCE_S / 6)
     async with running() as where, linked_to(where.url) as backend:
         monkeypatch.setattr("draftgate.gateway.http.peers.session.SILENT_S", SILENCE_S)
-        async with aclosing(backend.generate(make_request(backend, max_tokens=100))) as stream:
+        async with aclosing(generate(backend, make_request(backend, max_tokens=100))) as stream:
             assert sum([len(delta.token_ids) async for delta in stream]) == 100
 
 
@@ -213,7 +213,7 @@ async def test_killed_process_ends_every_stream_at_once() -> None:
         async with linked_to(url, silence_s=60.0) as backend:
             assert "it sent nothing" not in await error_after(backend, node.kill)
             with pytest.raises(BackendFailed, match="the peer is lost"):
-                backend.generate(make_request(backend))
+                generate(backend, make_request(backend))
 
 
 async def test_suspended_process_is_detected_by_silence_and_recovers() -> None:
@@ -260,13 +260,13 @@ async def test_draining_node_refuses_new_requests_and_completes_running_requests
     async with (
         running() as where,
         linked_to(where.url) as backend,
-        aclosing(backend.generate(make_request(backend, max_tokens=60))) as stream,
+        aclosing(generate(backend, make_request(backend, max_tokens=60))) as stream,
     ):
         first = await anext(stream)
         draining = asyncio.create_task(drain(where.node, 30))
         await until(lambda: backend.failure is not None)
         with pytest.raises(WorkerLeft, match="the node is draining"):
-            backend.generate(make_request(backend))
+            generate(backend, make_request(backend))
         rest = [delta async for delta in stream]
         assert sum(len(delta.token_ids) for delta in (first, *rest)) == 60
         assert await draining
@@ -277,12 +277,12 @@ async def test_request_sent_while_the_peer_begins_to_drain_is_refused() -> None:
     async with (
         running() as where,
         linked_to(where.url) as backend,
-        aclosing(backend.generate(make_request(backend, max_tokens=60))) as open_,
+        aclosing(generate(backend, make_request(backend, max_tokens=60))) as open_,
     ):
         await anext(open_)
         draining = asyncio.create_task(drain(where.node, 30))
         await asyncio.sleep(0)
-        crossing = backend.generate(make_request(backend))
+        crossing = generate(backend, make_request(backend))
         with pytest.raises(BackendFailed, match="shutting down"):
             await anext(crossing)
         assert [delta async for delta in open_][-1].finish_reason is FinishReason.LENGTH
@@ -346,9 +346,9 @@ async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
     """Each attempt of a request has its own id, so a late delta cannot reach a second attempt."""
     async with impostor(ready_message()) as peer, linked_to(peer.url, silence_s=60.0) as backend:
         generation = make_request(backend)
-        async with aclosing(backend.generate(generation)):
+        async with aclosing(generate(backend, generation)):
             pass
-        async with aclosing(backend.generate(generation)) as again:
+        async with aclosing(generate(backend, generation)) as again:
             await until(lambda: len(peer.commands) == 3)
             begin, cancel, second = peer.commands
             assert begin.id == cancel.id != second.id
@@ -414,6 +414,6 @@ async def test_invalid_request_is_refused_and_the_worker_survives(
         generation = replace(make_request(backend), **change)
         with pytest.raises(RequestRejected, match=reason):
             backend.check(generation)
-        assert reason in await error_of(backend.generate(generation))
+        assert reason in await error_of(generate(backend, generation))
         assert is_idle(where.node)
         await collect(backend, make_request(backend))

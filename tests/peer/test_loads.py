@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from draftgate.backends.remote_worker import Update
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.types import Delta
 from draftgate.gateway.http.peers import session
 from draftgate.gateway.http.peers.session import PeerSession
@@ -36,7 +36,7 @@ async def run_request(backend: ScriptedBackend, texts: list[str]) -> list[str]:
     async with (
         running(backends=[backend]) as peer,
         linked_to(peer.url) as linked,
-        aclosing(linked.generate(make_request(linked, max_tokens=400))) as stream,
+        aclosing(generate(linked, make_request(linked, max_tokens=400))) as stream,
     ):
         request = await backend.submitted.get()
         received = []
@@ -63,8 +63,8 @@ async def test_updates_after_a_cancelled_request_have_a_load(
     """The updates after a cancelled request have loads, because a later step frees its capacity."""
     monkeypatch.setattr(session, "LOAD_S", math.inf)
     async with running(backends=[scripted]) as peer, linked_to(peer.url) as linked:
-        leaver = linked.generate(make_request(linked, max_tokens=400))
-        async with aclosing(linked.generate(make_request(linked, max_tokens=400))) as keeper:
+        leaver = generate(linked, make_request(linked, max_tokens=400))
+        async with aclosing(generate(linked, make_request(linked, max_tokens=400))) as keeper:
             leaving, kept = await scripted.submitted.get(), await scripted.submitted.get()
             scripted.emit(leaving, "a")
             await anext(leaver)
@@ -93,7 +93,7 @@ async def test_update_without_a_load_leaves_load_and_watermark() -> None:
     async with (
         impostor(ready_message()) as peer,
         linked_to(peer.url, clock=lambda: float(next(clock)), silence_s=60.0) as backend,
-        aclosing(backend.generate(make_request(backend, max_tokens=8))) as stream,
+        aclosing(generate(backend, make_request(backend, max_tokens=8))) as stream,
     ):
         await until(lambda: bool(peer.commands))
         (submitted,) = peer.commands

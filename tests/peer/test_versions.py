@@ -10,7 +10,7 @@ import pytest
 
 from draftgate.backends.peer import link
 from draftgate.backends.remote_worker import ALIVE, Alive, Codec, Report
-from draftgate.backends.testing import make_request
+from draftgate.backends.testing import generate, make_request
 from draftgate.backends.types import Delta
 from draftgate.gateway.http.peers.session import PeerSession
 from tests.gateway.harness import ScriptedBackend, running
@@ -50,7 +50,7 @@ async def test_a_gateway_gets_deltas_with_the_fields_that_it_knows(
     async with (
         running(backends=[scripted]) as peer,
         linked_to(peer.url) as linked,
-        aclosing(linked.generate(make_request(linked, max_tokens=4))) as stream,
+        aclosing(generate(linked, make_request(linked, max_tokens=4))) as stream,
     ):
         scripted.emit(await scripted.submitted.get(), "text", last=True)
         assert (await anext(stream)).text == "text"

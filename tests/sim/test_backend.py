@@ -23,8 +23,8 @@ from draftgate.backends.testing import (
     check_stop,
     check_streams_are_not_crossed,
     check_traces,
-    check_unread_tokens,
     collect,
+    generate,
     make_request,
 )
 from draftgate.backends.types import Capabilities, Pace
@@ -76,7 +76,7 @@ async def test_simulator_passes_conformance_in_real_time() -> None:
 
 
 class KeepsCancelledRequests(SimBackend):
-    def _cancel(self, request_id):
+    def _end(self, request_id, cancelled):
         pass
 
 
@@ -88,9 +88,9 @@ class IgnoresStop(SimBackend):
 class LoadDependentText(SimBackend):
     """A simulator whose text depends on the load."""
 
-    def generate(self, request):
+    def submit(self, request, sink):
         seed = request.sampling.seed + self.load().running + self.load().waiting
-        return super().generate(replace(request, sampling=replace(request.sampling, seed=seed)))
+        super().submit(replace(request, sampling=replace(request.sampling, seed=seed)), sink)
 
 
 class IgnoresPace(SimBackend):
@@ -106,14 +106,9 @@ class IgnoresResume(SimBackend):
             super().set_pace(request_id, pace)
 
 
-class CountsNoUnreadTokens(SimBackend):
-    def unread_tokens(self, request_id):
-        return 0
-
-
 class IgnoresTracing(SimBackend):
-    def generate(self, request):
-        return super().generate(replace(request, traced=False))
+    def submit(self, request, sink):
+        super().submit(replace(request, traced=False), sink)
 
 
 class ExactWithoutNumericsClass(SimBackend):
@@ -129,7 +124,6 @@ class ExactWithoutNumericsClass(SimBackend):
     [
         (IgnoresPace, check_pace),
         (IgnoresResume, check_pace),
-        (CountsNoUnreadTokens, check_unread_tokens),
         (IgnoresTracing, check_traces),
         (KeepsCancelledRequests, check_closing_frees),
         (IgnoresStop, check_stop),
@@ -195,7 +189,7 @@ def test_virtual_runs_are_deterministic() -> None:
         async def client(seed: int) -> None:
             await asyncio.sleep(seed * 0.7e-3)
             generation = make_request(backend, seed=seed, max_tokens=15, speculation=drafting(4))
-            async for delta in backend.generate(generation):
+            async for delta in generate(backend, generation):
                 log.append((loop_time_s(), seed, delta.token_ids))  # noqa: PERF401 - in order
 
         await asyncio.gather(*map(client, range(10)))
@@ -214,7 +208,7 @@ def test_accepted_lengths_follow_the_given_probability(acceptance: float) -> Non
     async def scenario(backend):
         generation = make_request(backend, max_tokens=4000, speculation=drafting(most))
         last = None
-        async for delta in backend.generate(generation):
+        async for delta in generate(backend, generation):
             last = delta
         return last.outcome
 
@@ -268,7 +262,7 @@ def test_broken_worker_fails_its_streams() -> None:
     """An exception in the loop ends every stream with `BackendFailed` and fails later requests."""
 
     async def scenario(backend):
-        streams = [backend.generate(make_request(backend, max_tokens=50)) for _ in range(2)]
+        streams = [generate(backend, make_request(backend, max_tokens=50)) for _ in range(2)]
         await anext(streams[0])
         backend._executor.execute = None
         for stream in streams:
@@ -277,7 +271,7 @@ def test_broken_worker_fails_its_streams() -> None:
                     pass
         assert "TypeError" in backend.failure
         with pytest.raises(BackendFailed, match="TypeError"):
-            backend.generate(make_request(backend))
+            generate(backend, make_request(backend))
 
     run_with(WorkerConfig(), scenario)
 
@@ -348,7 +342,7 @@ def test_logprobs_are_returned_on_request() -> None:
     async def scenario(backend):
         generation = make_request(backend, max_tokens=20, speculation=drafting(4))
         generation = replace(generation, sampling=replace(generation.sampling, logprobs=2))
-        return [d async for d in backend.generate(generation)]
+        return [d async for d in generate(backend, generation)]
 
     for delta in run_with(WorkerConfig(), scenario):
         assert tuple(entry.token_id for entry in delta.logprobs) == delta.token_ids

@@ -10,7 +10,7 @@ import pytest
 
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.testing import check_backend, make_request
+from draftgate.backends.testing import check_backend, generate, make_request
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.scaled_profiles import misjudged, slowed
 from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
@@ -36,7 +36,7 @@ def profiles(tmp_path: Path) -> dict[bool, str]:
     return paths
 
 
-def generate(config: WorkerConfig, drafts: int) -> tuple[tuple[int, ...], list[float]]:
+def run_request(config: WorkerConfig, drafts: int) -> tuple[tuple[int, ...], list[float]]:
     """Return the tokens of a request, and the seconds between its deltas."""
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", drafts, "a test")
 
@@ -46,7 +46,7 @@ def generate(config: WorkerConfig, drafts: int) -> tuple[tuple[int, ...], list[f
         tokens: list[int] = []
         times_s = []
         request = make_request(backend, max_tokens=TOKENS, speculation=plan)
-        async for delta in backend.generate(request):
+        async for delta in generate(backend, request):
             tokens += delta.token_ids
             times_s.append(loop_time_s())
         await backend.stop()
@@ -63,10 +63,10 @@ def test_host_time_is_hidden_unless_the_previous_step_has_drafts(profiles: dict[
     """
     texts = set()
     for ahead, path in profiles.items():
-        plain, gaps_s = generate(WorkerConfig(speculation="off", profile=path), 0)
+        plain, gaps_s = run_request(WorkerConfig(speculation="off", profile=path), 0)
         assert gaps_s == pytest.approx([STEP_S if ahead else STEP_S + HOST_S] * (TOKENS - 1))
         config = WorkerConfig(speculation="fixed:2", profile=path, sim_acceptance=0.0)
-        drafted, gaps_s = generate(config, 2)
+        drafted, gaps_s = run_request(config, 2)
         # The first step after the prompt is planned ahead, and the last step has no drafts.
         assert gaps_s[1:-1] == pytest.approx([STEP_S + HOST_S] * (TOKENS - 3))
         assert gaps_s[0] == pytest.approx(STEP_S if ahead else STEP_S + HOST_S)

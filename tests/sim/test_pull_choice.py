@@ -14,7 +14,7 @@ from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.testing import collect, make_request
+from draftgate.backends.testing import collect, generate, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
@@ -53,7 +53,7 @@ class Pair:
     async def first_token_s(self, request: GenerationRequest) -> float:
         """Return the seconds until the destination generates the first token."""
         begun_s = loop_time_s()
-        async with aclosing(self.sink.generating.generate(request)) as deltas:
+        async with aclosing(generate(self.sink.generating, request)) as deltas:
             async for delta in deltas:
                 if delta.token_ids:
                     return loop_time_s() - begun_s

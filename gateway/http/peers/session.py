@@ -58,7 +58,7 @@ SILENT_S: Final = 3 * ALIVE_S
 """Seconds of silence after which the requests of a lost node are cancelled."""
 
 MOST_DELTAS: Final = 1024
-"""Maximum deltas in an outbox. Further deltas wait in the worker's streams, merged by request. A
+"""Maximum deltas in an outbox. Further deltas wait in their `PeerStream`, merged by choice. A
 batch of 256 sequences fills the outbox in four steps."""
 
 LOAD_S: Final = 0.01
@@ -92,13 +92,13 @@ class DeltaOutbox:
         self._space = asyncio.Event()
         self._space.set()
 
-    async def put(self, link_id: str, delta: Delta) -> None:
-        """Add a delta, after waiting while the outbox is full."""
-        while not self.put_now(link_id, delta):
+    async def space(self) -> None:
+        """Wait while the outbox is full."""
+        while len(self._deltas) >= MOST_DELTAS:
             self._space.clear()
             await self._space.wait()
 
-    def put_now(self, link_id: str, delta: Delta) -> bool:
+    def put(self, link_id: str, delta: Delta) -> bool:
         """Add a delta, and return whether the outbox had space."""
         if len(self._deltas) >= MOST_DELTAS:
             return False
@@ -250,8 +250,7 @@ class PeerSession:
     async def _run(self, link_id: str, stream: PeerStream) -> None:
         """Run a request to its end, and report its error."""
         try:
-            outbox = self._outbox
-            await stream.run(partial(outbox.put, link_id), partial(outbox.put_now, link_id))
+            await stream.run(partial(self._outbox.put, link_id), self._outbox.space)
         except _EXPLAINED as error:
             of_adapter = isinstance(error, AdapterFailed)
             self._outbox.put_failure(link_id, str(error), of_adapter=of_adapter)

@@ -5,12 +5,12 @@ The other node has admitted the request and decided about speculation. This node
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from typing import Final
 
 from draftgate.backends.remote_worker import Submit
-from draftgate.backends.streams import Take, pass_directly
+from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS, need_of
@@ -26,6 +26,11 @@ SPAN: Final = "peer.generate"
 
 class PeerStream:
     """One request, from its arrival to its last delta."""
+
+    _deliver: Callable[[Delta], bool]
+    _unfinished: int  # number of choices whose last delta has not arrived
+    _spans: WorkerSpans | None = None
+    _error: Exception | None = None
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class PeerStream:
         self._tpot_s = 0.0
         self._runs = False
         self._has_output = False
+        self._unread = UnreadDeltas()
+        self._news = asyncio.Event()
 
     def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of the request on the worker, once it runs."""
@@ -60,13 +67,16 @@ class PeerStream:
         if self._runs:
             self._worker.generating.set_pace(self._request.request_id, pace, tpot_s)
 
-    async def run(self, deliver: Callable[[Delta], Awaitable[None]], take: Take) -> None:
+    async def run(
+        self, deliver: Callable[[Delta], bool], space: Callable[[], Awaitable[None]]
+    ) -> None:
         """Run the request and deliver its deltas.
 
         A cancel frees the capacity of the request within one step.
 
         Args:
-            take: delivers a delta immediately, if possible (`backends.streams.pass_directly`).
+            deliver: delivers a delta, or returns False while the connection has no space.
+            space: waits until the connection has space.
 
         Raises:
             Unavailable: this node accepts no requests at present.
@@ -74,26 +84,55 @@ class PeerStream:
             BackendFailed: the worker failed.
         """
         worker, request = self._worker, self._request
+        self._deliver = deliver
         with self._dispatcher.counted(), self._span() as span:
             # The request competes for capacity with this node's own requests.
             worker.reserve(request.request_id, need_of(request))
             try:
                 await self._check()
-                spans = WorkerSpans(span) if span.recording else None
+                self._spans = WorkerSpans(span) if span.recording else None
+                self._unfinished = len(request.choices)
+                worker.submit(request, self, self._lease_number)
                 try:
-                    async with aclosing(worker.run(request, self._lease_number)) as deltas:
-                        self._runs = True
-                        if self._pace is not Pace.FULL:
-                            self.set_pace(self._pace, self._tpot_s)
-                        pass_directly(deltas, lambda delta: self._has_output and take(delta))
-                        async for delta in deltas:
-                            await deliver(self._observed(delta, spans))
+                    self._runs = True
+                    if self._pace is not Pace.FULL:
+                        self.set_pace(self._pace, self._tpot_s)
+                    await self._deliver_unread(space)
                 finally:
-                    if spans is not None:
-                        spans.end()
+                    worker.generating.cancel(request.request_id)
+                    if self._spans is not None:
+                        self._spans.end()
             finally:
                 worker.release(request.request_id)
                 self._dispatcher.queue.dispatch_waiting()
+
+    def put(self, delta: Delta) -> None:
+        """Deliver a delta of the worker, or keep it while the connection has no space."""
+        delta = self._observed(delta)
+        self._unfinished -= delta.finish_reason is not None
+        if self._unread or not self._deliver(delta):
+            self._unread.put(delta)
+            self._news.set()
+        elif not self._unfinished:
+            self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let `run` raise an error after the deltas before it."""
+        self._error = error
+        self._news.set()
+
+    async def _deliver_unread(self, space: Callable[[], Awaitable[None]]) -> None:
+        """Deliver the deltas that wait for space, until the request has ended."""
+        while True:
+            while self._unread:
+                await space()
+                self._deliver(self._unread.pop())
+            if not self._unfinished:
+                return
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
 
     async def _check(self) -> None:
         """Check the request again, because it may come from another version."""
@@ -113,15 +152,15 @@ class PeerStream:
         }
         return self._tracing.server(SPAN, dict(self._request.trace_context), attributes)
 
-    def _observed(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
+    def _observed(self, delta: Delta) -> Delta:
         """Return the delta, marked if this node records its phases as spans."""
         if not self._has_output:
             self._has_output = True
             self._worker.started(self._request.request_id)
             self._dispatcher.queue.dispatch_waiting()
-        if spans is None:
+        if self._spans is None:
             return delta
-        spans.observe(delta)
+        self._spans.observe(delta)
         if delta.phases is None:
             return delta
         return delta._replace(phases=delta.phases._replace(recorded=True))
