@@ -76,7 +76,9 @@ def token_mask(token_ids: Many[int]) -> bytes:
 
     The result is empty for no tokens.
     """
-    mask = bytearray(4 * -(-(max(token_ids, default=-1) + 1) // 32))  # whole words
+    if not token_ids:
+        return b""
+    mask = bytearray(4 * -(-(max(token_ids) + 1) // 32))  # whole words
     for token in token_ids:
         mask[token >> 3] |= 1 << (token & 7)
     return bytes(mask)

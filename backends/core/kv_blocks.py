@@ -84,7 +84,8 @@ class KvBlocks:
         if needed > self.num_free:
             raise OutOfBlocks(f"{needed} blocks needed, but only {self.num_free} are free")
         found = self._cache.find(hashes)
-        self._sharers.update(self._cache.use(found))
+        if found:
+            self._sharers.update(self._cache.use(found))
         table.extend(found)
         self.extend(table, tokens)
         return len(found)

@@ -87,12 +87,14 @@ class SavedTime:
             drafting_s: predicted seconds to compute its drafts.
             looked_up: number of sequences with lookups.
         """
-        size, slots = plan.size, plan.size.sampled - plan.num_sampling
-        decoded = [
-            (work.sequence, len(emitted) - 1, work.num_drafts)
-            for work, emitted in zip(plan.work, result.emitted, strict=True)
-            if len(work.token_ids) == 1 and work.samples
-        ]
+        size, slots, decoded = plan.size, 0, []
+        for (sequence, _, token_ids, samples, draft), emitted in zip(
+            plan.work, result.emitted, strict=True
+        ):
+            drafts = len(draft.token_ids)
+            slots += drafts
+            if samples and len(token_ids) == 1:
+                decoded.append((sequence, len(emitted) - 1, drafts))
         decodes, kv_tokens = len(decoded), size.kv_tokens - slots
         self._last = None
         if not decodes:
@@ -150,6 +152,8 @@ class SavedTime:
 
     def _looking_up_s(self, looked_up: int) -> float:
         """Return the predicted seconds of a step's lookups."""
+        if not looked_up:
+            return 0.0
         host = self._meter.cost
         return host.planning_s(1, looked_up) - host.planning_s(1, 0)
 

@@ -223,8 +223,9 @@ class Scheduler:
         self.blocks.expire_holds(self._now_s)
         self._queues.park()
         self._learn_host_time()
-        plan = self._fill_step()
+        plan = self._fill_step() if self._queues.running or self._queues.waiting else None
         if plan is None:
+            self._measured = self._load = None
             self._speed.record_idle()
         return plan
 
@@ -238,13 +239,15 @@ class Scheduler:
         self._step += 1
         step = StepBuilder(self._step, self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
-        if not stalled:
-            self._plan_decodes(step)
-            self._plan_drafts(step, ahead=ahead)
-        self._limit_prefills(step)
-        self._plan_prefills(step)
+        if self._queues.running:
+            if not stalled:
+                self._plan_decodes(step)
+                self._plan_drafts(step, ahead=ahead)
+            self._limit_prefills(step)
+            self._plan_prefills(step)
         self._admit(step)
-        if not step.work:  # decodes that prompts have stalled, or whose clients are slow
+        if not step.work and self._queues.running:
+            # Prompts have stalled the decodes, or their clients are slow.
             self._plan_decodes(step, early=True)
         return step.build() if step.work else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Final
 
 from draftgate.backends.core.draft_pages import DraftTable
@@ -36,7 +36,7 @@ from draftgate.policies.speculation.weights import due_in_s
 from draftgate.policies.types import ANYTIME, SpeculationMode
 
 
-class SequenceState(Enum):
+class SequenceState(IntEnum):
     """The states of a sequence."""
 
     WAITING = auto()
@@ -269,7 +269,8 @@ class Sequence:
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks."""
-        extend_chain(self.block_hashes, self.request.cache_owner, self.token_ids, block_size)
+        if len(self.block_hashes) < len(self.token_ids) // block_size:
+            extend_chain(self.block_hashes, self.request.cache_owner, self.token_ids, block_size)
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:

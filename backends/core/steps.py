@@ -145,11 +145,6 @@ class StepPlan:
         """Whether only the sampler uses the logits of the step."""
         return all(work.sequence.is_plain for work in self.work)
 
-    @property
-    def num_sampling(self) -> int:
-        """Number of sequences that sample."""
-        return sum([work.samples for work in self.work])
-
 
 class StepBuilder:
     """A step under construction.

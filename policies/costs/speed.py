@@ -40,6 +40,7 @@ class SpeedMeter:
         self._last: tuple[int, int, int] | None = None  # work recorded since then
         self._prompt_share = 0.0
         self._shared_s: float | None = None  # time of its last update
+        self._fixed_s = cost, 0.0, 0.0  # see `_fixed`
 
     def begin_step(self, now_s: float) -> float | None:
         """Record that the planning of a step begins.
@@ -91,6 +92,7 @@ class SpeedMeter:
             kv_tokens: KV tokens that they read in a step.
         """
         decodes, full = max(sequences, 1), self._step_tokens
+        alone_s, full_s = self._fixed(cost)
         step_s = cost.seconds(decodes, kv_tokens, decodes)
         # The cost of an additional sequence is the mean over a doubled batch. Costs are a
         # staircase, and the next sequence alone may not reach the next stair.
@@ -99,12 +101,22 @@ class SpeedMeter:
             self._decodes.rate_s,
             self._prompts.rate_s,
             more_s / self._decodes.tokens,
-            cost.seconds(1, 0, 1),
+            alone_s,
             more_s,
-            cost.seconds(full, full, 1) / full,
+            full_s / full,
             cost.pair_s,
             min(self._prompt_share, 1.0),
         )
+
+
+    def _fixed(self, cost: StepCost) -> tuple[float, float]:
+        """Return the seconds of the smallest step and of a full one, which depend on costs only."""
+        before, alone_s, full_s = self._fixed_s
+        if before is not cost or not full_s:
+            full = self._step_tokens
+            alone_s, full_s = cost.seconds(1, 0, 1), cost.seconds(full, full, 1)
+            self._fixed_s = cost, alone_s, full_s
+        return alone_s, full_s
 
 
 class _Means:

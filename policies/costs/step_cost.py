@@ -84,8 +84,12 @@ class StepCost:
             slots: number of draft tokens among the tokens. Each attends to the mean number of KV
                 tokens per sequence.
         """
-        slots_s = slots * self.slot_s(kv_tokens, sequences)
-        return self._table_s(tokens) + self._linear_s(kv_tokens, sequences) + slots_s
+        # Every step needs several predictions, so this method calls no others without need.
+        index = bisect_left(self.token_buckets, tokens)
+        known = index < len(self.token_buckets)
+        seconds = self.step_s[index] if known else self._table_s(tokens)
+        seconds += self.kv_token_s * kv_tokens + (self.sequence_s + self.sample_s) * sequences
+        return seconds + slots * self.slot_s(kv_tokens, sequences) if slots else seconds
 
     def slot_s(self, kv_tokens: int, sequences: int) -> float:
         """Return the seconds of a draft slot in addition to those of the table."""

@@ -42,10 +42,12 @@ LEAST_S: Final = 1e-9
 def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
     """Return the positive seconds of a step with `slots` slots, without its prompts."""
     prompts = step.prefill_tokens
-    displaced = min(max(slots - step.free_slots, 0), prompts)
+    displaced = min(max(slots - step.free_slots, 0), prompts) if prompts else 0
     fed = step.tokens + slots - displaced
     seconds = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
     seconds += step.verify_s if slots else 0.0
+    if not prompts:
+        return max(seconds, LEAST_S)
     return max(seconds + _deferred_s(step, cost) * displaced - prompts_s(step, cost), LEAST_S)
 
 

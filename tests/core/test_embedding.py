@@ -93,7 +93,7 @@ def test_embedding_shares_steps_with_decodes() -> None:
     harness.add(prompt=40, task=Task.EMBED)
     shared = [plan for plan in run(harness) if len(plan.work) == 2]
     assert len(shared) >= 4
-    assert all(plan.num_sampling == 1 for plan in shared)
+    assert all(sum(work.samples for work in plan.work) == 1 for plan in shared)
 
 
 def test_preempted_embedding_is_recomputed() -> None:

@@ -145,7 +145,7 @@ def test_useless_drafts_of_auto_are_stopped_by_the_clock() -> None:
         harness.add(prompt=4, max_tokens=4 * TOKENS, drafts=4, ignore_eos=True)
     drafting = steps = 0
     while (plan := harness.step()) is not None:
-        drafting += plan.size.sampled > plan.num_sampling
+        drafting += plan.size.sampled > sum(work.samples for work in plan.work)
         steps += 1
     assert 0 < drafting < 0.1 * steps
 
