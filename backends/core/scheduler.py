@@ -239,15 +239,13 @@ class Scheduler:
         self._step += 1
         step = StepBuilder(self._step, self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
-        if self._queues.running:
-            if not stalled:
-                self._plan_decodes(step)
-                self._plan_drafts(step, ahead=ahead)
-            self._limit_prefills(step)
-            self._plan_prefills(step)
+        if self._queues.running and not stalled:
+            self._plan_decodes(step)
+            self._plan_drafts(step, ahead=ahead)
+        self._limit_prefills(step)
+        self._plan_prefills(step)
         self._admit(step)
-        if not step.work and self._queues.running:
-            # Prompts have stalled the decodes, or their clients are slow.
+        if not step.work and self._queues.running:  # stalled decodes, or slow clients
             self._plan_decodes(step, early=True)
         return step.build() if step.work else None
 
@@ -328,8 +326,7 @@ class Scheduler:
         if not plan.scored:  # the LM head of scored rows takes time that the cost does not contain
             self._fit.add_step(size, result.step_s)
         decodes = size.sequences - plan.chunks
-        drafted = size.tokens - plan.prompt_tokens > decodes
-        accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
+        accepted = sum([len(e) - 1 for e in result.emitted if len(e) > 1])
         self._speed.record_step(decodes, decodes + accepted, plan.prompt_tokens)
         if decodes:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences

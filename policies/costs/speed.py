@@ -108,7 +108,6 @@ class SpeedMeter:
             min(self._prompt_share, 1.0),
         )
 
-
     def _fixed(self, cost: StepCost) -> tuple[float, float]:
         """Return the seconds of the smallest step and of a full one, which depend on costs only."""
         before, alone_s, full_s = self._fixed_s

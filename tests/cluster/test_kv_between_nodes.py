@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from tests.cluster.nodes import NodeProcess

@@ -12,11 +12,12 @@ import pytest
 import pytest_asyncio
 
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
-from draftgate.backends.testing import check_backend, generate
+from draftgate.backends.testing import check_backend
 from draftgate.backends.types import FinishReason, GenerationRequest, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy

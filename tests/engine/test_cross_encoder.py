@@ -15,11 +15,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
 from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.pair_encoder import TextPair
-from draftgate.backends.testing import generate
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.pooling import unsupported_pooling
 from draftgate.backends.errors import CheckpointError, RequestRejected
-from draftgate.backends.testing import generate
 from draftgate.backends.types import FinishReason, GenerationRequest, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy

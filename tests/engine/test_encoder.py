@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.encoder.load import rows_are_exact
 from draftgate.backends.engine.encoder.sentence import read_prompts
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.errors import CheckpointError, RequestRejected
-from draftgate.backends.testing import generate
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import embedding_request, request

@@ -15,6 +15,7 @@ import torch
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.gpu.head_passes import HeadPasses
@@ -27,7 +28,6 @@ from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.engine.rope import Rope
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.testing import generate
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.backends.worker_config import WorkerConfig

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -21,7 +22,7 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, chunk_of, refusal
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig

@@ -15,10 +15,10 @@ import torch
 from msgspec import structs
 
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.lora.weights import LayerPairs, LoraCheckpoint
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
-from draftgate.backends.testing import generate
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy

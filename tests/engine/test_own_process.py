@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine import process
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.errors import BackendFailed, CheckpointError
-from draftgate.backends.testing import check_backend, collect, generate, make_request
+from draftgate.backends.testing import check_backend, collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

@@ -19,13 +19,14 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from draftgate.backends.core.draft_recorder import TASK
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.proposers.ngram_lookup import MAX_EVIDENCE
 from draftgate.backends.recorded_run import RecordedCost, RecordedRequest, RecordedWorker
 from draftgate.backends.recording import DIGITS, RecordingFile, Text
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import collect, generate, make_request
+from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.engine.backend import EngineBackend
-from draftgate.backends.testing import generate
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy

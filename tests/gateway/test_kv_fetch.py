@@ -16,13 +16,13 @@ from msgspec import structs
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from draftgate.backends.delta_reader import GeneratedDeltas
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

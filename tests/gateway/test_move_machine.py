@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec import structs
 
+from draftgate.backends.delta_reader import GeneratedDeltas
 from draftgate.backends.kv_transfer.exchange import HOLD_S, BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.run import Run

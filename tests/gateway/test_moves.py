@@ -21,10 +21,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.delta_reader import GeneratedDeltas
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from draftgate.backends.delta_reader import GeneratedDeltas
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import GeneratedDeltas
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.decisions import Decision

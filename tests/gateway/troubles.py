@@ -24,11 +24,11 @@ from msgspec import structs
 
 from draftgate.backends.base import Backend, DeltaSink
 from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.delta_reader import GeneratedDeltas, generate
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.model import SimExecutor
-from draftgate.backends.testing import GeneratedDeltas, generate
 from draftgate.backends.types import (
     Delta,
     FinishReason,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.recording import Text
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.testing import generate
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import generate
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, Pace, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

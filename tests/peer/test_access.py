@@ -12,13 +12,14 @@ import httpx
 import pytest
 from yarl import URL
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.framing import framed
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
 from draftgate.backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
 from draftgate.backends.peer.upgrade import UPGRADE, PeerRefused, upgraded
 from draftgate.backends.remote_worker import Report
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
 from draftgate.gateway.config import ServeConfig

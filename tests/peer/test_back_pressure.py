@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.delta_reader import generate
+from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.http import readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.framing import Frames, FrameTooLarge, framed
 from draftgate.backends.peer.channel import (
     CLOSED,
@@ -29,7 +30,7 @@ from draftgate.backends.remote_worker import (
     TokenizerFiles,
     WorkerMessage,
 )
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Pace
 from tests.gateway.harness import ScriptedBackend, running, until

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.testing import check_backend, collect, generate, make_request
+from draftgate.backends.testing import check_backend, collect, make_request
 from draftgate.backends.types import GrammarKind, GrammarSpec, Pace, ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from tests.gateway.harness import (

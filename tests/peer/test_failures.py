@@ -15,12 +15,13 @@ from functools import partial
 
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected, WorkerLeft
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_REPORT_BYTES
 from draftgate.backends.peer.link import Link
 from draftgate.backends.peer.upgrade import PeerRefused
-from draftgate.backends.testing import collect, generate, make_request
+from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
 from draftgate.gateway.app import drain, start_workers

@@ -7,8 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.remote_worker import Update
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta
 from draftgate.gateway.http.peers import session
 from draftgate.gateway.http.peers.session import PeerSession

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.peer import link
 from draftgate.backends.remote_worker import ALIVE, Alive, Codec, Report
-from draftgate.backends.testing import generate, make_request
+from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta
 from draftgate.gateway.http.peers.session import PeerSession
 from tests.gateway.harness import ScriptedBackend, running

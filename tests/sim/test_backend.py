@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.registry import backend_factory
 from draftgate.backends.sim.backend import SimBackend
@@ -24,7 +25,6 @@ from draftgate.backends.testing import (
     check_streams_are_not_crossed,
     check_traces,
     collect,
-    generate,
     make_request,
 )
 from draftgate.backends.types import Capabilities, Pace

@@ -10,11 +10,12 @@ from itertools import count, product
 import pytest
 
 from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.delta_reader import generate
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.testing import collect, generate, make_request
+from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
