@@ -84,8 +84,8 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether a parameter changes logits before temperature and filters."""
-        static = self.logit_bias or self.allowed_token_ids
-        return bool(static) or self.reads_output or self.min_tokens > 0
+        static = self.logit_bias or self.allowed_token_ids or self.min_tokens > 0
+        return bool(static) or self.reads_output
 
     @property
     def leaves_logits(self) -> bool:

@@ -51,7 +51,7 @@ class TextStream:
         """
         self._decode = decode
         self._alone = alone
-        self._stop = tuple(sorted(s for s in stop if s))
+        self._stop = tuple(sorted([s for s in stop if s])) if stop else ()
         self._include_stop = include_stop
         most = _CONTEXT_TOKENS + _LONGEST_CHARACTER_TOKENS
         self._tokens = deque(context[-_CONTEXT_TOKENS:], maxlen=most)
@@ -106,7 +106,8 @@ class TextStream:
             return ""
         if self._taken is not None:
             self._held += self._decode(list(self._tokens))[self._taken :]
-        self._cut_at_stop()
+        if self._stop:
+            self._cut_at_stop()
         return self._release(final=True)
 
     def _new_text(self, token_id: int) -> str:

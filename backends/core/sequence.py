@@ -60,6 +60,7 @@ class Sequence:
     Attributes:
         key: unique identifier on the worker, ascending in order of arrival.
         token_ids: token ids of prompt and output.
+        prompt_tokens: length of the prompt.
         num_computed: number of leading tokens whose keys and values are in the cache.
         block_table: KV blocks in order, where block i holds the tokens from `i * block_size` on.
             Other sequences may share the leading blocks. A 64-bit array, which devices read
@@ -143,6 +144,7 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)
     pooled: bytes | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_tokens: int = field(init=False)
     scored_rows: int = field(init=False)
     most_tokens: int = field(init=False)
     embeds: bool = field(init=False)
@@ -168,13 +170,14 @@ class Sequence:
     def __post_init__(self) -> None:
         """Compute the fields that every step needs."""
         request = self.request
+        prompt_tokens = self.prompt_tokens = len(request.prompt_ids)
         self.embeds = request.task is Task.EMBED
         self.ends_with_prompt = request.sampling.max_tokens == 0
-        self.most_tokens = len(request.prompt_ids) + max(request.sampling.max_tokens, 1)
+        self.most_tokens = prompt_tokens + max(request.sampling.max_tokens, 1)
         # The first delta of choice 0 has delivered the log probabilities if it has an output.
         scores = request.sampling.prompt_logprobs is not None and not self.choice
-        is_new = len(self.token_ids) == len(request.prompt_ids)
-        self.scored_rows = 0 if scores and is_new else len(request.prompt_ids)
+        is_new = len(self.token_ids) == prompt_tokens
+        self.scored_rows = 0 if scores and is_new else prompt_tokens
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
         plan = request.speculation
@@ -196,11 +199,6 @@ class Sequence:
         tokens.extend(choice.output_ids)
         hashes, next_ids = list(request.block_hashes), choice.next_ids
         return cls(key, request, choice.choice, tokens, block_hashes=hashes, next_ids=next_ids)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_ids)
 
     @property
     def output_tokens(self) -> int:

@@ -190,13 +190,8 @@ class WorkerCore:
         is applied. Requests that were cancelled meanwhile get no deltas.
         """
         return [
-            (
-                sequence.request.request_id,
-                self._delta(sequence, token_ids, logprobs, draft)
-                if details is None
-                else _detailed(self._delta(sequence, token_ids, logprobs, draft), details),
-            )
-            for sequence, token_ids, logprobs, draft, details in emissions
+            (sequence.request.request_id, self._delta(sequence, tokens, logprobs, draft, details))
+            for sequence, tokens, logprobs, draft, details in emissions
             if sequence.key in self._texts
         ]
 
@@ -206,6 +201,7 @@ class WorkerCore:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprob, ...],
         draft: VerifiedDraft | None,
+        details: StepDetails | None,
     ) -> Delta:
         stream = self._texts[sequence.key]
         if sequence.finish_reason is None:  # the usual case
@@ -213,25 +209,32 @@ class WorkerCore:
                 text, shown = stream.add(token_ids[0]), 1
             else:
                 text, shown = stream.extend(token_ids)
-            if not stream.stopped:
+            if stream.stopped:
+                self._stop(sequence)
+            elif details is None:
                 drafts = count_draft(sequence, draft, shown)
                 return Delta(sequence.choice, token_ids, text, logprobs, drafts=drafts)
-            self._stop(sequence)
         elif sequence.pooled is not None:
             text, shown = "", 0
         else:
             text, shown = self._last_text(sequence, token_ids, stream)
-        self._forget(sequence)
+        ended = sequence.finish_reason is not None
+        if ended:
+            self._forget(sequence)
         drafts = count_draft(sequence, draft, shown)  # before the outcome, which contains it
+        step, phases, scores = details or (None, None, None)
         return Delta(
             sequence.choice,
             token_ids[:shown],
             text,
             logprobs[:shown],
             finish_reason=sequence.finish_reason,
-            outcome=None if sequence.embeds else sequence.outcome(),
-            cached_tokens=sequence.cached_tokens,
+            outcome=sequence.outcome() if ended and not sequence.embeds else None,
+            cached_tokens=sequence.cached_tokens if ended else 0,
+            steps=() if step is None else (counted_step(step, shown, drafts),),
+            phases=phases,
             pooled=sequence.pooled,
+            prompt_logprobs=scores,
             stop_text=stream.stop_text,
             drafts=drafts,
         )
@@ -278,14 +281,3 @@ def _is_cut(sequence: Sequence, last: int) -> bool:
     limit of its parser.
     """
     return sequence.grammar is not None and not sequence.grammar.legal((last,))
-
-
-def _detailed(delta: Delta, details: StepDetails) -> Delta:
-    """Return a delta with its details."""
-    step = details.step
-    if step is None:
-        return delta._replace(phases=details.phases, prompt_logprobs=details.prompt_logprobs)
-    step = counted_step(step, len(delta.token_ids), delta.drafts)
-    return delta._replace(
-        steps=(step,), phases=details.phases, prompt_logprobs=details.prompt_logprobs
-    )

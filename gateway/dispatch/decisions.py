@@ -122,8 +122,10 @@ class DecisionOutcome(msgspec.Struct, frozen=True):
     def plus(self, outcome: SpeculationOutcome, choices: int = 1) -> DecisionOutcome:
         """Return the sum with the outcome of another choice, or of an unfinished one with 0."""
         revised = tuple(
-            RevisionRecord(one.on, one.cause, one.output_tokens, one.reason)
-            for one in outcome.revisions
+            [
+                RevisionRecord(one.on, one.cause, one.output_tokens, one.reason)
+                for one in outcome.revisions
+            ]
         )
         return DecisionOutcome(
             self.choices + choices,

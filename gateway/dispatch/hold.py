@@ -13,7 +13,7 @@ from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.partial_output import PartialOutput
-from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
+from draftgate.gateway.dispatch.placement import Placement, Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
 from draftgate.gateway.dispatch.run import Run
@@ -30,6 +30,7 @@ from draftgate.gateway.errors import OutputCut
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.state.store import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
+from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.values import replace
 
@@ -111,6 +112,7 @@ class Hold:
         run: Run,
         index: int,
         request: GenerationRequest,
+        need: CapacityNeed,
         routed: Routed,
         output: PartialOutput,
         prompt: Owner,
@@ -119,6 +121,7 @@ class Hold:
 
         Args:
             request: the request for the prompt, or for the rest of the prompt.
+            need: the capacity that it needs.
             routed: the reserved worker (`CentralQueue.turn`).
             output: the output of the prompt, to which the deltas are added.
             prompt: gets the deltas after that.
@@ -129,6 +132,7 @@ class Hold:
         self._parts = parts
         self._index = index
         self._request = request
+        self._need = need
         self._output = output
         self._prompt = self._owner = prompt
 
@@ -300,7 +304,9 @@ class Hold:
             self._move_to(found.lease.worker_id)
         self._reservation = found
         with run.span.child("decide") if recording else NO_SPAN as span:
-            self.placed = parts.placer.place(run.job, self._index, request, self.routed, found)
+            self.placed = parts.placer.place(
+                run.job, self._index, request, self.routed, found, self._need
+            )
             if recording:
                 describe_decision(span, self.placed.view, self.placed.load)
 
@@ -309,7 +315,7 @@ class Hold:
         request = self._request
         self.worker.release(request.request_id)
         self.worker = next(one for one in self.routed.choices if one.worker_id == worker_id)
-        self.worker.reserve(request.request_id, need_of(request))
+        self.worker.reserve(request.request_id, self._need)
         self.routed = self.routed._replace(worker=self.worker)
         view = partial(self._parts.route_view, self.run, self._index, request)
         self._parts.queue.router.moved(view, self.worker)

@@ -239,7 +239,7 @@ class Moves:
         if routed is None:
             return MoveEnd.NO_ROOM
         place = self._parts, stream.run, stream.index
-        successor = Hold(*place, request, routed, stream.output, stream)
+        successor = Hold(*place, request, need_of(request), routed, stream.output, stream)
         try:
             await successor.prepare()
         except NoCapacity:

@@ -186,6 +186,7 @@ class Placer:
         request: GenerationRequest,
         routed: Routed,
         reservation: Reservation,
+        need: CapacityNeed,
     ) -> Placement:
         """Decide how far a sized request may speculate on its worker, and record the decision.
 
@@ -194,12 +195,14 @@ class Placer:
 
         Args:
             reservation: the reservation of the worker's capacity.
+            need: the capacity that the request needs.
         """
         worker = routed.worker
         load = worker.backend.load()
         if reservation.behind_tokens:
             load = project_load(load, reservation.behind_tokens, self._usual.need)
-        self._record_size(request, reservation)
+        if reservation.lease is not None:  # to estimate requests that other gateways have leased
+            self._usual.add_request(replace(need, most_tokens=reservation.lease.tokens))
         view = self._view(job, index, request, worker.backend.card.model_id)
         if not request.sampling.max_tokens:
             plan, decision = NOTHING_TO_DRAFT, None
@@ -238,15 +241,6 @@ class Placer:
     def record_move(self, job: Job, index: int, source: Placement, move: MoveRecord) -> None:
         """Record that a prompt has moved from its placement, or could not move."""
         self._decisions.add_move(job.request_id, index, job.tenant, source.decision, move)
-
-    def _record_size(self, request: GenerationRequest, reservation: Reservation) -> None:
-        """Record the size of a request, to estimate requests that other gateways have leased."""
-        if reservation.lease is not None:
-            need = need_of(request)
-            leased_tokens = reservation.lease.tokens
-            self._usual.add_request(
-                CapacityNeed(need.sequences, need.prompt_tokens, leased_tokens, need.tpot_s)
-            )
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.

@@ -226,7 +226,16 @@ class Prompt:
             if routed is None or self._must_spare():
                 routed = await self._turn(routed)
             del self._place.view  # ends a cycle of references
-            hold = Hold(parts, run, self.index, self._request, routed, self.output, self)
+            hold = Hold(
+                parts,
+                run,
+                self.index,
+                self._request,
+                self._place.need,
+                routed,
+                self.output,
+                self,
+            )
         self.hold, self._runs = hold, True  # from here on, a failure loses the worker
         self._tokens_before = self.output.tokens
         await hold.start()

@@ -150,7 +150,10 @@ class ClassFlows:
         priority = _clamp(priority)
         if self._since_s is None:
             self._since_s = now_s
-        self._flows.setdefault(priority, _Flow(self._since_s, now_s)).add(work_s, now_s)
+        flow = self._flows.get(priority)
+        if flow is None:
+            flow = self._flows[priority] = _Flow(self._since_s, now_s)
+        flow.add(work_s, now_s)
 
     def drain(self, priority: int, now_s: float, booked: Collection[int] = ()) -> Drain:
         """Return the drain of the queue of a class.
@@ -159,7 +162,7 @@ class ClassFlows:
             booked: classes that have bookings.
         """
         priority = _clamp(priority)
-        if not booked and all(level == priority for level in self._flows):
+        if not booked and (not self._flows or self._flows.keys() == {priority}):
             return _ALONE
         booked = {level for level in map(_clamp, booked) if level < priority}
         rates = {

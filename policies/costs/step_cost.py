@@ -98,9 +98,10 @@ class StepCost:
 
     def size_s(self, size: StepSize) -> float:
         """Return the predicted seconds of a step of this size."""
-        sampled_s = self.sample_s * (size.sampled - size.sequences)
-        linear_s = self._linear_s(size.kv_tokens, size.sequences) + sampled_s
-        return self._table_s(size.tokens) + linear_s + self.pair_s * size.pairs
+        tokens, kv_tokens, sequences, pairs, sampled = size
+        sampled_s = self.sample_s * (sampled - sequences)
+        linear_s = self._linear_s(kv_tokens, sequences) + sampled_s
+        return self._table_s(tokens) + linear_s + self.pair_s * pairs
 
     def _linear_s(self, kv_tokens: int, sequences: int) -> float:
         return self.kv_token_s * kv_tokens + (self.sequence_s + self.sample_s) * sequences

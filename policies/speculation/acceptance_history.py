@@ -82,9 +82,12 @@ class AcceptanceHistory:
 
     def counts(self, tenant: str, model: str, *, greedy: bool) -> tuple[DraftCounts, DraftCounts]:
         """Return the counts of a tenant with a model, and of all tenants with the model."""
-        found = (self._entries.get((owner, model, greedy)) for owner in (tenant, None))
-        own, all_ = (UNTESTED if entry is None else entry.counts for entry in found)
-        return own, all_
+        own = self._entries.get((tenant, model, greedy))
+        all_ = self._entries.get((None, model, greedy))
+        return (
+            UNTESTED if own is None else own.counts,
+            UNTESTED if all_ is None else all_.counts,
+        )
 
     def add_choice(
         self, tenant: str, model: str, *, greedy: bool, drafted: int, histogram: Sequence[int]
