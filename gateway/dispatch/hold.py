@@ -12,7 +12,7 @@ from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.output import Output
 from draftgate.gateway.dispatch.placement import Placement, Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
@@ -114,7 +114,7 @@ class Hold:
         request: GenerationRequest,
         need: CapacityNeed,
         routed: Routed,
-        output: PartialOutput,
+        output: Output,
         prompt: Owner,
     ) -> None:
         """Hold a reserved worker.
@@ -248,7 +248,7 @@ class Hold:
 
     def _observe(self, delta: Delta) -> None:
         """Pass a delta to output, queue, trace, acceptance history and the prompt."""
-        self._output.add(delta)
+        counted = self._output.add(delta)
         if not self._begun:
             self._begin()
         if self._spans is not None:
@@ -262,7 +262,7 @@ class Hold:
             # Every worker would end the output here, so none can continue it.
             self.fail(OutputCut(self._output.tokens))
         else:
-            self._prompt.take(delta)
+            self._prompt.take(counted)
 
     def _begin(self) -> None:
         """Report the first delta to worker, admission and queue."""

@@ -2,7 +2,7 @@
 
 The prompt waits in the queue, holds a worker (`hold`), and passes the deltas of that worker to
 the sink of its run, in the call that delivers them. If it loses the worker, it continues on another
-one: `PartialOutput` has the tokens of its choices, and builds the request for the rest. The prompt
+one: `Output` has the tokens of its choices, and builds the request for the rest. The prompt
 then returns to the queue with its old ticket, and gets a new worker, lease and speculation plan.
 The sink sees one stream.
 
@@ -24,7 +24,7 @@ from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.partial_output import PartialOutput
+from draftgate.gateway.dispatch.output import Output
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.recovery import cause_of, wait_for
@@ -106,7 +106,7 @@ class Prompt:
         """
         self.run = run
         self.index = index
-        self.output = PartialOutput(run.requests[index])
+        self.output = run.outputs[index] = Output(run.requests[index])
         self._parts = parts
         self._mover = mover
         self._request = run.requests[index]  # what the next worker gets
@@ -157,8 +157,6 @@ class Prompt:
 
     def take(self, delta: Delta) -> None:
         """Pass a delta of the present worker to the sink of the run."""
-        if delta.outcome is not None:
-            delta = self.output.counted(delta)
         if self.index:
             delta = delta._replace(choice=self.index * self.run.job.n + delta.choice)
         self.run.sink(delta)

@@ -11,6 +11,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.output import Output
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.tracing import Span
 from draftgate.policies.moves import MoveEnd, MoveReason
@@ -154,6 +155,7 @@ class Run:
         entry: the admission of the job.
         watch: the observer of its placements.
         placements: the latest placement of each prompt, or None before the first.
+        outputs: the output of each prompt that has begun, by its index.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
         tpot_s: seconds in which its client can take one token of each choice, or 0 if unknown.
@@ -182,6 +184,7 @@ class Run:
         self.watch = watch
         self.sink = _ignore
         self.resumes: list[Resume] = []
+        self.outputs: dict[int, Output] = {}
 
     @property
     def placed(self) -> list[Placement]:

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import UNSET, UnsetType
 
-from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome
+from draftgate.backends.types import Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
@@ -64,9 +64,7 @@ class Answer:
         self.run: Run
         self._store = store
         self._frames: dict[int, TextFrame] = {}  # by choice
-        prompts = len(parsed.job.prompts)
-        self._outcomes = [NO_OUTCOME] * prompts
-        self._open_choices = parsed.job.n * prompts
+        self._open_choices = parsed.job.n * len(parsed.job.prompts)
         self._reasoning: list[ReasoningTokens] = []  # by choice, if the model marks it
         if parsed.reasoning is not None:
             tokenizer = parsed.served.tokenizer
@@ -87,8 +85,6 @@ class Answer:
         self.watch.observe(delta)
         if delta.finish_reason is not None:
             self._open_choices -= 1
-        if delta.outcome is not None:
-            self._outcomes[delta.choice // self.parsed.job.n] += delta.outcome
         if self._reasoning:
             self._reasoning[delta.choice].add(delta.token_ids)
 
@@ -113,8 +109,10 @@ class Answer:
         prompts: list[PromptMetrics] | UnsetType = UNSET
         if len(placed) > 1:
             prompts = [
-                PromptMetrics(one.worker.worker_id, self._speculation(one, outcome))
-                for one, outcome in zip(placed, self._outcomes, strict=True)
+                PromptMetrics(
+                    one.worker.worker_id, self._speculation(one, self.run.outputs[index].outcome)
+                )
+                for index, one in enumerate(placed)
             ]
         return ResponseMetrics(
             first.request.sampling.seed,
@@ -242,7 +240,7 @@ def speculation_reply(
         plan.mode,
         plan.proposer,
         plan.max_draft_tokens,
-        plan.cause.value,
+        plan.cause,
         reason,
         plan.price,
         steps,

@@ -1,8 +1,6 @@
-"""The output of a prompt that may continue on another worker."""
+"""The output of a prompt, which may continue on another worker."""
 
 from __future__ import annotations
-
-from collections import defaultdict
 
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import (
@@ -16,20 +14,23 @@ from draftgate.backends.types import (
 from draftgate.policies.values import replace
 
 
-class PartialOutput:
-    """The output of a prompt's choices so far, from all workers that ran them."""
+class Output:
+    """The output of a prompt's choices so far, from all workers that ran them.
+
+    Attributes:
+        is_complete: whether every choice has ended.
+        outcome: the sum of speculation of the choices that have ended.
+    """
+
+    is_complete = False
+    outcome = NO_OUTCOME
 
     def __init__(self, request: GenerationRequest) -> None:
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
-        self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the present worker
-        self._earlier = defaultdict[int, SpeculationOutcome](lambda: NO_OUTCOME)  # before it
+        self._drafts: dict[int, list[tuple[int, int]]] = {}  # of the present worker, by choice
+        self._earlier: dict[int, SpeculationOutcome] = {}  # before it, by choice
         self._ended_tokens = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every choice has ended."""
-        return not self._open
 
     @property
     def tokens(self) -> int:
@@ -46,34 +47,37 @@ class PartialOutput:
         """Number of output tokens of each choice that has not ended."""
         return [len(ids) for ids in self._open.values()]
 
-    def add(self, delta: Delta) -> None:
-        """Add a delta.
+    def add(self, delta: Delta) -> Delta:
+        """Add a delta, and return it with the drafts of lost workers in its outcome, if any.
 
         The caller must pass every delta, in order.
         """
+        choice = delta.choice
         if delta.drafts:
-            self._drafts[delta.choice] += delta.drafts
+            self._drafts.setdefault(choice, []).extend(delta.drafts)
         if delta.finish_reason is None:
-            self._open[delta.choice].extend(delta.token_ids)
-        else:
-            self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
+            self._open[choice].extend(delta.token_ids)
+            return delta
+        self._ended_tokens += len(self._open.pop(choice)) + len(delta.token_ids)
+        self.is_complete = not self._open
+        if delta.outcome is not None:
+            if choice in self._earlier:
+                delta = delta._replace(outcome=self._earlier[choice] + delta.outcome)
+            assert delta.outcome is not None
+            self.outcome += delta.outcome
+        return delta
 
     @property
     def unfinished(self) -> SpeculationOutcome:
         """The drafts of the present worker for the open choices."""
-        return outcome_of([draft for choice in self._open for draft in self._drafts[choice]])
+        return outcome_of([d for choice in self._open for d in self._drafts.get(choice, ())])
 
     def lose_worker(self) -> None:
         """Keep the drafts of the open choices, whose outcome the worker no longer reports."""
         for choice in self._open:
-            self._earlier[choice] += outcome_of(self._drafts[choice])
+            earlier = self._earlier.get(choice, NO_OUTCOME)
+            self._earlier[choice] = earlier + outcome_of(self._drafts.get(choice, ()))
         self._drafts.clear()
-
-    def counted(self, delta: Delta) -> Delta:
-        """Return a delta whose outcome, if any, includes the drafts of lost workers."""
-        if delta.outcome is None or not self._earlier:
-            return delta
-        return delta._replace(outcome=self._earlier[delta.choice] + delta.outcome)
 
     def rest(self, request_id: str) -> GenerationRequest:
         """Return the request for the rest of an incomplete output.
