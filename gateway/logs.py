@@ -2,23 +2,35 @@
 
 Every line that is logged during a request has the id and the trace of that request
 (`AboutRequest`). Callers of `log` need not pass them.
+
+The event loop formats and writes the lines of `FLUSH_S` seconds together. A warning or an error is
+written at once, after the lines before it, and so is every line without an event loop. The last
+lines are written when the process exits. They are lost if it is killed or crashes in C code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import os
 import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from datetime import UTC, datetime
-from typing import Final, TextIO
+from functools import lru_cache
+from typing import Final, NamedTuple, TextIO
 
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 _LINE_BREAK: Final = ord("\n")
+
+FLUSH_S: Final = 0.1
+"""The longest time in seconds for which a line waits for others. (Chosen, not tuned.)"""
 
 _OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
 """Libraries whose warnings are also logged, such as the exporter of traces."""
@@ -28,57 +40,111 @@ _logger: Final = logging.getLogger(LOGGER)
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
+class Line(NamedTuple):
+    """An event with its fields and its error, if any."""
+
+    level: int
+    event: str
+    fields: Mapping[str, object]
+    created_s: float
+    error: BaseException | None = None
+
+
 class LineFormatter(logging.Formatter):
     """A formatter of lines such as `2026-01-31T12:00:00.123Z INFO request id=... status=200`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, followed by the traceback if the record has one."""
-        pairs = [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
-        event = " ".join(record.getMessage().split())
-        line = " ".join([_moment(record), record.levelname, event, *pairs])
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+        """Return the line of a record, followed by its traceback, if any."""
+        return self.line(_line(record))
+
+    def line(self, line: Line) -> str:
+        """Return a line, followed by the traceback of its error, if any."""
+        level, event, fields, created_s, error = line
+        parts = [_moment(created_s), logging.getLevelName(level), " ".join(event.split())]
+        for key, value in fields.items():
+            # Most values are plain texts and numbers.
+            kind = type(value)
+            if kind is float:
+                parts.append(f"{key}={value:.6g}")
+            elif kind is int or (isinstance(value, str) and _is_plain(value)):
+                parts.append(f"{key}={value}")
+            elif value is not None:
+                parts.append(f"{key}={_quoted(value)}")
+        text = " ".join(parts)
+        return text if error is None else f"{text}\n{_traceback(error)}"
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(LineFormatter):
     """A formatter of JSON such as `{"time": "...", "level": "INFO", "event": "request"}`."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the object on one line, with the record's traceback as `traceback`, if any."""
-        fields = {
-            **{key: _plain(value) for key, value in _fields(record).items()},
-            "time": _moment(record),
-            "level": record.levelname,
-            "event": record.getMessage(),
+    def line(self, line: Line) -> str:
+        """Return the object on one line, with the traceback of its error as `traceback`, if any."""
+        level, event, fields, created_s, error = line
+        shown = {
+            **{key: _json_value(one) for key, one in fields.items() if one is not None},
+            "time": _moment(created_s),
+            "level": logging.getLevelName(level),
+            "event": event,
         }
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
+        if error is not None:
+            shown["traceback"] = _traceback(error)
+        return json.dumps(shown)
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
-    """A handler that begins each event on a line of its own, also after the disk was full.
+    """A handler that writes the lines of a moment together.
 
-    A full disk or a full pipe may cut a line. The rest of it is lost, and the next line would
-    continue the part.
+    Each event begins on a line of its own, also after the disk was full. A full disk or a full pipe
+    may cut a line. The rest of it is lost, and the next line would continue the part.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, formatter: LineFormatter) -> None:
         super().__init__(stream)
+        self.setFormatter(formatter)
+        self._formatter = formatter
         self._cut = False
+        self._waiting = deque[Line]()  # several threads may add and take lines
+        self._timed: asyncio.AbstractEventLoop | None = None  # the loop that will flush
         try:
             self._descriptor: int | None = stream.fileno()
         except OSError:  # such as the streams of tests
             self._descriptor = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or drop what cannot be written."""
-        if self._descriptor is None:
-            super().emit(record)
-            return
-        data = (self.format(record) + self.terminator).encode(errors="backslashreplace")
+        """Write a record of a library, as `add` does."""
+        self.add(_line(record))
+
+    def add(self, line: Line) -> None:
+        """Write a line soon, or at once if it is a warning or no event loop runs in this thread."""
+        self._waiting.append(line)
+        if line.level < logging.WARNING:
+            with suppress(RuntimeError):  # no event loop runs here
+                loop = asyncio.get_running_loop()
+                if loop is not self._timed:
+                    self._timed = loop
+                    loop.call_later(FLUSH_S, self._due)
+                return
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait, or drop what cannot be written."""
+        assert self.lock is not None
+        with self.lock:
+            waiting, line = self._waiting, self._formatter.line
+            if waiting:
+                lines = [line(waiting.popleft()) + "\n" for _ in range(len(waiting))]
+                self._write("".join(lines))
+
+    def _due(self) -> None:
+        self._timed = None
+        self.flush()
+
+    def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):  # the stream may be closed
+            if self._descriptor is None:
+                self.stream.write(text)
+                return
+            data = text.encode(errors="backslashreplace")
             self.stream.flush()
             rest = memoryview(b"\n" + data if self._cut else data)
             while rest:
@@ -99,15 +165,12 @@ def configure(level: str, form: str = "line") -> None:
         level: minimum level of Draftgate's own lines.
         form: one of the `FORMATTERS`.
     """
-    handler = LineHandler(sys.stderr)
-    handler.setFormatter(FORMATTERS[form]())
+    handler = LineHandler(sys.stderr, FORMATTERS[form]())
     for name in (LOGGER, *_OTHERS):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
-    # No line shows the thread or the process, which a record would otherwise look up.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 class AboutRequest:
@@ -135,28 +198,57 @@ def is_logged(level: int) -> bool:
     return _logger.isEnabledFor(level)
 
 
+def flush() -> None:
+    """Write the lines that wait for others, such as before other output."""
+    for handler in _logger.handlers:
+        handler.flush()
+
+
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
     """Log an event with its fields, except fields that are None."""
-    if _logger.isEnabledFor(level):
-        known = _REQUEST.get() or {}
-        raised = None if error is None else (type(error), error, error.__traceback__)
-        # No line shows its caller, for which the logger would search the stack.
-        record = logging.LogRecord(LOGGER, level, "", 0, event, (), raised)
-        record.__dict__[_FIELDS] = {**known, **fields}
-        _logger.handle(record)
+    log_fields(level, event, fields, error)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    found: dict[str, object] = getattr(record, _FIELDS, {})
-    return {key: value for key, value in found.items() if value is not None}
+def log_fields(
+    level: int, event: str, fields: Mapping[str, object], error: BaseException | None = None
+) -> None:
+    """Log an event, as `log` does."""
+    if not _logger.isEnabledFor(level):
+        return
+    if known := _REQUEST.get():
+        fields = {**known, **fields}
+    handlers = _logger.handlers
+    if handlers and type(handler := handlers[0]) is LineHandler:
+        # A record of the logging module would cost more than the line.
+        handler.add(Line(level, event, fields, time.time(), error))
+        return
+    info = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord(LOGGER, level, "", 0, event, (), info)
+    record.__dict__[_FIELDS] = fields
+    _logger.handle(record)
 
 
-def _moment(record: logging.LogRecord) -> str:
-    moment = datetime.fromtimestamp(record.created, UTC)
-    return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+def _line(record: logging.LogRecord) -> Line:
+    fields, error = getattr(record, _FIELDS, {}), record.exc_info and record.exc_info[1]
+    return Line(record.levelno, record.getMessage(), fields, record.created, error)
 
 
-def _plain(value: object) -> object:
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip("\n")
+
+
+def _moment(at_s: float) -> str:
+    seconds, milliseconds = divmod(int(at_s * 1000), 1000)
+    return f"{_second(seconds)}.{milliseconds:03d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(at_s: int) -> str:
+    """Return a second in UTC, which the lines of the second share."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at_s))
+
+
+def _json_value(value: object) -> object:
     """Return a value that JSON can represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -164,10 +256,14 @@ def _plain(value: object) -> object:
 
 
 def _quoted(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
     text = str(value)
-    # Spaces are the only printable whitespace.
-    if text and text.isprintable() and not (" " in text or '"' in text or "=" in text):
+    if _is_plain(text):
         return text
     return '"' + text.encode("unicode_escape").decode().replace('"', '\\"') + '"'
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether a text needs no quotes."""
+    # Spaces are the only printable whitespace.
+    printable = text != "" and text.isprintable()
+    return printable and not (" " in text or '"' in text or "=" in text)

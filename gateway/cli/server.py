@@ -18,7 +18,7 @@ from draftgate.gateway.banner import banner
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.gateway.config import ConfigError, ServeConfig
 from draftgate.gateway.loading import loading_shown
-from draftgate.gateway.logs import configure, log
+from draftgate.gateway.logs import configure, flush, log
 from draftgate.gateway.processes.messages import Notice
 from draftgate.gateway.processes.parent import serve_processes
 
@@ -40,6 +40,7 @@ def run_server(config: ServeConfig) -> None:
     except ConfigError as error:
         fail(error, BAD_USAGE)
     except (StartError, NodeFailed) as error:
+        flush()
         fail(error)
     log(logging.INFO, "stopped")
     _exit_while_loading()

@@ -31,7 +31,7 @@ from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.loading import loading_shown
-from draftgate.gateway.logs import configure
+from draftgate.gateway.logs import configure, flush
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
 
@@ -58,6 +58,7 @@ def main() -> None:
         _run(order, notices)
     except (StartError, NodeFailed, ValueError, msgspec.DecodeError) as error:
         notices.write(Notice(failure=str(error)))
+        flush()
         sys.stderr.write(f"draftgate: {error}\n")
         sys.exit(FAILED)
 

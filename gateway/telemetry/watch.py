@@ -22,7 +22,7 @@ from draftgate.gateway.dispatch.span_attributes import (
     resume_attributes,
 )
 from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
-from draftgate.gateway.logs import is_logged, log
+from draftgate.gateway.logs import is_logged, log, log_fields
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
 from draftgate.gateway.telemetry.request_series import RequestSeries
@@ -424,25 +424,28 @@ class RequestWatch:
         level = logging.WARNING if ending is Ending.FAILED else logging.INFO
         if not is_logged(level):
             return
-        log(
-            level,
-            "request",
-            endpoint=self._endpoint,
-            status=status,
-            ending=ending.value,
-            seconds=seconds,
-            ttft_s=self._ttft_s,
-            worker=",".join(self.workers) or None,
-            resumes=self._resumes or None,
-            tenant=self.tenant,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-            proposer=None if self.plan is None else self.plan.proposer,
-            drafted=self.outcome.num_drafted_tokens,
-            accepted=self.outcome.num_accepted_tokens,
-            error_type=None if error is None else type(error).__name__,
-            param=getattr(error, "param", None),
-            # The message of a rejection may quote the request, which must not appear in the log.
-            reason=str(error) if ending is Ending.FAILED else None,
-        )
+        plan = self.plan
+        fields = {
+            "endpoint": self._endpoint,
+            "status": status,
+            "ending": ending.value,
+            "seconds": seconds,
+            "ttft_s": self._ttft_s,
+            "worker": ",".join(self.workers) or None,
+            "resumes": self._resumes or None,
+            "tenant": self.tenant,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "proposer": None if plan is None else plan.proposer,
+            "drafted": self.outcome.num_drafted_tokens,
+            "accepted": self.outcome.num_accepted_tokens,
+        }
+        if error is not None:
+            fields["error_type"] = type(error).__name__
+            fields["param"] = getattr(error, "param", None)
+            if ending is Ending.FAILED:
+                # The message of a rejection may quote the request, which must not appear in the
+                # log.
+                fields["reason"] = str(error)
+        log_fields(level, "request", fields)

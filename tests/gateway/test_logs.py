@@ -8,7 +8,9 @@ import logging
 import math
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from draftgate.gateway.logs import (
+    FLUSH_S,
     AboutRequest,
     JsonFormatter,
     LineFormatter,
     add_about_request,
     configure,
+    flush,
     log,
 )
 from draftgate.gateway.telemetry.otel import OtelTracing
@@ -171,9 +175,85 @@ def test_a_line_cut_by_a_full_disk_spoils_no_other_line(
     assert "" not in lines
 
 
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The events of each write to a log file."""
+    writes: list[list[str]] = []
+    write = os.write
+
+    def record(descriptor: int, data: memoryview) -> int:
+        lines = bytes(data).decode().splitlines()
+        writes.append([str(event_of(line, "line")) for line in lines])
+        return write(descriptor, data)
+
+    with (tmp_path / "log").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(os, "write", record)
+        configure("info")
+        yield writes
+
+
+@pytest.mark.usefixtures("restored_loggers")
+async def test_lines_of_a_moment_are_written_together(written: list[list[str]]) -> None:
+    """Lines wait for others for at most `FLUSH_S` seconds."""
+    log(logging.INFO, "first")
+    log(logging.INFO, "second")
+    assert written == []
+    await asyncio.sleep(2 * FLUSH_S)
+    assert written == [["first", "second"]]
+    log(logging.INFO, "third")
+    flush()
+    assert written[1:] == [["third"]]
+
+
+@pytest.mark.usefixtures("restored_loggers")
+@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
+async def test_a_warning_is_written_at_once_after_earlier_lines(
+    written: list[list[str]], level: int
+) -> None:
+    """A warning or an error waits for no other line, and keeps the order."""
+    log(logging.INFO, "before")
+    logging.getLogger("aiohttp.server").log(level, "worse")
+    assert written == [["before", "worse"]]
+
+
+@pytest.mark.usefixtures("restored_loggers")
+def test_lines_of_a_closed_event_loop_are_written_with_the_next_line(
+    written: list[list[str]],
+) -> None:
+    """A line that waits when its event loop ends is not lost, and later loops write theirs."""
+
+    async def say(event: str) -> None:
+        log(logging.INFO, event)
+
+    asyncio.run(say("first"))
+    asyncio.run(say("second"))
+    assert written == []
+    log(logging.INFO, "third")
+    assert written == [["first", "second", "third"]]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise ValueError('unexpected')"])
+def test_lines_that_wait_are_written_when_the_process_exits(end: str) -> None:
+    """The last lines of a process are written, also after an unexpected error."""
+    script = f"""
+import asyncio, logging
+from draftgate.gateway.logs import configure, log
+configure("info")
+async def main():
+    log(logging.INFO, "last")
+    {end}
+asyncio.run(main())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert "INFO last" in found.stderr
+
+
 def event_of(line: str, form: str) -> str | None:
     """Return the event of a line, or None for a part of a line."""
-    pattern = r"\S+Z INFO (\w{4,6})" if form == "line" else r'\{.*"event": "(\w+)"\}'
+    pattern = r"\S+Z [A-Z]+ (\w{4,6})" if form == "line" else r'\{.*"event": "(\w+)"\}'
     found = re.fullmatch(pattern, line)
     return None if found is None else found[1]
 
