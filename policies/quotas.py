@@ -59,7 +59,7 @@ class Quota:
     burst_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for limit, rate, burst in self._fields():
+        for limit, rate, burst in self.fields:
             if any(number is not None and number < 1 for number in (rate, burst)):
                 raise ValueError(f"a quota of {limit} must be 1 or more")
             if rate is None and burst is not None:
@@ -72,7 +72,7 @@ class Quota:
 
     def limits(self) -> dict[Limit, tuple[int, int]]:
         """Return rate and burst of each limit."""
-        return {limit: (rate, burst or rate) for limit, rate, burst in self._fields() if rate}
+        return {limit: (rate, burst or rate) for limit, rate, burst in self.fields if rate}
 
     def share(self, parts: int, tokens: int) -> Quota:
         """Return an equal share of the quota for a request, of at least 1.
@@ -99,7 +99,9 @@ class Quota:
             burst,
         )
 
-    def _fields(self) -> tuple[tuple[Limit, int | None, int | None], ...]:
+    @property
+    def fields(self) -> tuple[tuple[Limit, int | None, int | None], ...]:
+        """The rate and the burst of each limit, or None."""
         return (
             (Limit.REQUESTS, self.requests_per_minute, self.burst_requests),
             (Limit.TOKENS, self.tokens_per_minute, self.burst_tokens),
@@ -196,10 +198,11 @@ class Levels(NamedTuple):
     def of(self, quota: Quota) -> dict[Limit, QuotaLevel]:
         """Return the state of each limit of a quota."""
         found = {}
-        for limit, (rate, most) in quota.limits().items():
-            used = self.requests if limit is Limit.REQUESTS else self.tokens
-            left = max(most * UNITS - used, 0) // UNITS
-            found[limit] = QuotaLevel(most, left, used / rate / 1e6)
+        for used, (limit, rate, burst) in zip(self, quota.fields, strict=True):
+            if rate:
+                most = burst or rate
+                left = max(most * UNITS - used, 0) // UNITS
+                found[limit] = QuotaLevel(most, left, used / rate / 1e6)
         return found
 
 
@@ -370,7 +373,8 @@ class QuotaLedger:
         if account is None:
             return Levels()
         account.drain(self._advance(now_s))
-        return Levels(**{limit.value: one.level for limit, one in account.buckets.items()})
+        buckets = account.buckets
+        return Levels(*[buckets[limit].level if limit in buckets else 0 for limit in Limit])
 
     def usage(self, now_s: float) -> Iterator[tuple[str, dict[Limit, int]]]:
         """Yield what each tenant uses of its limits now, rounded up to whole numbers."""

@@ -8,9 +8,9 @@ other request reserves its quota before it waits, in a call of its own.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 
+from draftgate.gateway.deadlines import within
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.state.guarded.calls import DEADLINE_S
 from draftgate.gateway.state.quota_store import QuotaStore
@@ -101,8 +101,8 @@ class Quotas:
         if quota is None or not quota.is_limited:
             return {}
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                found = await self._store.levels(quota_account(tenant, self._model()))
+            account = quota_account(tenant, self._model())
+            found = await within(DEADLINE_S, self._store.levels(account))
         except (StoreError, TimeoutError):
             return {}
         return found.of(quota)
