@@ -445,7 +445,6 @@ class RequestWatch:
             fields["error_type"] = type(error).__name__
             fields["param"] = getattr(error, "param", None)
             if ending is Ending.FAILED:
-                # The message of a rejection may quote the request, which must not appear in the
-                # log.
+                # The message of a rejection may quote the request, which no log may contain.
                 fields["reason"] = str(error)
         log_fields(level, "request", fields)
