@@ -106,10 +106,12 @@ class LlGrammar:
 
 
 class LlGrammars:
-    """Compiles grammars for one tokenizer, and implements `backends.core.grammar.Grammars`."""
+    """Compiles grammars for one tokenizer, and implements `backends.core.grammar.Grammars`.
+
+    `eos_ids` beyond the vocabulary are ignored.
+    """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int]) -> None:
-        """Use a tokenizer, and ignore `eos_ids` beyond its vocabulary."""
         self._plain = tokenizer
         self._eos_ids = sorted(i for i in eos_ids if 0 <= i < tokenizer.vocab_size)
         # Least recently used first.

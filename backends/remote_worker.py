@@ -208,10 +208,12 @@ def readable_deltas(deltas: list[tuple[str, Delta]], num_fields: int) -> list[tu
 
 
 class Codec(Generic[Received]):
-    """Encodes any message, and decodes messages of one kind."""
+    """Encodes any message, and decodes messages of one kind.
+
+    `received` is the type of the messages to decode, a struct or a union of structs.
+    """
 
     def __init__(self, received: object) -> None:
-        """Decode messages of this type, which is a struct or a union of structs."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_ids_to_bytes)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
             received, dec_hook=_ids_from_bytes

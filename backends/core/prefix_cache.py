@@ -61,7 +61,6 @@ class PrefixCache:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Start empty, for a memory of `num_blocks` blocks."""
         self._block_of: dict[bytes, int] = {}
         # A list, because neighbouring blocks are read together and a dictionary would scatter them.
         self._hash_of: list[bytes | None] = [None] * num_blocks

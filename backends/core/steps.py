@@ -149,6 +149,8 @@ class StepPlan:
 class StepBuilder:
     """A step under construction.
 
+    `number` becomes `Sequence.last_step`.
+
     Attributes:
         budget: number of tokens that may still be added.
         work: parts of the step so far, by sequence key.
@@ -156,7 +158,6 @@ class StepBuilder:
     """
 
     def __init__(self, number: int, budget: int) -> None:
-        """Start an empty step with a number for `Sequence.last_step`."""
         self._number = number
         self.budget = budget
         self.work: dict[int, SequenceWork] = {}

@@ -78,7 +78,6 @@ class EngineBackend(OperatedBlocks):
     recovers = False
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Store the settings. `start` loads the model."""
         self._sinks = DeltaSinks(self._end)
         self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None

@@ -22,10 +22,11 @@ class SocketChannel(Generic[Received]):
     """Sends and receives messages over a socket.
 
     Any thread may send, but only one thread may receive.
+
+    The channel owns the socket. `received` is the type of the messages from the other end.
     """
 
     def __init__(self, end: socket.socket, received: object) -> None:
-        """Take ownership of `end`. `received` is the type of the messages from the other end."""
         self._end = end
         self._file = end.makefile("rb")
         self._codec: FrameCodec[Received] = FrameCodec(received)

@@ -158,12 +158,13 @@ class TensorReader:
 
     Files stay mapped while the reader is open. Until the reader closes, all pages that it has read
     count as memory of the process. Use one reader per layer.
+
+    `on_read` receives the number of bytes of each copied tensor.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, on_read: Callable[[int], None]
     ) -> None:
-        """Open no file yet. `on_read` receives the number of bytes of each copied tensor."""
         self._tensors = checkpoint.tensors
         self._dtype = dtype
         self._on_read = on_read

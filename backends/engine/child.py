@@ -51,10 +51,12 @@ STOP_S: Final = 5.0
 
 
 class Reports:
-    """Implements `loop.LoopEvents`: sends the reports of the engine's thread over a channel."""
+    """Implements `loop.LoopEvents`: sends the reports of the engine's thread over a channel.
+
+    The bytes of chunks are sent in shared memory.
+    """
 
     def __init__(self, channel: SocketChannel[Command], shared: SharedMemory | None) -> None:
-        """Send the reports over this channel, and the bytes of chunks in shared memory."""
         self._channel = channel
         self._shared = shared
         self._results: SimpleQueue[tuple[KvCall, KvResult]] = SimpleQueue()

@@ -22,10 +22,12 @@ UPSTREAM_HINT: Final = (
 
 
 class Fields:
-    """The fields of a JSON object. A null field counts as missing."""
+    """The fields of a JSON object. A null field counts as missing.
+
+    `raw` is the object at the dotted path `prefix` of `file`.
+    """
 
     def __init__(self, raw: Mapping[str, Any], file: str, prefix: str = "") -> None:
-        """Wrap the object `raw`, which is at the dotted path `prefix` of `file`."""
         self._raw = raw
         self._file = file
         self._prefix = prefix

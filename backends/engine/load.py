@@ -190,7 +190,14 @@ def _loaded_decoder(
     recording = open_recording(config, proposers, card, scheduler, run)
     service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
-        *(worker, runner, exchange, served, proposers, save_learned, recording), adapters=service
+        worker=worker,
+        runner=runner,
+        exchange=exchange,
+        served=served,
+        proposers=proposers,
+        save_learned=save_learned,
+        recording=recording,
+        adapters=service,
     )
 
 
@@ -401,7 +408,10 @@ def _worker(
     grammars, able = LlGrammars(tokenizer, model.eos_ids), card.capabilities
     make = WorkerCore if run is None else partial(RecordedWorkerCore, run=run)
     return make(
-        *(scheduler, tokenizer, card.max_model_len, grammars),
+        scheduler,
+        tokenizer,
+        card.max_model_len,
+        grammars,
         tasks=able.tasks,
         adapters=able.adapters,
     )

@@ -72,12 +72,13 @@ class EngineLoop(threading.Thread):
     """Loads an engine and runs its steps until stopped.
 
     Any thread may call `submit`, `cancel`, `set_pace`, `exchange` and `stop`.
+
+    The engine's thread calls `load` with a function that reports progress.
     """
 
     def __init__(
         self, load: Callable[[Callable[[float], None]], LoadedEngine], events: LoopEvents
     ) -> None:
-        """Store the arguments. The thread calls `load` with a function that reports progress."""
         super().__init__(name=THREAD_NAME, daemon=True)
         self._load = load
         self._events = events

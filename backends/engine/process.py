@@ -73,7 +73,6 @@ class EngineProcess(threading.Thread):
     """
 
     def __init__(self, config: WorkerConfig, events: LoopEvents) -> None:
-        """Store the settings. `start` starts the process."""
         super().__init__(name="draftgate-engine-process", daemon=True)
         self._config = config
         self._events = events

@@ -39,7 +39,6 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the memory, which has its size already."""
         self.fd = fd
         self._memory = mmap.mmap(fd, SLOTS * CHUNK_BYTES)
         self._free = list(range(SLOTS))

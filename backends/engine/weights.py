@@ -199,7 +199,10 @@ def _matrix_names(checkpoint: Checkpoint, config: ModelConfig) -> tuple[str, str
 
 
 class _Loader:
-    """Reads the parts of a model in any order."""
+    """Reads the parts of a model in any order.
+
+    `on_bytes` receives the total number of bytes after each tensor.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,6 @@ class _Loader:
         for_gpu: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Read nothing yet. `on_bytes` receives the total number of bytes after each tensor."""
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype

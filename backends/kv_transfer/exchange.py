@@ -108,7 +108,6 @@ class KvExchange:
     """Runs operations on the blocks of a worker, in the thread of its steps."""
 
     def __init__(self, blocks: KvBlocks, memory: BlockMemory) -> None:
-        """Exchange the blocks of an allocator, whose bytes are in a memory."""
         self._blocks = blocks
         self._memory = memory
 

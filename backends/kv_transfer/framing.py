@@ -26,10 +26,12 @@ Received = TypeVar("Received")
 
 
 class FrameCodec(Generic[Received]):
-    """Encodes any message, and decodes messages of one kind."""
+    """Encodes any message, and decodes messages of one kind.
+
+    `received` is the type of the messages to decode, a struct or a union of structs.
+    """
 
     def __init__(self, received: object) -> None:
-        """Decode messages of this type, which is a struct or a union of structs."""
         self._codec: Codec[Received] = Codec(received)
 
     def encode(self, message: WorkerMessage) -> tuple[bytes, memoryview]:

@@ -122,7 +122,7 @@ class Transfer:
         try:
             if isinstance(self._sink, FetchingSink):
                 fetched = await self._sink.fetch_blocks(
-                    *(self._source, self._hashes, self._first, most_s), urgent=self._urgent
+                    self._source, self._hashes, self._first, most_s, urgent=self._urgent
                 )
                 if fetched is not None:
                     end, self.blocks, self.chunks = fetched

@@ -46,7 +46,6 @@ class Link:
     ready: Ready
 
     def __init__(self) -> None:
-        """Prepare a link without a connection."""
         self.channel = PeerChannel[Report](Report, MOST_REPORT_BYTES, self._arrived, self._lost)
         self._ended = asyncio.Event()
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()  # before `run`

@@ -124,10 +124,15 @@ class SimEnvironment:
         )
         max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
         pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
-        name, numerics = profile.name, numerics_class(profile)
         form = kv_format_of(profile)
         card = ModelCard(
-            *(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens),
+            model_id=profile.name,
+            root=profile.source,
+            max_model_len=max_model_len,
+            numerics_class=numerics_class(profile),
+            created_s=0,
+            capabilities=EXACT,
+            pool_tokens=pool_tokens,
             kv_format=structs.replace(form, numerics_class="sim") if self.shares_kv else form,
         )
         parts = scheduler, shipped_tokenizer(), max_model_len

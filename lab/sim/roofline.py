@@ -161,10 +161,11 @@ class StepNoise:
 
     Two policies see the same slow moments although their steps begin at different times (common
     random numbers). The noise is lognormal with mean 1, and a few instants stall.
+
+    The noise changes every `instant_s` seconds.
     """
 
     def __init__(self, instant_s: float, seed: int, index: int) -> None:
-        """Draw the noise, which changes every `instant_s` seconds."""
         random = np.random.default_rng((seed, index))
         normal = random.standard_normal(NOISE_PERIOD)
         stalled = random.random(NOISE_PERIOD) < STALL_CHANCE

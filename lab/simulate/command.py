@@ -192,11 +192,21 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         policies = tuple(filter(None, named))
         replayed = None if recording is None else load_recording(recording)
         named_roles = read_roles(roles)
-        count = workers or max(len(named_roles), 1)
         setup = Setup(
-            *(load, config, policies, count, routing, repeat, belief_error, truth, replayed),
-            _exact_replay(trace) if replays and trace is not None else None,
-            *(rescheduling, binding, phases, named_roles),
+            load=load,
+            config=config,
+            policies=policies,
+            workers=workers or max(len(named_roles), 1),
+            routing=routing,
+            repeat=repeat,
+            belief_error=belief_error,
+            truth=truth,
+            recording=replayed,
+            replay=_exact_replay(trace) if replays and trace is not None else None,
+            rescheduling=rescheduling,
+            binding=binding,
+            phases=phases,
+            roles=named_roles,
         )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:

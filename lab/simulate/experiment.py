@@ -203,7 +203,11 @@ def _run(
     config = structs.replace(setup.config, speculation=policy)
     run = None if setup.replay is None else setup.replay[0]
     environment = SimEnvironment(
-        *(seed, setup.belief_error, setup.truth == "roofline", setup.replayed, run),
+        seed=seed,
+        belief_error=setup.belief_error,
+        roofline=setup.truth == "roofline",
+        recording=setup.replayed,
+        run=run,
         delivers_tokens=setup.rescheduling != "off" or phases_policy(setup.phases).separates,
     )
     rules = replace(

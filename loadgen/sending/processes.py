@@ -205,7 +205,10 @@ async def _start_sender(job: SenderJob) -> AsyncGenerator[SenderProcess, None]:
     module = "draftgate.loadgen.sending.sender"
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(theirs.fileno())),
+            sys.executable,
+            "-m",
+            module,
+            str(theirs.fileno()),
             stdin=DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,

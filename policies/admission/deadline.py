@@ -225,10 +225,14 @@ class Deadline:
         retry_s = start_s - TARGET_SHARE * outlook.sure_s
         retry_s = max(refused.retry_after_s, retry_s, LEAST_RETRY_S)
         if not view.sheddable:
-            work_s, priority = outlook.predicted.work_s, view.service.priority
-            due_s = now_s + retry_s
             new = Booking(
-                *(view.fingerprint, priority, view.tenant, work_s, due_s, now_s, again),
+                fingerprint=view.fingerprint,
+                priority=view.service.priority,
+                tenant=view.tenant,
+                work_s=outlook.predicted.work_s,
+                due_s=now_s + retry_s,
+                booked_s=now_s,
+                again=again,
                 share=view.share,
             )
             self.appointments.book(new)

@@ -18,7 +18,6 @@ class ReturningFirst:
     """
 
     def __init__(self, build: Callable[[], OrderingPolicy]) -> None:
-        """Create two empty queues with `build`."""
         self._returning, self._others = build(), build()
 
     @property

@@ -12,12 +12,13 @@ from draftgate.policies.types import Ticket
 class SingleQueue:
     """A queue of all tickets that ignores classes and tenants.
 
+    Tickets are sorted by `time_of`.
+
     Attributes:
         tickets: waiting tickets by key.
     """
 
     def __init__(self, name: str, time_of: Callable[[Ticket], float]) -> None:
-        """Create an empty queue, sorted by `time_of` each ticket."""
         self.name = name
         self.tickets: dict[int, Ticket] = {}
         self._time_of = time_of

@@ -152,7 +152,9 @@ def _move(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link
     gain_s = own_s + others_s + memory_s
     words = f"{own_s:.3f} s own, {others_s:.3f} s of others, {memory_s:.3f} s of memory"
     return ChosenMove(
-        *(stream.stream_id, source.worker_id, sink.worker_id),
+        stream.stream_id,
+        source.worker_id,
+        sink.worker_id,
         MoveReason.DRAIN if source.leaving else MoveReason.FASTER,
         float("inf") if source.leaving else gain_s,
         COST_FACTOR * cost_s * HYSTERESIS**stream.moves,

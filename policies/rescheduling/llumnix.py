@@ -110,8 +110,9 @@ def _best_move(
         if gain > 0.0:
             reason = MoveReason.DRAIN if source.leaving else MoveReason.BALANCE
             words = f"freeness {before:.1f} against {freeness(sink):.1f} steps"
-            ends = (source.worker_id, sink.worker_id)
-            return ChosenMove(stream.stream_id, *ends, reason, gain, 0.0, words)
+            return ChosenMove(
+                stream.stream_id, source.worker_id, sink.worker_id, reason, gain, 0.0, words
+            )
     return None
 
 

@@ -104,8 +104,13 @@ def _clearing(
     stream, sink, _ = placed[0]
     words = f"{missing} tokens are missing for the next request, {gain_s:.2f} s of releases"
     move = ChosenMove(
-        *(stream.stream_id, source.worker_id, sink.worker_id, MoveReason.MAKE_ROOM),
-        *(gain_s, threshold_s, words),
+        stream.stream_id,
+        source.worker_id,
+        sink.worker_id,
+        MoveReason.MAKE_ROOM,
+        gain_s,
+        threshold_s,
+        words,
     )
     return [(sum(one.tokens * one.token_bytes for one, _, _ in placed), move)]
 

@@ -187,8 +187,13 @@ def move_cost_s(stream: StreamView, source: WorkerState, sink: WorkerState, link
     """Return the predicted seconds of the transfer and of the gap of a move."""
     speed = replace(sink.load.speed, tpot_s=source.load.speed.tpot_s)
     view = MoveView(
-        *(stream.tokens, stream.request.max_tokens, stream.sequences, stream.token_bytes),
-        *(source.load.kv_block_tokens, link(source.worker_id, sink.worker_id), speed),
+        tokens=stream.tokens,
+        left_tokens=stream.request.max_tokens,
+        choices=stream.sequences,
+        token_bytes=stream.token_bytes,
+        block_tokens=source.load.kv_block_tokens,
+        bytes_per_s=link(source.worker_id, sink.worker_id),
+        speed=speed,
     )
     forecast = predict_move(view)
     return forecast.copy_s + forecast.gap_s

@@ -340,6 +340,8 @@ class RequestRecord:
 class SurvivalModel:
     """The survivals of the drafts of one source.
 
+    Without a prior (`draft_prior.DraftPrior`), they start from a probability of one half.
+
     Attributes:
         by_evidence: estimates for existing drafts, by their evidence.
         by_outcome: estimates for future drafts, by the end of the last draft.
@@ -350,7 +352,6 @@ class SurvivalModel:
         by_evidence: NDArray[np.float64] | None = None,
         by_outcome: NDArray[np.float64] | None = None,
     ) -> None:
-        """Start from a prior (`draft_prior.DraftPrior`), or a probability of one half."""
         self.by_evidence = SurvivalTable(EVIDENCE_ROWS, group=AGREEMENT_ROWS, prior=by_evidence)
         self.by_outcome = SurvivalTable(OUTCOME_ROWS, prior=by_outcome)
 

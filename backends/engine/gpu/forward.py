@@ -122,10 +122,12 @@ class DevicePasses(ABC, Generic[Result]):
 
 
 class DeviceForward(DevicePasses[Tensor]):
-    """Forward passes of a decoder, whose results are the final hidden states."""
+    """Forward passes of a decoder, whose results are the final hidden states.
+
+    `layers` are the keys and values of a pool (`DevicePasses`).
+    """
 
     def __init__(self, decoder: Decoder, layers: Layers, dump_slot: int, shapes: Shapes) -> None:
-        """Bind a decoder to the keys and values of a pool (`DevicePasses`)."""
         super().__init__(decoder.device, dump_slot, shapes)
         self._decoder = decoder
         self._layers = layers

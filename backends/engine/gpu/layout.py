@@ -132,10 +132,12 @@ class StepLayout:
 
 
 class StepFields:
-    """The fields of a step on the device."""
+    """The fields of a step on the device.
+
+    `memory` is uint8 [at least num_bytes].
+    """
 
     def __init__(self, layout: StepLayout, memory: Tensor, page_tokens: int) -> None:
-        """Wrap `memory`, uint8 [at least num_bytes], on the device."""
         self._fields = layout.fields(memory)
         self._longest_table = layout.shape.pages
         self._page_tokens = page_tokens
@@ -178,10 +180,12 @@ class StepFields:
 
 
 class HostFields:
-    """The fields of a step in main memory, for writing."""
+    """The fields of a step in main memory, for writing.
+
+    `memory` is uint8 [num_bytes]. The content of unwritten fields is undefined.
+    """
 
     def __init__(self, layout: StepLayout, memory: Tensor) -> None:
-        """Wrap `memory`, uint8 [num_bytes]. The content of unwritten fields is undefined."""
         self._layout = layout
         self._memory: npt.NDArray[np.uint8] = memory.numpy()
 

@@ -79,12 +79,14 @@ class LaunchedGpuStep:
 
 
 class GpuRunner:
-    """Runs steps of a model over a KV pool. Only one thread may use a runner."""
+    """Runs steps of a model over a KV pool. Only one thread may use a runner.
+
+    `forward` runs the decoder over the pool.
+    """
 
     def __init__(
         self, decoder: Decoder, pool: KvPool, forward: DeviceForward, verify: Verify = "coupled"
     ) -> None:
-        """Create a runner whose `forward` runs the decoder over the pool."""
         self._decoder = decoder
         self._pool = pool
         self._forward = forward

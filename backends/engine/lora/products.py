@@ -71,7 +71,6 @@ class AdapterRows:
     """
 
     def __init__(self, slot: int, rows: Tensor, step_rows: int) -> None:
-        """Prepare to gather rows of a step of `step_rows` rows, including padding."""
         self.slot = slot
         self.rows = rows
         padding = adapted_rows(len(rows)) - len(rows)
@@ -106,7 +105,6 @@ class AdaptedProduct:
     """
 
     def __init__(self, base: Product, step: _Step) -> None:
-        """Wrap a product of the model, without adapters."""
         self.in_features, self.out_features = base.in_features, base.out_features
         self.slots: dict[int, LowRankProduct] = {}
         self._base = base

@@ -86,7 +86,6 @@ class NativeText:
     __slots__ = ("address", "capacity", "memory", "tokens")
 
     def __init__(self, tokens: TokenIds) -> None:
-        """Reference a text. The first lookup creates its index."""
         self.tokens = tokens
         self.memory = array("i")
         self.address = self.capacity = 0
@@ -132,7 +131,6 @@ class NativeLookup:
     """
 
     def __init__(self, library: ctypes.CDLL, *, trees: bool) -> None:
-        """Declare the arguments of the function, and reserve memory for results."""
         locked = ctypes.PyDLL(library._name)  # noqa: SLF001 - the file of the library
         self._drafts, self._short_drafts = library.ngram_drafts, locked.ngram_drafts
         for function in (self._drafts, self._short_drafts):

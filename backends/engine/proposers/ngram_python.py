@@ -47,7 +47,6 @@ class PythonText:
     """
 
     def __init__(self, tokens: TokenIds) -> None:
-        """Reference a text. The first search indexes it."""
         self.tokens = tokens
         self._clear()
 
@@ -132,10 +131,12 @@ def _match_length(tokens: TokenIds, end: int, text: TokenIds) -> int:
 
 
 class PythonLookup:
-    """Implements `NgramLookup`."""
+    """Implements `NgramLookup`.
+
+    Without `trees`, a draft is the best continuation.
+    """
 
     def __init__(self, *, trees: bool) -> None:
-        """Create a lookup. Without `trees`, a draft is the best continuation."""
         self._trees = trees
 
     def index(self, tokens: TokenIds) -> PythonText:
