@@ -42,11 +42,6 @@ class AdapterSlots:
         self._waiting: list[_Arrival] = []
 
     @property
-    def resident(self) -> tuple[str, ...]:
-        """The adapters in memory, least recently requested first."""
-        return tuple(self._slots)
-
-    @property
     def waiting_sequences(self) -> int:
         """Number of sequences that wait for their adapters."""
         return sum(len(one.request.choices) for one in self._waiting)

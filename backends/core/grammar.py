@@ -15,11 +15,6 @@ class Grammar(Protocol):
     The state is a function of the tokens so far.
     """
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output is complete, so that the sequence may end."""
-        ...
-
     def accept(self, token_id: int) -> None:
         """Advance by a token of the sequence other than an end-of-sequence token.
 

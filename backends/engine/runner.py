@@ -24,7 +24,6 @@ from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import StepLogprobs
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.prompt_logprobs import ScoredChunk
 from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, walk_drafts
 
@@ -57,11 +56,6 @@ class ModelRunner(Executor, Protocol):
         """The launcher of asynchronous steps, None if the device is synchronous."""
         ...
 
-    @property
-    def operators(self) -> Operators:
-        """The operators between the matrix products."""
-        ...
-
     def logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of a forward pass alone: float32 [sampling rows, vocab_size]."""
         ...
@@ -81,11 +75,6 @@ class Runner:
         self._pool = pool
         self._verify = verify
         self._eos_ids = decoder.config.known_eos_ids
-
-    @property
-    def operators(self) -> Operators:
-        """The operators between the matrix products."""
-        return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and return its result."""

@@ -96,7 +96,6 @@ def simulate_machines(
     speculation: str,
     proposer: str,
     most_missed: int,
-    seed: int = 0,
 ) -> list[Record]:
     """Return the records of requests on machines with the production scheduler and `least_cost`.
 
@@ -108,7 +107,7 @@ def simulate_machines(
     """
     names = tuple(name for name, count in counts.items() for _ in range(count))
     config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
-    cluster = SimulatedCluster(config, len(names), SimEnvironment(seed), profiles=names)
+    cluster = SimulatedCluster(config, len(names), SimEnvironment(), profiles=names)
     missed = 0
 
     def count(record: Record) -> None:

@@ -2,16 +2,10 @@
 
 Requests arrive at random (Poisson) and wait in one line. A prompt takes a fixed time D. The mean
 wait in front of a server with a service time s is `R s^2 / (2 (1 - R s))` (Pollaczek-Khinchine).
+The mean time to first token is `D + R D^2 / (2 (1 - R D))` (Zhong et al., arXiv 2401.09670).
 
-A pipeline of S equal stages takes D for a prompt, but accepts the next one after D / S. Later
-stages never have a line, since prompts leave the first one at least D / S apart. Tensor parallelism
-with a speed-up of K takes D / K. With `wait` as above, the mean time to first token is therefore
-
-    one device         D + wait(D)            = D + R D^2 / (2 (1 - R D))
-    two stages         D + wait(D / 2)        = D + R D^2 / (4 (2 - R D))
-    tensor parallel    D / K + wait(D / K)    = D / K + R D^2 / (2 K (K - R D))
-
-These are the formulas of DistServe (Zhong et al., arXiv 2401.09670).
+A server may accept a prompt before the previous one has ended. `highest_rate_rps` therefore takes
+the service time apart from the time of a prompt.
 """
 
 from __future__ import annotations
@@ -25,17 +19,9 @@ def mean_wait_s(rate_rps: float, service_s: float) -> float:
     return math.inf if load >= 1.0 else load * service_s / (2.0 * (1.0 - load))
 
 
-def mean_ttft_s(rate_rps: float, prompt_s: float, stages: int = 1, speed_up: float = 1.0) -> float:
-    """Return the mean time to first token of a prefill instance, in seconds.
-
-    Args:
-        rate_rps: requests per second.
-        prompt_s: seconds of a prompt on one device.
-        stages: number of equal pipeline stages.
-        speed_up: ratio of `prompt_s` to the time with tensor parallelism.
-    """
-    latency_s = prompt_s / speed_up
-    return latency_s + mean_wait_s(rate_rps, latency_s / stages)
+def mean_ttft_s(rate_rps: float, prompt_s: float) -> float:
+    """Return the mean time to first token of a prefill instance, in seconds."""
+    return prompt_s + mean_wait_s(rate_rps, prompt_s)
 
 
 def highest_rate_rps(limit_s: float, prompt_s: float, service_s: float) -> float:

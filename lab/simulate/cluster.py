@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -90,7 +90,6 @@ def simulate(
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
     watch: Watch = UNWATCHED,
-    beside: Callable[[Dispatcher], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> list[Record]:
     """Return the records of the requests in the order of the plan.
 
@@ -99,7 +98,6 @@ def simulate(
         on_record: a callback that receives each record when its request ends.
         to_job: a function that converts a planned request to a job.
         watch: an observer of the placements and moves of all requests.
-        beside: a context that lasts as long as the requests.
 
     Raises:
         ValueError: a setting is wrong.
@@ -116,8 +114,7 @@ def simulate(
             cluster.config.speculation,
         ) as dispatcher:
             pop = None if environment.delivers_tokens else environment.log.pop
-            async with beside(dispatcher):
-                return await send(dispatcher, requests, to_job, on_record, pop, watch)
+            return await send(dispatcher, requests, to_job, on_record, pop, watch)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 

@@ -38,12 +38,11 @@ GREEDY: Final = {"code", "interactive", "rag", "long_document", "batch"}
 USUAL_TEMPERATURE: Final = 0.8
 
 
-def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_token) -> bytes:
+def token_ids(text: str) -> bytes:
     """Return the token ids of a text, at least one."""
     raw = np.frombuffer(text.encode("latin-1", "replace") or b" ", dtype=np.uint8)
-    count = ceil(len(raw) / characters_per_token)
-    places = (np.arange(count) * characters_per_token).astype(np.int64)
-    return raw[places].tobytes()
+    places = np.arange(ceil(len(raw) / COUNTER.characters_per_token)) * COUNTER.characters_per_token
+    return raw[places.astype(np.int64)].tobytes()
 
 
 def job_of(planned: PlannedRequest) -> Job:

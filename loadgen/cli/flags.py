@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 import typer
 
 from draftgate.addresses import read_server_url
+from draftgate.loadgen.measuring.slo import SHARES
 from draftgate.loadgen.other_tools import Tool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from draftgate.loadgen.report.html import NEEDS_PLOTLY
-from draftgate.loadgen.search.types import SHARES
 from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS

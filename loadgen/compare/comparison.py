@@ -160,12 +160,10 @@ class Comparison:
         return any(change.verdict == "worse" for change in self.changes)
 
 
-def compare(
-    a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = (), seed: int = 0
-) -> Comparison:
+def compare(a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = ()) -> Comparison:
     """Compare B with A. If thresholds are given, judge only their statistics.
 
-    The same arguments give the same result.
+    The same runs give the same result.
 
     Raises:
         ValueError: the runs cannot be compared, because they have too few requests or different
@@ -183,7 +181,7 @@ def compare(
         replace(change, judged=not thresholds or change.threshold is not None)
         for key in ours
         if key in theirs
-        for change in _changes(key, ours[key], theirs[key], allowed, paired, seed)
+        for change in _changes(key, ours[key], theirs[key], allowed, paired)
     ]
     missing = allowed.keys() - {(change.key, change.statistic) for change in found}
     if missing:
@@ -212,8 +210,8 @@ def differing_settings(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
-    """Return the changes with their verdicts. The judged changes share the error."""
+def judge(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes with their verdicts. The judged changes share `ERROR`."""
     judged = [place for place, change in enumerate(changes) if change.judged]
     verdicts = [""] * len(changes)
     for word, p_values in (
@@ -221,7 +219,7 @@ def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
         ("worse", [changes[place].p_worse for place in judged]),
     ):
         for place, p in zip(judged, holm(p_values), strict=True):
-            if p <= error:
+            if p <= ERROR:
                 verdicts[place] = word
     return [replace(c, verdict=v) for c, v in zip(changes, verdicts, strict=True)]
 
@@ -241,7 +239,6 @@ def _changes(
     b: Measure,
     allowed: dict[tuple[str, str], Threshold],
     paired: bool,
-    seed: int,
 ) -> Iterator[Change]:
     """Yield the changes of a metric's statistics."""
     names = [name for name in a.statistics if name in b.statistics]
@@ -250,10 +247,10 @@ def _changes(
     ours, theirs = (m.influences()[[m.statistics.index(n) for n in names]] for m in (a, b))
     at_once = max(1, min(REPLICATES, CELLS // max(a.terms, b.terms, ours.shape[1])))
     if paired:  # Equal seeds, block lengths and batch sizes draw the same requests from both runs.
-        first, second = (_resample(m, names, theirs - ours, seed, at_once) for m in (a, b))
+        first, second = (_resample(m, names, theirs - ours, 0, at_once) for m in (a, b))
     else:
-        first = _resample(a, names, ours, seed, at_once)
-        second = _resample(b, names, theirs, seed + 1, at_once)
+        first = _resample(a, names, ours, 0, at_once)
+        second = _resample(b, names, theirs, 1, at_once)
     for place, name in enumerate(names):
         threshold = allowed.get((key, name))
         yield _change(threshold or Threshold(key, name), place, first, second, threshold)

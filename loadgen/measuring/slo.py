@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.confidence import Interval, wilson
 from draftgate.loadgen.measuring.metrics import chunk_gaps_s, latency_s, tpot_s, ttft_s
 from draftgate.loadgen.types import Record
+
+SHARES: Final = (0.90, 0.95, 0.99)
+"""The shares that papers and tools use (DistServe 0.90, aiperf 0.95, MLPerf's p99)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from math import log10
 from typing import Any, Final
 
 from draftgate.loadgen.measuring.metrics import METRICS, Metric, values_of
-from draftgate.loadgen.measuring.slo import attainment
+from draftgate.loadgen.measuring.slo import SHARES, attainment
 from draftgate.loadgen.measuring.speculation import SpeculationTotals, total_speculation
 from draftgate.loadgen.report.runs import RatePoint
 from draftgate.loadgen.types import Record
@@ -33,7 +33,6 @@ METRICS_DRAWN: Final = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")
 
 RATE_AXIS: Final = {"title": {"text": "offered requests/s"}, **FROM_ZERO}
 DASHES: Final = {50: "solid", 99: "dot"}
-LEVELS: Final = (0.90, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ def _attainments(curves: Curves) -> Chart:
     level = {"width": 1, "dash": "dot", "color": GREY}
     lines = [
         {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": share, "y1": share, "line": level}
-        for share in LEVELS
+        for share in SHARES
     ]
     axis = {"title": {"text": "attainment"}, "tickformat": ".0%", "range": [0, 1.03]}
     caption = (

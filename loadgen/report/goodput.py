@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final
 
 import numpy as np
 
 from draftgate.loadgen.measuring.confidence import Interval, variance_inflation, wilson
-from draftgate.loadgen.measuring.slo import attainment, meets_slo
+from draftgate.loadgen.measuring.slo import SHARES, attainment, meets_slo
 from draftgate.loadgen.report.runs import RatePoint
 from draftgate.loadgen.types import LoadRun
-
-SHARES: Final = (0.90, 0.95, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +42,14 @@ class GoodputEstimate:
     holds_rps: float | None
 
 
-def estimate_goodputs(
-    points: Sequence[RatePoint], shares: Sequence[float] = SHARES
-) -> list[GoodputEstimate]:
+def estimate_goodputs(points: Sequence[RatePoint]) -> list[GoodputEstimate]:
     """Return the goodput of each name at each share of requests, without INVALID runs."""
     valid = [point for point in points if point.rate_rps is not None and point.valid]
     names = dict.fromkeys(point.name for point in valid)
     return [
         estimate_goodput(name, [point for point in valid if point.name == name], share)
         for name in names
-        for share in shares
+        for share in SHARES
     ]
 
 

@@ -7,9 +7,6 @@ from enum import StrEnum
 from math import inf, sqrt
 from typing import Final
 
-SHARES: Final = (0.90, 0.95, 0.99)
-"""The shares that papers and tools use (DistServe 0.90, aiperf 0.95, MLPerf's p99)."""
-
 LEAST_CONFIDENCE: Final = 0.5
 
 

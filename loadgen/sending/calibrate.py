@@ -50,6 +50,9 @@ ceiling."""
 PRECISION: Final = 0.1
 """Precision of the ceiling. Runs on one machine differ by about this share."""
 
+FIRST_LOAD: Final = 100
+"""The first load to try, in requests per second or open streams."""
+
 _PROMPT: Final = "def fibonacci(n):\n" * 16
 
 
@@ -125,8 +128,8 @@ async def calibrate(
             return await succeeds(attempt)
 
         length_s = _length_s(STREAM_TOKENS)
-        await find_highest(lambda rate: sustained(rates, rate, 1), 100)
-        await find_highest(lambda n: sustained(streams, n / length_s, STREAM_TOKENS), 100)
+        await find_highest(lambda rate: sustained(rates, rate, 1))
+        await find_highest(lambda n: sustained(streams, n / length_s, STREAM_TOKENS))
     return CalibrationResult(tuple(rates), tuple(streams), processes)
 
 
@@ -138,17 +141,15 @@ async def succeeds(attempt: Callable[[], Awaitable[bool]]) -> bool:
     return False
 
 
-async def find_highest(
-    sustained: Callable[[int], Awaitable[bool]], start: int, precision: float = PRECISION
-) -> int:
-    """Return the highest sustained load, to the given precision, or 0 if a load of 1 fails.
+async def find_highest(sustained: Callable[[int], Awaitable[bool]]) -> int:
+    """Return the highest sustained load, within `PRECISION`, or 0 if a load of 1 fails.
 
-    The search doubles the load from `start` until it fails, then bisects.
+    The search doubles the load from `FIRST_LOAD` until it fails, then bisects.
     """
-    low, high = 0, start
+    low, high = 0, FIRST_LOAD
     while await sustained(high):
         low, high = high, 2 * high
-    while high - low > max(1.0, precision * low):
+    while high - low > max(1.0, PRECISION * low):
         middle = (low + high) // 2
         if await sustained(middle):
             low = middle

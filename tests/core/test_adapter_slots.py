@@ -75,7 +75,7 @@ def test_least_recently_requested_idle_adapter_is_evicted() -> None:
         del worker.open[request_id]
     worker.add("e", "poems")
     assert worker.admit() == ["poems"]
-    assert worker.slots.resident == ("code", "law")
+    assert tuple(worker.slots._slots) == ("code", "law")
 
 
 def test_request_that_needs_a_slot_is_not_passed_forever() -> None:

@@ -21,32 +21,21 @@ def _ends(at_s: np.ndarray, service_s: float) -> np.ndarray:
     return np.maximum.accumulate(at_s - busy_s) + busy_s + service_s
 
 
-def _simulated_ttft_s(rate_rps: float, stages: int, speed_up: float) -> float:
-    """Return the mean time from arrival to the end of the last stage."""
-    gaps = np.random.default_rng(0).exponential(1.0 / rate_rps, REQUESTS)
-    arrived_s = at_s = np.cumsum(gaps)
-    for _ in range(stages):
-        at_s = _ends(at_s, PROMPT_S / speed_up / stages)
-    return float((at_s - arrived_s).mean())
-
-
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize(("stages", "speed_up"), [(1, 1.0), (2, 1.0), (1, 1.6)])
-def test_formula_agrees_with_a_simulated_queue(load: float, stages: int, speed_up: float) -> None:
+def test_formula_agrees_with_a_simulated_queue(load: float) -> None:
     """The mean time to first token is that of a million simulated requests, within 2%."""
-    rate_rps = load * stages * speed_up / PROMPT_S
-    expected_s = _simulated_ttft_s(rate_rps, stages, speed_up)
-    assert mean_ttft_s(rate_rps, PROMPT_S, stages, speed_up) == pytest.approx(expected_s, rel=0.02)
+    rate_rps = load / PROMPT_S
+    gaps = np.random.default_rng(0).exponential(1.0 / rate_rps, REQUESTS)
+    arrived_s = np.cumsum(gaps)
+    expected_s = float((_ends(arrived_s, PROMPT_S) - arrived_s).mean())
+    assert mean_ttft_s(rate_rps, PROMPT_S) == pytest.approx(expected_s, rel=0.02)
 
 
 @given(rate=st.floats(0.01, 10.0))
-def test_forms_are_those_of_the_paper(rate: float) -> None:
-    """One device, two stages and tensor parallelism have the closed forms of DistServe."""
-    d, k, load = PROMPT_S, 1.6, rate * PROMPT_S
+def test_form_is_that_of_the_paper(rate: float) -> None:
+    """The mean time to first token has the closed form of DistServe."""
+    d, load = PROMPT_S, rate * PROMPT_S
     assert mean_ttft_s(rate, d) == pytest.approx(d + load * d / (2 * (1 - load)))
-    assert mean_ttft_s(rate, d, stages=2) == pytest.approx(d + load * d / (4 * (2 - load)))
-    tensor_s = d / k + load * d / (2 * k * (k - load))
-    assert mean_ttft_s(rate, d, speed_up=k) == pytest.approx(tensor_s)
 
 
 @given(prompt=st.floats(0.01, 1.0), share=st.floats(0.1, 1.0), limit=st.floats(0.02, 5.0))

@@ -41,7 +41,7 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
         probed.append(load)
         return load <= ceiling
 
-    found = await find_highest(holds, 100)
+    found = await find_highest(holds)
     assert found <= ceiling
     assert ceiling - found <= max(1, 0.1 * found)
     assert len(probed) <= 16

@@ -34,7 +34,6 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import StepLogprobs
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.prompt_logprobs import ScoredChunk
 from draftgate.backends.engine.sampler import (
     SamplingColumns,
@@ -104,11 +103,6 @@ class GpuRunner:
     def launcher(self) -> GpuRunner:
         """This runner, because a GPU works asynchronously."""
         return self
-
-    @property
-    def operators(self) -> Operators:
-        """The operators between the matrix products."""
-        return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and return its result."""
