@@ -191,7 +191,7 @@ def _loaded_decoder(
     service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
         worker=worker,
-        runner=runner,
+        executor=runner,
         exchange=exchange,
         served=served,
         proposers=proposers,

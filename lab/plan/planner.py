@@ -14,8 +14,7 @@ from msgspec import structs
 
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import CHECKED, Simulation
-from draftgate.lab.plan.machine_types import MachineTypes
-from draftgate.lab.plan.machines import AUTO, CONFIG, check_speculation
+from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
 from draftgate.lab.planning.bounds import Bounds, Lengths
 from draftgate.lab.planning.deployments import (

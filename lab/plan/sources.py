@@ -10,8 +10,7 @@ from typing import Final, NamedTuple, Protocol
 from draftgate.gateway.dispatch.job import Job
 from draftgate.lab.planning.histogram import PlannedLength
 from draftgate.lab.simulate.conversion import job_of
-from draftgate.lab.simulate.drawn import Drawn
-from draftgate.lab.simulate.trace_load import Recorded
+from draftgate.lab.simulate.trace_load import Drawn, Recorded
 from draftgate.loadgen.planning.arrivals import parse_arrival
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace

@@ -14,7 +14,9 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import BINDINGS
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Watch
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.dispatch.run import Move, Resume, Watch
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.exact_replay import ExactReplay
 from draftgate.lab.sim.recorded_run import RecordedRun
@@ -22,7 +24,6 @@ from draftgate.lab.sim.recording import Recording, load_recording
 from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.lab.simulate.conversion import job_of
 from draftgate.lab.simulate.intervals import batch_means
-from draftgate.lab.simulate.move_counts import MoveCounts
 from draftgate.lab.simulate.recorded_load import recorded_job_of, recorded_plan
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
@@ -32,7 +33,32 @@ from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
 from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Role
+
+
+class MoveCounts:
+    """An observer that counts moves by reason and end, as in `faster moved`."""
+
+    def __init__(self) -> None:
+        self.ends = Counter[str]()
+
+    def placed(self, placed: Placement) -> None:
+        """Ignore a placement."""
+
+    def resumed(self, resume: Resume) -> None:
+        """Ignore a resume."""
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        """Ignore the end of a prompt."""
+
+    def fetched(self, fetch: KvFetch) -> None:
+        """Ignore a fetch."""
+
+    def moved(self, move: Move) -> None:
+        """Count a move."""
+        self.ends[f"{move.reason.value} {move.end.value}"] += 1
+
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
 """Health of a load generator that is never late, as in virtual time."""

@@ -21,8 +21,14 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
-from draftgate.loadgen.planning.pairs import TOPICS, Pair, file_pairs, installed_pairs
-from draftgate.loadgen.planning.syntax import named_nodes, parse_module
+from draftgate.loadgen.planning.pairs import (
+    TOPICS,
+    Pair,
+    file_pairs,
+    installed_pairs,
+    named_nodes,
+    parse_module,
+)
 
 SKIPPED_FOLDERS: Final = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}

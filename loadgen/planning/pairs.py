@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent, shorten
-from typing import Final, NamedTuple
-
-from draftgate.loadgen.planning.syntax import NamedNode, named_nodes, parse_module
+from typing import Final, NamedTuple, TypeAlias
 
 CODE: Final = "code"
 DOCUMENTATION: Final = "documentation"
@@ -191,3 +190,36 @@ def _distinct(pairs: Iterable[Pair]) -> list[Pair]:
             by_question[pair.question] = pair
             passages.add(pair.passage)
     return sorted(by_question.values(), key=lambda pair: sha256(pair.question.encode()).digest())
+
+
+NamedNode: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+_STATEMENT_LISTS: Final = ("body", "handlers", "orelse", "finalbody", "cases")
+"""The fields of syntax nodes that contain statements, or clauses with statements."""
+
+
+def parse_module(source: str) -> ast.Module | None:
+    """Return the syntax tree of a module, or None if the source does not parse."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def named_nodes(tree: ast.Module) -> list[NamedNode]:
+    """Return the classes and functions of a module in the order of their lines."""
+    return sorted(_search(tree), key=lambda node: node.lineno)
+
+
+def _search(tree: ast.Module) -> Iterator[NamedNode]:
+    """Yield the classes and functions of a module, outer ones before inner ones.
+
+    The search skips expressions, which contain most nodes but no definition.
+    """
+    waiting: deque[ast.AST] = deque((tree,))
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, NamedNode):
+            yield node
+        for name in _STATEMENT_LISTS:
+            waiting.extend(getattr(node, name, ()))

@@ -21,8 +21,12 @@ from draftgate.loadgen.search.types import (
     SearchProbe,
     SearchResult,
 )
-from draftgate.loadgen.sending.client import OpenAIClient, allow_many_connections, open_session
-from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.client import (
+    OpenAIClient,
+    allow_many_connections,
+    open_session,
+    start_clock,
+)
 from draftgate.loadgen.sending.driver import resume_after_cancel, run_plan
 from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.sending.run import describe_settings

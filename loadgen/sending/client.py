@@ -6,19 +6,35 @@ import asyncio
 import resource
 import secrets
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import aiohttp
 from msgspec.json import encode
 
 from draftgate.addresses import mask_url
 from draftgate.loadgen.checking.audit import StreamAudit, VectorAudit, Verdict
-from draftgate.loadgen.sending.clock import Clock, start_clock
 from draftgate.loadgen.sending.sse import SseParser
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
+
+Clock: TypeAlias = Callable[[], float]
+"""Returns the seconds since the start of the run, which never decrease."""
+
+
+def start_clock(start_s: float | None = None) -> Clock:
+    """Return a clock that starts now, or at a given time of the monotonic clock.
+
+    The clock is negative before its start. It reads the monotonic clock and not the event loop's,
+    because uvloop's does not advance within an iteration. All processes of a machine share the
+    monotonic clock, so their clocks agree. Linux provides it as CLOCK_MONOTONIC, in seconds since
+    boot, and macOS has an equivalent.
+    """
+    origin_s = time.monotonic() if start_s is None else start_s
+    return lambda: time.monotonic() - origin_s
+
 
 KEEPALIVE_S: Final = 4.0
 """How long to keep idle connections, shorter than servers do (uvicorn: 5 s). A request on a

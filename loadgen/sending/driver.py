@@ -10,8 +10,7 @@ from typing import Final, TypeAlias
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.planning.plan import Load, Plan
-from draftgate.loadgen.sending.client import HttpExchange, OpenAIClient
-from draftgate.loadgen.sending.clock import Clock, start_clock
+from draftgate.loadgen.sending.client import Clock, HttpExchange, OpenAIClient, start_clock
 from draftgate.loadgen.sending.health import monitor_health, without_full_gc
 from draftgate.loadgen.types import SINGLE, LoadRun, PlannedRequest, Record, Single
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from draftgate.loadgen.measuring.metrics import percentile
-from draftgate.loadgen.sending.clock import Clock
+from draftgate.loadgen.sending.client import Clock
 from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 
 TICK_S: Final = 0.01

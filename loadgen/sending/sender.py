@@ -26,8 +26,7 @@ from msgspec.msgpack import Decoder, Encoder
 from draftgate.loadgen.events import End
 from draftgate.loadgen.planning.plan import WHOLE, Load, PlanPart, make_plan
 from draftgate.loadgen.planning.traces import read_trace
-from draftgate.loadgen.sending.client import open_session
-from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.client import open_session, start_clock
 from draftgate.loadgen.sending.driver import TIMER_S, run_plan, timed_requests
 from draftgate.loadgen.sending.passage_index import build_retriever
 from draftgate.loadgen.sending.target import ServerInfo, Target

@@ -17,7 +17,7 @@ from draftgate.loadgen.planning.pairs import Pair
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, RequestSpec, Slo
 from draftgate.loadgen.workloads.base import Lengths, Shares, WorkloadSettings, cut, zipf
 from draftgate.loadgen.workloads.rag_flow import RagFlow, RagOptions
-from draftgate.loadgen.workloads.rag_prompts import PASSAGE_TOKENS, PASSAGES, answer_prompt, fit
+from draftgate.loadgen.workloads.rag_plan import PASSAGE_TOKENS, PASSAGES, answer_prompt, fit
 from draftgate.loadgen.workloads.rag_search import Retriever
 
 POPULARITY: Final = 0.8

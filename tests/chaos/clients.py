@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from draftgate.loadgen.sending.client import HttpExchange, OpenAIClient
-from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.client import HttpExchange, OpenAIClient, start_clock
 from draftgate.loadgen.types import Record
 from tests.chaos.checker import Death, Outcome, Truths
 from tests.chaos.pool import ChaosPool

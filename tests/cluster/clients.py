@@ -23,8 +23,8 @@ from draftgate.loadgen.sending.client import (
     OpenAIClient,
     first_model,
     open_session,
+    start_clock,
 )
-from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.sending.driver import send_on_schedule
 from draftgate.loadgen.types import PlannedRequest, Record
 

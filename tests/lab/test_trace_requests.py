@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.lab.simulate.drawn import Drawn
-from draftgate.lab.simulate.trace_load import Recorded
+from draftgate.lab.simulate.trace_load import Drawn, Recorded
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import Slo
 

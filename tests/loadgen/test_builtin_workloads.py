@@ -17,7 +17,7 @@ from draftgate.loadgen.workloads.base import to_endpoint
 from draftgate.loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
 from draftgate.loadgen.workloads.long_document import LongDocument
 from draftgate.loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
-from draftgate.loadgen.workloads.rag_prompts import INSTRUCTION, PASSAGES
+from draftgate.loadgen.workloads.rag_plan import INSTRUCTION, PASSAGES
 from draftgate.loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
 from tests.loadgen.workload_requests import COUNTER, LEAST_P, SLO, make_requests, settings_of
 

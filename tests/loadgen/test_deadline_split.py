@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from draftgate.loadgen.types import Slo
-from draftgate.loadgen.workloads.deadline import (
+from draftgate.loadgen.workloads.rag_flow import (
     LEAST_S,
     PROMPT_TOKENS_PER_OUTPUT,
     WAITING,

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftgate.loadgen.sending.client import OpenAIClient, open_session
-from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.client import OpenAIClient, open_session, start_clock
 from draftgate.loadgen.sending.driver import TIMER_S, run_plan, send_on_schedule
 from draftgate.loadgen.sending.health import (
     MAX_LAG_S,

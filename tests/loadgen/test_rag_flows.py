@@ -19,7 +19,6 @@ from draftgate.loadgen.sending.passage_index import BATCH, build_index
 from draftgate.loadgen.sending.run import load_settings
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
-from draftgate.loadgen.workloads.deadline import RequestWork, split_deadline
 from draftgate.loadgen.workloads.rag import DEADLINE_S, INDEXED, indexed_pairs
 from draftgate.loadgen.workloads.rag_flow import (
     EXPECTED_PLAN_TOKENS,
@@ -28,9 +27,16 @@ from draftgate.loadgen.workloads.rag_flow import (
     Agent,
     Deadlines,
     RagOptions,
+    RequestWork,
+    split_deadline,
 )
-from draftgate.loadgen.workloads.rag_plan import MOST_STEPS, PLAN_SCHEMA
-from draftgate.loadgen.workloads.rag_prompts import INSTRUCTION, PASSAGE_TOKENS, PASSAGES
+from draftgate.loadgen.workloads.rag_plan import (
+    INSTRUCTION,
+    MOST_STEPS,
+    PASSAGE_TOKENS,
+    PASSAGES,
+    PLAN_SCHEMA,
+)
 from tests.loadgen import mock_server
 from tests.loadgen.mock_server import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command

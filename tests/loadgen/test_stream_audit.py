@@ -19,8 +19,8 @@ from draftgate.loadgen.sending.client import (
     OpenAIClient,
     first_model,
     open_session,
+    start_clock,
 )
-from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, Slo, TextChunk
 from tests.loadgen.mock_server import (
     EVENT_FAULTS,

@@ -13,7 +13,7 @@ from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.testing import check_backend, make_request
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.lab.sim.scaled_profiles import misjudged, slowed
+from draftgate.lab.sim.environment import misjudged, slowed
 from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 

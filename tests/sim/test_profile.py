@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.sim.profile import load_profile, profile_names
-from draftgate.lab.sim.scaled_profiles import slowed
+from draftgate.lab.sim.environment import slowed
 
 GOOD = {
     "device": "d",

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from draftgate.loadgen.planning.pairs import source_pairs
-from draftgate.loadgen.planning.syntax import NamedNode, named_nodes, parse_module
+from draftgate.loadgen.planning.pairs import NamedNode, named_nodes, parse_module, source_pairs
 from training.towers.texts import Source
 
 SUMMARY: Final = "summary"
