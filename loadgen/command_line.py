@@ -1,15 +1,22 @@
-"""Plain-text help pages and error messages for commands."""
+"""Plain-text help pages, error messages and groups of flags for commands."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 C = TypeVar("C", bound=Callable[..., Any])
+R = TypeVar("R")
 
 _PLACEHOLDERS: Final = {"str": "TEXT", "list[str]": "TEXT", "path": "FILE"}
 """Placeholders for values in help pages, for each Python type that is not a number."""
@@ -20,6 +27,22 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
+
+
+def check_plotly(page: Path | None) -> Path | None:
+    """Return the path of a page with plots.
+
+    The command line checks this before the run, so that a missing library does not cost the
+    results.
+
+    Raises:
+        BadParameter: a page is requested, but plotly is not installed.
+    """
+    if page is not None and find_spec("plotly") is None:
+        from draftgate.loadgen.report.html import NEEDS_PLOTLY
+
+        raise typer.BadParameter(NEEDS_PLOTLY)
+    return page
 
 
 class HelpCommand(TyperCommand):
@@ -81,3 +104,55 @@ class PlainTyper(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[[C], C]:
         """Add a command, as `typer.Typer.command` does."""
         return super().command(name, **{"cls": HelpCommand, **options})
+
+
+def flag_values(group: Any) -> dict[str, Any]:
+    """Return the flags of a group by their names."""
+    return {field.name: getattr(group, field.name) for field in fields(group)}
+
+
+def with_groups(command: Callable[..., R]) -> Callable[..., R]:
+    """Replace each parameter of a command that is a group of flags (a dataclass) by its fields.
+
+    The class variable `panel` of a group is its heading in the help.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters, groups = list[inspect.Parameter](), dict[str, type[Any]]()
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            groups[parameter.name] = hint
+            parameters += _flags(hint)
+        else:
+            parameters.append(
+                parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)
+            )
+
+    @wraps(command)
+    def call(**values: Any) -> R:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        return command(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    return call
+
+
+def _flags(group: type[Any]) -> list[inspect.Parameter]:
+    """Return the fields of a group as parameters."""
+    hints = get_type_hints(group, include_extras=True)
+    parameters = []
+    for field in fields(group):
+        # Several commands may share the option object.
+        info = copy(hints[field.name].__metadata__[0])
+        info.rich_help_panel = group.panel
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=Annotated[hints[field.name].__origin__, info],
+            )
+        )
+    return parameters

@@ -1,14 +1,13 @@
 """`draftgate plan`, which computes the machines that a workload needs.
 
-The commands require the extra `plan`. Each question is a module of this package.
+The commands require the extra `plan`.
 """
 
 from __future__ import annotations
 
+from draftgate.lab.plan.deployment_search import placement, pools
 from draftgate.lab.plan.mix import mix
-from draftgate.lab.plan.placement import placement
-from draftgate.lab.plan.pools import pools
-from draftgate.loadgen.command_line import PlainTyper
+from draftgate.loadgen.command_line import PlainTyper, with_groups
 
 app = PlainTyper("Compute the machines that a workload needs.")
 
@@ -18,6 +17,5 @@ def _plan() -> None:
     """Keep the questions subcommands even while there is only one."""
 
 
-app.command()(mix)
-app.command()(placement)
-app.command()(pools)
+for question in (mix, placement, pools):
+    app.command()(with_groups(question))

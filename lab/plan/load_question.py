@@ -1,4 +1,9 @@
-"""The answer of `draftgate plan mix` for a trace or a workload."""
+"""The answer of `draftgate plan mix` for a trace or a workload.
+
+The integer program knows mean rates, and the simulation has real arrivals and the production
+scheduler. The search varies the factor of over-provisioning: it grows while the share of requests
+within the targets is missed, and is then bisected.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from draftgate.lab.plan.machines import (
     AUTO,
@@ -15,7 +20,6 @@ from draftgate.lab.plan.machines import (
     check_speculation,
     simulate_machines,
 )
-from draftgate.lab.plan.mix_search import ATTEMPTS, Attempt, best, search
 from draftgate.lab.plan.simulated import summary_of
 from draftgate.lab.plan.solver import silent_solver
 from draftgate.lab.plan.sources import Requests
@@ -23,7 +27,17 @@ from draftgate.lab.planning.histogram import Bucket, PlannedLength
 from draftgate.lab.planning.load_mix import LoadPlanner, Offer
 from draftgate.lab.planning.mix import Mix
 from draftgate.lab.planning.throughput import Targets
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record, Slo
+
+ATTEMPTS: Final = 8
+"""Largest number of simulations. Five times the factor of bursts are reached in the first five."""
+
+GROWTH: Final = 1.4
+"""Growth of the factor while the share is missed. Growth by less takes more simulations."""
+
+RESOLUTION: Final = 1.05
+"""Ratio of a factor that suffices to one that does not, at which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +159,11 @@ class LoadQuestion:
         }
         if not first.feasible:
             return plan, ()
-        attempts = search(
+        attempts = search_mix(
             self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
         )
         attempts += self._single_types(attempts)
-        chosen = best(attempts, self.share)
+        chosen = best_attempt(attempts, self.share)
         alone = {name: self.mix_at(chosen.factor or factor, name) for name in self.types}
         plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
@@ -179,7 +193,9 @@ class LoadQuestion:
         for name, one in self.types.items():
             if not self.mix_at(1.0, name).feasible:
                 continue
-            while (chosen := best([*attempts, *tried], self.share)).attainment >= self.share:
+            while (
+                chosen := best_attempt([*attempts, *tried], self.share)
+            ).attainment >= self.share:
                 most = math.ceil(chosen.mix.cost_per_hour / one.price - 1e-9) - 1
                 count = min(most, self.limits.get(name, most))
                 mix = self.mix_of(name, count)
@@ -222,3 +238,83 @@ def _lengths(bucket: Bucket) -> dict[str, Any]:
         "prompt_tokens": list(bucket.prompt_range),
         "output_tokens": list(bucket.output_range),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A simulated mix.
+
+    Attributes:
+        factor: over-provisioning, as a multiple of the mean rate, or None for machines that the
+            program did not choose.
+        records: outcomes of the simulated requests.
+    """
+
+    factor: float | None
+    mix: Mix
+    records: Sequence[Record]
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests that met both targets."""
+        return sum(map(meets_slo, self.records)) / len(self.records)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the attempt for JSON."""
+        return {
+            "over_provisioning": self.factor,
+            "cost_per_hour": self.mix.cost_per_hour,
+            "counts": dict(self.mix.counts),
+            "attainment": self.attainment,
+        }
+
+
+def search_mix(
+    mix_at: Callable[[float], Mix],
+    simulate: Callable[[Mix], Sequence[Record]],
+    share: float,
+    factor: float,
+    attempts: int = ATTEMPTS,
+    report: Callable[[Attempt], None] = lambda _attempt: None,
+) -> list[Attempt]:
+    """Simulate mixes until one meets the share and a smaller factor gives none that does.
+
+    Args:
+        mix_at: the cheapest mix for a factor, which must be feasible for the first factor.
+        factor: the first factor, at least 1.
+        attempts: largest number of simulations.
+        report: receives each attempt when its simulation ends.
+
+    Returns:
+        The attempts in order. The plan is the `best_attempt` of them.
+    """
+    tried: list[Attempt] = []
+    missed, met = 0.0, math.inf
+    while len(tried) < attempts:
+        mix = mix_at(factor)
+        if not mix.feasible:
+            break
+        known = [one for one in tried if one.mix.counts == mix.counts]
+        attempt = known[0] if known else Attempt(factor, mix, simulate(mix))
+        if not known:
+            tried.append(attempt)
+            report(attempt)
+        if attempt.attainment >= share:
+            met = factor
+        else:
+            missed = factor
+        if met / max(missed, 1.0) <= RESOLUTION:
+            break
+        if met < math.inf:
+            factor = math.sqrt(met * max(missed, 1.0))
+        else:
+            factor *= GROWTH
+    return tried
+
+
+def best_attempt(attempts: Sequence[Attempt], share: float) -> Attempt:
+    """Return the cheapest attempt that meets the share, or the one that comes nearest."""
+    met = [one for one in attempts if one.attainment >= share]
+    if met:
+        return min(met, key=lambda one: one.mix.cost_per_hour)
+    return max(attempts, key=lambda one: one.attainment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +12,8 @@ import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.lab.plan.options import (
-    ComposeFile,
-    HtmlFile,
-    JsonFile,
-    KubernetesFolder,
     Limits,
+    PlanFiles,
     Profiles,
     Proposer,
     Rate,
@@ -26,13 +24,12 @@ from draftgate.lab.plan.options import (
     TraceFile,
     WorkloadName,
     limits,
-    write_deployments,
-    write_page,
-    write_plan,
 )
 from draftgate.lab.plan.solver import require_solver, silent_solver
-from draftgate.lab.plan.throughputs import Throughputs
-from draftgate.lab.planning.mix import cheapest_mix
+from draftgate.lab.planning.mix import MachineType, Workload, cheapest_mix
+
+Matrix = tuple[tuple[float, ...], ...]
+"""A number for each range of input lengths (row) and output lengths (column)."""
 
 
 def mix(  # noqa: PLR0913, PLR0917 - each is a flag
@@ -64,10 +61,8 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
         int, typer.Option(min=2, help="Number of requests to plan for and to simulate.")
     ] = 2000,
     limit: Limits = None,
-    json_out: JsonFile = None,
-    html_out: HtmlFile = None,
-    compose: ComposeFile = None,
-    kubernetes: KubernetesFolder = None,
+    *,
+    files: PlanFiles,
 ) -> None:
     """Find the cheapest mix of GPUs that serves a workload within its latency targets.
 
@@ -78,7 +73,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     require_solver()
     try:
         if tputs is not None:
-            plan = _given(tputs, limits(limit or []))
+            files.write(_given(tputs, limits(limit or [])), None)
         else:
             from draftgate.lab.plan.load_question import LoadQuestion
             from draftgate.lab.plan.machines import CONFIG, Rentable
@@ -112,9 +107,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             )
             plan, records = question.answer()
             print_plan(plan)
-            write_page(lambda: page(plan, question.planner, records), html_out)
-        write_plan(plan, json_out)
-        write_deployments(plan, compose, kubernetes)
+            files.write(plan, lambda: page(plan, question.planner, records))
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 
@@ -148,3 +141,80 @@ def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
         "infeasible_buckets": buckets,
         "simulated": None,
     }
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """A type of machine in the file of throughputs.
+
+    Attributes:
+        cost: price of an hour.
+        tputs: requests per second by bucket, 0 for a bucket that the machine cannot serve.
+    """
+
+    cost: float
+    tputs: Matrix
+
+
+class Throughputs(msgspec.Struct, frozen=True):
+    """A file of throughputs, in the format of Mélange.
+
+    Attributes:
+        workload_distribution: share of each bucket. The shares need not add up to 1.
+        total_request_rate: requests per second of all buckets.
+        slice_factor: number of parts of a bucket that different types may serve.
+    """
+
+    gpu_info: dict[str, Gpu]
+    workload_distribution: Matrix
+    total_request_rate: float
+    slice_factor: float = 1
+
+    @property
+    def buckets(self) -> list[tuple[int, int]]:
+        """Row and column of each bucket."""
+        rows = enumerate(self.workload_distribution)
+        return [(row, column) for row, shares in rows for column in range(len(shares))]
+
+    def workload(self) -> Workload:
+        """Return the rates of all buckets.
+
+        Raises:
+            ValueError: the shares do not have a positive sum, or `slice_factor` is a fraction.
+        """
+        if self.slice_factor % 1:
+            raise ValueError(f"slice_factor must be a whole number, not {self.slice_factor}")
+        shares = _flat(self.workload_distribution)
+        total = math.fsum(shares)
+        if not total > 0.0:
+            raise ValueError("workload_distribution must have a positive sum")
+        rates = tuple(self.total_request_rate * share / total for share in shares)
+        return Workload(rates, int(self.slice_factor))
+
+    def types(self, limits: Mapping[str, int]) -> dict[str, MachineType]:
+        """Return the types of machines.
+
+        Args:
+            limits: number of available machines, by type.
+
+        Raises:
+            ValueError: a matrix has another shape than the distribution, or a limit is for an
+                unknown type.
+        """
+        if unknown := limits.keys() - self.gpu_info.keys():
+            raise ValueError(f"--limit {min(unknown)}: the file has no such GPU")
+        widths = _widths(self.workload_distribution)
+        for name, gpu in self.gpu_info.items():
+            if _widths(gpu.tputs) != widths:
+                raise ValueError(f"tputs of {name} and workload_distribution differ in shape")
+        return {
+            name: MachineType(gpu.cost, _flat(gpu.tputs), limits.get(name))
+            for name, gpu in self.gpu_info.items()
+        }
+
+
+def _flat(matrix: Matrix) -> tuple[float, ...]:
+    return tuple(number for row in matrix for number in row)
+
+
+def _widths(matrix: Matrix) -> list[int]:
+    return [len(row) for row in matrix]

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from draftgate.lab.plan.mix_search import Attempt
+from draftgate.lab.plan.load_question import Attempt
 from draftgate.lab.plan.simulated import latency_charts
 from draftgate.lab.planning.histogram import describe_range
 from draftgate.lab.planning.load_mix import LoadPlanner

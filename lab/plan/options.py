@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
+
+from draftgate.loadgen.command_line import check_plotly
 
 WorkloadName = Annotated[
     str | None,
@@ -68,15 +71,9 @@ Limits = Annotated[
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")]
 
 
-def _check_plotly(page: Path | None) -> Path | None:
-    from draftgate.loadgen.cli.flags import check_plotly
-
-    return check_plotly(page)
-
-
 HtmlFile = Annotated[
     Path | None,
-    typer.Option("--html", callback=_check_plotly, help="Write a page with plots to this file."),
+    typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
 ]
 ComposeFile = Annotated[
     Path | None,
@@ -88,46 +85,63 @@ KubernetesFolder = Annotated[
 ]
 
 
-def write_plan(plan: Mapping[str, Any], file: Path | None) -> None:
-    """Write a plan to a file, if there is one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFlags:
+    """The workload, its targets and the machines of a plan of deployments."""
 
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if file is not None:
-        file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    panel: ClassVar = "Options"
+
+    profiles: Profiles
+    workload: WorkloadName = None
+    trace: TraceFile = None
+    rate: Rate = None
+    slo_ttft_ms: SloTtftMs = None
+    slo_tpot_ms: SloTpotMs = None
+    share: Share = 0.9
+    speculation: Speculation = "auto"
+    proposer: Proposer = "ngram"
+    link_gbps: LinkGbps = None
+    precision: Precision = 0.05
+    max_simulations: MaxSimulations = 50
+    seed: Seed = 0
 
 
-def write_page(page: Callable[[], str], file: Path | None) -> None:
-    """Write the page that a function returns to a file, if there is one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFiles:
+    """The files to write."""
 
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if file is not None:
-        file.write_text(page(), encoding="utf-8")
+    panel: ClassVar = "Options"
 
+    json_out: JsonFile = None
+    html_out: HtmlFile = None
+    compose: ComposeFile = None
+    kubernetes: KubernetesFolder = None
 
-def write_deployments(
-    plan: Mapping[str, Any], compose: Path | None, kubernetes: Path | None
-) -> None:
-    """Write the machines of a plan as a Compose file and as Kubernetes manifests, if wanted.
+    def write(self, plan: Mapping[str, Any], page: Callable[[], str] | None) -> None:
+        """Write a plan to the files, if there are any.
 
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: the plan has no machines, a machine is a group of several GPUs, or different
-            GPUs divide the phases.
-    """
-    from draftgate.lab.plan.deployment import Deployable, compose_text
-    from draftgate.lab.plan.kubernetes import write_kubernetes
+        Args:
+            page: returns the page with plots. None writes no page.
 
-    if compose is None and kubernetes is None:
-        return
-    planned = Deployable.of(plan)
-    if compose is not None:
-        compose.write_text(compose_text(planned), encoding="utf-8")
-    if kubernetes is not None:
-        write_kubernetes(planned, kubernetes)
+        Raises:
+            OSError: a file cannot be written.
+            ValueError: the plan has no machines, a machine is a group of several GPUs, or different
+                GPUs divide the phases.
+        """
+        from draftgate.lab.plan.deployment import Deployable, compose_text
+        from draftgate.lab.plan.kubernetes import write_kubernetes
+
+        if self.json_out is not None:
+            self.json_out.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+        if self.html_out is not None and page is not None:
+            self.html_out.write_text(page(), encoding="utf-8")
+        if self.compose is None and self.kubernetes is None:
+            return
+        planned = Deployable.of(plan)
+        if self.compose is not None:
+            self.compose.write_text(compose_text(planned), encoding="utf-8")
+        if self.kubernetes is not None:
+            write_kubernetes(planned, self.kubernetes)
 
 
 def limits(texts: Sequence[str]) -> dict[str, int]:

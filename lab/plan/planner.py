@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Final
 
 from msgspec import structs
@@ -15,6 +14,7 @@ from msgspec import structs
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import CHECKED, Simulation
 from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation
+from draftgate.lab.plan.options import DeploymentFlags
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
 from draftgate.lab.planning.bounds import Bounds, Lengths
 from draftgate.lab.planning.deployments import (
@@ -209,41 +209,27 @@ def _columns(
     return (one for one, _ in pairs), (rate_rps for _, rate_rps in pairs)
 
 
-def planner_of(  # noqa: PLR0913 - each is an option
-    profiles: str,
-    workload: str | None,
-    trace: Path | None,
-    ttft_ms: float | None,
-    tpot_ms: float | None,
-    share: float,
-    *,
-    speculation: str,
-    proposer: str,
-    link_gbps: float | None,
-    phases: Mapping[Layout, str],
-    precision: float,
-    seed: int,
-) -> Planner:
-    """Return the planner that the options describe.
+def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:
+    """Return the planner that the flags describe.
 
     Raises:
         OSError: the trace cannot be read.
         ValueError: an option is missing or wrong.
     """
-    check_speculation(speculation)
-    machines = MachineTypes.load(profiles, proposer)
-    targets = targets_of(ttft_ms, tpot_ms, share)
-    source = source_of(workload, trace, Slo.of_ms(ttft_ms, tpot_ms))
+    check_speculation(flags.speculation)
+    machines = MachineTypes.load(flags.profiles, flags.proposer)
+    targets = targets_of(flags.slo_ttft_ms, flags.slo_tpot_ms, flags.share)
+    slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
     planner = Planner.of(
         machines,
-        source,
+        source_of(flags.workload, flags.trace, slo),
         targets,
-        link=link_of(link_gbps),
+        link=link_of(flags.link_gbps),
         phases=phases,
-        precision=precision,
-        seed=seed,
+        precision=flags.precision,
+        seed=flags.seed,
     )
-    return planner.with_drafts(proposer) if speculation == AUTO else planner
+    return planner.with_drafts(flags.proposer) if flags.speculation == AUTO else planner
 
 
 def _finite(value: float) -> float:

@@ -40,8 +40,7 @@ from draftgate.lab.sim.oracle import (
     recorded_rates,
 )
 from draftgate.lab.sim.recorded_run import EOS, RecordedRun, RunAcceptance, RunTokens
-from draftgate.lab.sim.recording import Recording, load_recording
-from draftgate.lab.sim.replayed_acceptance import ReplayedAcceptance
+from draftgate.lab.sim.recording import Recording, ReplayedAcceptance, load_recording
 from draftgate.lab.sim.roofline import RooflineDevice
 from draftgate.lab.sim.textless_worker import DeliveryLog, TextlessWorker, TokenWorker
 from draftgate.lab.sim.virtual_time import loop_time_s

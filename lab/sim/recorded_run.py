@@ -24,7 +24,7 @@ from draftgate.backends.recorded_run import (
 )
 from draftgate.backends.recording import NO_GUESS, Guess, RecordingFile, Text, read_recording
 from draftgate.backends.token_ids import TokenIds, compact
-from draftgate.lab.sim.replayed_acceptance import CLASS_SEPARATOR
+from draftgate.lab.sim.recording import CLASS_SEPARATOR
 
 EOS: Final = 1
 """The token that ends a text."""

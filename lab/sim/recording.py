@@ -11,13 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Final
 
 import msgspec
 
-from draftgate.backends.recording import RecordingFile, Text, read_recording
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.recording import Guess, RecordingFile, Text, read_recording
 
 RECORDINGS: Final = Path(__file__).parent / "recordings"
+
+CLASS_SEPARATOR: Final = "/"
+"""Separator in a request id, after the name of the class whose recorded texts are replayed."""
 
 
 class Recording:
@@ -129,3 +134,41 @@ def _name(path: Path) -> str:
 
 def _nearest(temperatures: Iterable[float], wanted: float) -> float:
     return min(temperatures, key=lambda temperature: abs(temperature - wanted))
+
+
+class ReplayedAcceptance:
+    """Replays a recorded text for each sequence, from a random position on and past its end.
+
+    If a text repeats itself, right drafts follow each other, so replayed acceptance is
+    autocorrelated like real acceptance. With independent draws, drafts would gain more than they
+    do.
+
+    The text wraps around at its end. The request id begins with the class and `CLASS_SEPARATOR`.
+    The seed and the choice select the text and the position, so they are the same on every worker
+    and under every policy.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        # Text, its length and the first position, by sequence key.
+        self._places: dict[int, tuple[Text, int, int]] = {}
+
+    def guess(self, proposer: str, sequence: Sequence, most: int) -> Guess:
+        """See `Acceptance`."""
+        place = self._places.get(sequence.key)
+        if place is None:
+            place = self._places[sequence.key] = self._chosen(sequence)
+        text, length, first = place
+        return text.guess(proposer, (first + sequence.output_tokens) % length).first(most)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Acceptance`."""
+        self._places.pop(sequence.key, None)
+
+    def _chosen(self, sequence: Sequence) -> tuple[Text, int, int]:
+        request = sequence.request
+        class_name = request.request_id.partition(CLASS_SEPARATOR)[0]
+        texts = self._recording.texts(class_name, request.sampling.temperature)
+        random = Random(f"{request.sampling.seed}/{sequence.choice}")
+        text = texts[random.randrange(len(texts))]
+        return text, text.length, random.randrange(text.length)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.loadgen.command_line import PlainTyper
+from draftgate.loadgen.command_line import PlainTyper, check_plotly
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,12 +32,6 @@ RECORDED: Final = "recorded"
 
 PROGRESS_S: Final = 10.0
 """Interval between lines of progress, in seconds, if the output is not a terminal."""
-
-
-def _check_plotly(page: Path | None) -> Path | None:
-    from draftgate.loadgen.cli.flags import check_plotly
-
-    return check_plotly(page)
 
 
 @app.command()
@@ -141,9 +135,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = None,
     html_out: Annotated[
         Path | None,
-        typer.Option(
-            "--html", callback=_check_plotly, help="Write a page with plots to this file."
-        ),
+        typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""

@@ -23,7 +23,7 @@ from draftgate.backends.types import Delta, SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.http.answer import speculation_reply
-from draftgate.lab.sim.replayed_acceptance import CLASS_SEPARATOR
+from draftgate.lab.sim.recording import CLASS_SEPARATOR
 from draftgate.lab.sim.textless_worker import Deliveries
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, Record, TextChunk

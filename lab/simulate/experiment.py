@@ -6,11 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Final
 
 from msgspec import structs
 
+from draftgate.backends.recorded_run import seconds_at
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import BINDINGS
 from draftgate.gateway.dispatch.job import Job
@@ -19,22 +22,68 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume, Watch
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.exact_replay import ExactReplay
-from draftgate.lab.sim.recorded_run import RecordedRun
+from draftgate.lab.sim.recorded_run import RecordedRun, RunTokens, request_id
 from draftgate.lab.sim.recording import Recording, load_recording
 from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.lab.simulate.conversion import job_of
 from draftgate.lab.simulate.intervals import batch_means
-from draftgate.lab.simulate.recorded_load import recorded_job_of, recorded_plan
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import summarize
-from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.planning.plan import Load, Plan, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
-from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
+from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record, RequestSpec, Slo
 from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
 from draftgate.policies.resilience.failover import Cause, GivenUp
+from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.types import Role
+
+CLASS_NAME: Final = "recorded"
+
+
+def recorded_plan(run: RecordedRun, load: Load) -> Plan:
+    """Return the requests of a run that have output, at their recorded times.
+
+    Args:
+        load: the maximum number of requests and the time scale.
+
+    Raises:
+        ValueError: no request has output.
+    """
+    scale, requests = load.time_scale or 1.0, list[PlannedRequest]()
+    with_output = (number for number in range(len(run.arrivals)) if run.length(number))
+    for number in islice(with_output, load.requests):
+        arrival = run.arrivals[number]
+        service, most = arrival.request.service, arrival.request.max_tokens
+        slo = Slo(service.ttft_s, service.tpot_s)
+        request = RequestSpec("", (), most, number, CLASS_NAME, slo=slo)
+        requests.append(PlannedRequest(number, seconds_at(arrival.ticks) / scale, request))
+    if not requests:
+        raise ValueError("no request of the recorded run has output")
+    return Plan(requests, None, requests[-1].at_s, len(requests))
+
+
+def recorded_job_of(run: RecordedRun) -> Callable[[PlannedRequest], Job]:
+    """Return the function that converts a recorded request to a job."""
+    tokens = RunTokens(run, run.ended)
+
+    def job_of(planned: PlannedRequest) -> Job:
+        recorded = run.request(planned.index)
+        plan = recorded.plan
+        client_cap = plan.max_draft_tokens if plan.cause is PlanCause.CLIENT_CAP else None
+        return Job(
+            request_id=request_id(CLASS_NAME, planned.index),
+            prompts=(tokens.prompt_ids(planned.index),),
+            sampling=SamplingParams(recorded.max_tokens, planned.index, recorded.temperature),
+            max_tokens=recorded.max_tokens,
+            mode=plan.mode,
+            max_draft_tokens=client_cap,
+            service=recorded.service,
+            repetitions=(plan.figures.repetition,),
+        )
+
+    return job_of
 
 
 class MoveCounts:

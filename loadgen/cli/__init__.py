@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftgate.loadgen.cli import commands
-from draftgate.loadgen.cli.flags import with_groups
-from draftgate.loadgen.command_line import HelpGroup, PlainTyper
+from draftgate.loadgen.command_line import HelpGroup, PlainTyper, with_groups
 
 
 class RunByDefault(HelpGroup):

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from copy import copy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
-from importlib.util import find_spec
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from draftgate.addresses import read_server_url
+from draftgate.loadgen.command_line import check_plotly, flag_values
 from draftgate.loadgen.measuring.slo import SHARES
 from draftgate.loadgen.other_tools import Tool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
-from draftgate.loadgen.report.html import NEEDS_PLOTLY
 from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS
 from draftgate.loadgen.workloads.rag_flow import Agent, Deadlines, RagOptions
-
-R = TypeVar("R")
-
-
-def check_plotly(page: Path | None) -> Path | None:
-    """Return the path of a page with plots.
-
-    The command line checks this before the run, so that a missing library does not cost the
-    results.
-
-    Raises:
-        BadParameter: a page is requested, but plotly is not installed.
-    """
-    if page is not None and find_spec("plotly") is None:
-        raise typer.BadParameter(NEEDS_PLOTLY)
-    return page
-
 
 Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.", metavar="URL")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the results here.")]
@@ -147,7 +125,7 @@ class RequestFlags:
         Raises:
             ValueError: two flags contradict each other.
         """
-        values = _values(self)
+        values = flag_values(self)
         chat = values.pop("chat")
         limits = ("slo_ttft_ms", "slo_tpot_ms", "deadline_ms", "slo_gap_ms")
         slo = Slo.of_ms(*(values.pop(name) for name in limits))
@@ -194,7 +172,7 @@ class ScheduleFlags:
         Raises:
             ValueError: two flags contradict each other.
         """
-        return request.load(**_values(self))
+        return request.load(**flag_values(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +195,7 @@ class ServerFlags:
         Raises:
             ValueError: the text is not the address of a server.
         """
-        return Target(read_server_url(url), **_values(self), **more)
+        return Target(read_server_url(url), **flag_values(self), **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,53 +219,4 @@ class SearchFlags:
 
     def goal(self) -> dict[str, Any]:
         """Return the fields of `SearchGoal`."""
-        return _values(self)
-
-
-def _values(group: Any) -> dict[str, Any]:
-    return {field.name: getattr(group, field.name) for field in fields(group)}
-
-
-def with_groups(command: Callable[..., R]) -> Callable[..., R]:
-    """Replace each parameter of a command that is a group of flags (a dataclass) by its fields."""
-    hints = get_type_hints(command, include_extras=True)
-    parameters, groups = list[inspect.Parameter](), dict[str, type[Any]]()
-    for parameter in inspect.signature(command).parameters.values():
-        hint = hints[parameter.name]
-        if is_dataclass(hint) and isinstance(hint, type):
-            groups[parameter.name] = hint
-            parameters += _flags(hint)
-        else:
-            parameters.append(
-                parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)
-            )
-
-    @wraps(command)
-    def call(**values: Any) -> R:
-        for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-        return command(**values)
-
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {p.name: p.annotation for p in parameters}
-    return call
-
-
-def _flags(group: type[Any]) -> list[inspect.Parameter]:
-    """Return the fields of a group as parameters, listed in the help under the group's name."""
-    hints = get_type_hints(group, include_extras=True)
-    parameters = []
-    for field in fields(group):
-        info = copy(
-            hints[field.name].__metadata__[0]
-        )  # Several commands may share the option object.
-        info.rich_help_panel = group.panel
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=Annotated[hints[field.name].__origin__, info],
-            )
-        )
-    return parameters
+        return flag_values(self)

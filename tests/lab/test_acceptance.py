@@ -12,8 +12,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.environment import SimEnvironment, proposer_names
-from draftgate.lab.sim.recording import load_recording
-from draftgate.lab.sim.replayed_acceptance import ReplayedAcceptance
+from draftgate.lab.sim.recording import ReplayedAcceptance, load_recording
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 

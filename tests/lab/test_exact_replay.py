@@ -52,8 +52,7 @@ from draftgate.backends.types import (
 )
 from draftgate.lab.sim.exact_replay import ReplayDiffers, replay_exactly
 from draftgate.lab.sim.recorded_run import RecordedRun
-from draftgate.lab.sim.recording import RECORDINGS, load_recording
-from draftgate.lab.sim.replayed_acceptance import ReplayedAcceptance
+from draftgate.lab.sim.recording import RECORDINGS, ReplayedAcceptance, load_recording
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
 from draftgate.policies.types import RequestView, ServiceLevel, SpeculationMode, SpeculationPlan

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftgate.gateway.cli import app
-from draftgate.lab.plan.load_question import is_better
-from draftgate.lab.plan.mix_search import best, search
+from draftgate.lab.plan.load_question import best_attempt, is_better, search_mix
 from draftgate.lab.planning.mix import Mix
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
@@ -35,24 +34,24 @@ def _records(met: int) -> list[Record]:
 def test_search_finds_the_cheapest_mix_that_meets_the_share(needed: int) -> None:
     """The plan has at most 12% more than it needs, from a factor that is too small or too large."""
     for factor in (1.0, 1.5, 3.0):
-        attempts = search(
+        attempts = search_mix(
             _mix_at, lambda mix: _records(96 if mix.counts["gpu"] >= needed else 90), 0.95, factor
         )
-        found = best(attempts, 0.95)
+        found = best_attempt(attempts, 0.95)
         assert needed <= found.mix.counts["gpu"] <= 1.12 * needed
         assert len(attempts) <= 8
 
 
 def test_search_ends_if_the_share_is_never_met() -> None:
     """The number of simulations is bounded, and the nearest attempt is the plan."""
-    attempts = search(_mix_at, lambda mix: _records(min(mix.counts["gpu"], 90)), 0.95, 1.0)
+    attempts = search_mix(_mix_at, lambda mix: _records(min(mix.counts["gpu"], 90)), 0.95, 1.0)
     assert len(attempts) == 8
-    assert best(attempts, 0.95) is attempts[-1]
+    assert best_attempt(attempts, 0.95) is attempts[-1]
 
 
 def test_search_ends_at_the_limits() -> None:
     """A factor for which no mix is feasible ends the search."""
-    attempts = search(
+    attempts = search_mix(
         lambda factor: _mix_at(factor) if factor < 1.5 else Mix({"gpu": 0}, 0.0, (0,)),
         lambda _mix: _records(50),
         0.95,

@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftgate.gateway import cli as gateway_cli
-from draftgate.loadgen import cli
-from draftgate.loadgen.cli import flags
+from draftgate.loadgen import cli, command_line
 from draftgate.loadgen.cli.commands import exit_status, worst
 from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.planning.corpus import open_corpus
@@ -245,7 +244,7 @@ def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
 
 def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
     """The error names the package to install, and the command sends no request."""
-    monkeypatch.setattr(flags, "find_spec", lambda _name: None)
+    monkeypatch.setattr(command_line, "find_spec", lambda _name: None)
     mock = Mock()
     with serving_in_a_thread(mock) as url:
         result = command(url, "--html", tmp_path / "p.html")
