@@ -190,14 +190,7 @@ def _loaded_decoder(
     recording = open_recording(config, proposers, card, scheduler, run)
     service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
-        worker=worker,
-        executor=runner,
-        exchange=exchange,
-        served=served,
-        proposers=proposers,
-        save_learned=save_learned,
-        recording=recording,
-        adapters=service,
+        worker, runner, exchange, served, proposers, save_learned, recording, adapters=service
     )
 
 
