@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.loadgen.command_line import PlainTyper, check_plotly
+from draftgate.loadgen.command_line import PlainTyper, check_plotly, flag_values, with_groups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,73 +31,125 @@ app = PlainTyper("")
 RECORDED: Final = "recorded"
 """Arrival process of a recorded run."""
 
+EXCLUDED: Final = (
+    *("workload", "trace", "rate", "duration", "max_tokens", "temperature"),
+    *("slo_ttft_ms", "slo_tpot_ms"),
+)
+"""Flags that describe other requests than those of a recorded run."""
+
 PROGRESS_S: Final = 10.0
 """Interval between lines of progress, in seconds, if the output is not a terminal."""
 
 
-@app.command()
-def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFlags:
+    """The load. Most fields are fields of `Load`."""
+
+    panel: ClassVar = "Options"
+
     workload: Annotated[
         str | None,
         typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag."),
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL).")
-    ] = None,
+    ] = None
     arrival: Annotated[
         str | None,
         typer.Option(
             help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S], or recorded"
             " for the requests of --recording."
         ),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None, typer.Option(help="Requests per second, for all workers together.")
-    ] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
+    ] = None
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None
     time_scale: Annotated[
         float | None, typer.Option(help="Replay a trace this many times faster than recorded.")
-    ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token.")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token.")] = None,
+    ] = None
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token.")] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token.")] = None
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Output tokens of each request.")
-    ] = None,
+    ] = None
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="Temperature of all requests.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """Fields of `Setup`."""
+
+    panel: ClassVar = "Options"
+
     repeat: Annotated[
         int, typer.Option(min=1, help="Number of consecutive seeds, starting at --seed.")
-    ] = 1,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of workers, one device each (default: those of --roles)."),
-    ] = None,
+    ] = 1
     phases: Annotated[
         str,
         typer.Option(
             help="Phases policy, which picks the workers of prompt and output: together, apart,"
             " splitwise, auto."
         ),
-    ] = "together",
-    roles: Annotated[
-        str, typer.Option(help="Number of workers of each role, such as prefill=2,decode=2.")
-    ] = "",
+    ] = "together"
     routing: Annotated[
         str,
         typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
-    ] = "least_cost",
+    ] = "least_cost"
     rescheduling: Annotated[
         str, typer.Option(help="Rescheduling policy: off, llumnix[:LOW,HIGH], least_time, ...")
-    ] = "off",
+    ] = "off"
     binding: Annotated[
         str,
         typer.Option(
             help="When a request gets its worker: late, once it has capacity, or early, on arrival."
         ),
-    ] = "late",
+    ] = "late"
+    belief_error: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.99, help="Initial relative error of the workers' step costs."),
+    ] = 0.3
+    truth: Annotated[
+        str,
+        typer.Option(help="Device model: roofline (with noise) or profile (without noise)."),
+    ] = "roofline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFlags:
+    """Fields of `WorkerConfig`."""
+
+    panel: ClassVar = "Options"
+
+    batching: Annotated[
+        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first.")
+    ] = "slack"
+    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file.")] = (
+        "h100-8b"
+    )
+    proposer: Annotated[
+        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self.")
+    ] = None
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048
+    max_model_len: Annotated[int, typer.Option(min=2, help="Maximum tokens of a sequence.")] = 32768
+
+
+def simulate(  # noqa: PLR0913, PLR0917 - flags
+    loaded: LoadFlags,
+    cluster: ClusterFlags,
+    worker: WorkerFlags,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of workers, one device each (default: those of --roles)."),
+    ] = None,
+    roles: Annotated[
+        str, typer.Option(help="Number of workers of each role, such as prefill=2,decode=2.")
+    ] = "",
     speculation: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,32 +157,10 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
             " option (default: auto)."
         ),
     ] = None,
-    batching: Annotated[
-        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first.")
-    ] = "slack",
-    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file.")] = (
-        "h100-8b"
-    ),
-    proposer: Annotated[
-        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self.")
-    ] = None,
     recording: Annotated[
         str | None,
         typer.Option(help="Recorded acceptance to replay: a name or a file (default: profile's)."),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048,
-    max_model_len: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens of a sequence.")
-    ] = 32768,
-    belief_error: Annotated[
-        float,
-        typer.Option(min=0.0, max=0.99, help="Initial relative error of the workers' step costs."),
-    ] = 0.3,
-    truth: Annotated[
-        str,
-        typer.Option(help="Device model: roofline (with noise) or profile (without noise)."),
-    ] = "roofline",
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write the results to this file.")
     ] = None,
@@ -146,78 +177,53 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     from draftgate.loadgen.types import Slo
 
     try:
-        replays = arrival == RECORDED
+        replays, trace = loaded.arrival == RECORDED, loaded.trace
         if replays:
-            given = {
-                "--workload": workload,
-                "--trace": trace,
-                "--rate": rate,
-                "--duration": duration,
-                "--max-tokens": max_tokens,
-                "--temperature": temperature,
-                "--slo-ttft-ms": slo_ttft_ms,
-                "--slo-tpot-ms": slo_tpot_ms,
-            }
-            trace = _recorded_file(recording, given)
+            trace = _recorded_file(recording, loaded)
         load = Load(
-            workload=workload,
+            workload=loaded.workload,
             trace=trace,
-            arrival=None if replays else arrival,
-            rate_rps=rate,
-            duration_s=duration,
-            requests=requests,
-            time_scale=time_scale,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            slo=Slo.of_ms(slo_ttft_ms, slo_tpot_ms),
-            seed=seed,
-        )
-        config = WorkerConfig(
-            batching=batching,
-            proposer=proposer,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_step_tokens=max_step_tokens,
-            profile=profile,
+            arrival=None if replays else loaded.arrival,
+            rate_rps=loaded.rate,
+            duration_s=loaded.duration,
+            requests=loaded.requests,
+            time_scale=loaded.time_scale,
+            max_tokens=loaded.max_tokens,
+            temperature=loaded.temperature,
+            slo=Slo.of_ms(loaded.slo_ttft_ms, loaded.slo_tpot_ms),
+            seed=loaded.seed,
         )
         named = (name for text in speculation or ["auto"] for name in text.split(","))
-        policies = tuple(filter(None, named))
-        replayed = None if recording is None else load_recording(recording)
         named_roles = read_roles(roles)
         setup = Setup(
             load=load,
-            config=config,
-            policies=policies,
+            config=WorkerConfig(**flag_values(worker)),
+            policies=tuple(filter(None, named)),
             workers=workers or max(len(named_roles), 1),
-            routing=routing,
-            repeat=repeat,
-            belief_error=belief_error,
-            truth=truth,
-            recording=replayed,
+            recording=None if recording is None else load_recording(recording),
             replay=_exact_replay(trace) if replays and trace is not None else None,
-            rescheduling=rescheduling,
-            binding=binding,
-            phases=phases,
             roles=named_roles,
+            **flag_values(cluster),
         )
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 
 
-def _recorded_file(recording: str | None, given: Mapping[str, object]) -> Path:
-    """Return the file of a recorded run.
+app.command()(with_groups(simulate))
 
-    Args:
-        given: values of the flags that describe other requests.
+
+def _recorded_file(recording: str | None, load: LoadFlags) -> Path:
+    """Return the file of a recorded run.
 
     Raises:
         ValueError: no recording is given, or a flag describes other requests.
     """
     if recording is None:
         raise ValueError(f"--arrival {RECORDED} needs the file of a server: --recording FILE")
-    for flag, value in given.items():
-        if value is not None:
+    for name in EXCLUDED:
+        if getattr(load, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"--arrival {RECORDED} replays recorded requests, and excludes {flag}")
     return Path(recording)
 

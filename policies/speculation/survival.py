@@ -338,9 +338,7 @@ class RequestRecord:
 
 
 class SurvivalModel:
-    """The survivals of the drafts of one source.
-
-    Without a prior (`draft_prior.DraftPrior`), they start from a probability of one half.
+    """The survivals of the drafts of one source, from a prior (`DraftPrior`) or one half.
 
     Attributes:
         by_evidence: estimates for existing drafts, by their evidence.
