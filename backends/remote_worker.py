@@ -8,7 +8,7 @@ attempt.
 
 The load of another node's worker is in an `Update` at least ten times a second. Admission,
 routing, speculation and the watchdog read the load there. The worker's report in the state store
-(`gateway.state.store`) contains no load. It has capacity and watermark for reservations, and the
+(`gateway.state.values`) contains no load. It has capacity and watermark for reservations, and the
 address, the model and the context length for discovery.
 """
 

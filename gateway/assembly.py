@@ -128,13 +128,13 @@ def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher u
 
     sharing = Sharing(store, history, appointments, loop_time_s, model)
     controller = AdmissionController(
-        *(fleet, queue, policy_of_admission, Quotas(store.quotas, quotas, loop_time_s, model)),
+        *(fleet, queue, policy_of_admission, Quotas(store, quotas, loop_time_s, model)),
         *(bounds, loop_time_s),
         on_refusal=sharing.note_refusal if rules.shared else None,
     )
     dispatcher = Dispatcher(
         *(fleet, lifecycle, leases, placer, queue, controller, sharing),
-        flows or Flows(store.flows, loop_time_s),
+        flows or Flows(store, loop_time_s),
         rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),
         most_resumes=rules.most_resumes,
     )

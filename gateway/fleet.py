@@ -24,7 +24,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.sent_requests import SentRequests
-from draftgate.gateway.state.store import new_epoch
+from draftgate.gateway.state.values import new_epoch
 from draftgate.gateway.upstream_models import UpstreamModels
 from draftgate.policies.capacity import WorkerUsage, with_other_gateways
 from draftgate.policies.routing.types import Candidate, PrefixPull
@@ -40,7 +40,7 @@ class FleetWorker(SentRequests):
     """A worker and the requests of this node that run on it.
 
     Attributes:
-        epoch: the epoch of the worker (`gateway.state.store`).
+        epoch: the epoch of the worker (`gateway.state.values`).
         own: whether the worker belongs to this node.
         backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
         forwards: whether the worker is an upstream, which gets requests unchanged.

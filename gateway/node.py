@@ -40,8 +40,9 @@ from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
 from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.state.guarded.responses import open_response_store
-from draftgate.gateway.state.store import FORGET_S, Store, WorkerReport
+from draftgate.gateway.state.guarded.store import open_response_store
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import FORGET_S, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
@@ -117,7 +118,7 @@ class Node:
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.port = config.port
         self.siblings: Siblings | None = None
-        self._flows = Flows(store.flows, loop_time_s)
+        self._flows = Flows(store, loop_time_s)
         self._parts = NodeParts(
             store,
             self.lifecycle,

@@ -25,7 +25,7 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.failover import Cause, GivenUp

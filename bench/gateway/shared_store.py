@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 
 import uvloop
 
-from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.memory.store import MemoryStore
 
 
 @asynccontextmanager
@@ -34,7 +35,7 @@ async def shared_store() -> AsyncIterator[Path]:
 
 
 async def _serve(path: Path) -> None:
-    stores = SharedStores(MemoryStore(time.monotonic), SharedResponses(1 << 20, 60.0))
+    stores = SharedStores(MemoryStore(time.monotonic), MemoryResponses(1 << 20, 60.0))
     async with serving_stores(stores, path):
         print("ready", flush=True)
         await asyncio.Event().wait()

@@ -29,12 +29,20 @@ import uvloop
 from bench.gateway.shared_store import shared_store
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.gateway.cli.environment import collect_environment
+from draftgate.gateway.state.commands import (
+    PublishReport,
+    ReleaseLeases,
+    ReserveLease,
+    ReserveQuota,
+    SettleQuotas,
+)
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.local.store import LocalStore
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import LeaseCandidate, WorkerReport, new_epoch
 from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
 
 LANES: Final = (1, 4, 16)
@@ -84,16 +92,16 @@ class Subject:
         self.store = store
         self._epoch = new_epoch(time.time(), "bench")
         self._seq = 0
-        self.offers = [
+        self.offers = tuple(
             LeaseCandidate(f"w{n}", self._epoch, float(n % 3), 0.01) for n in range(WORKERS)
-        ]
+        )
 
     async def report(self) -> None:
         """Report every worker once."""
         self._seq += 1
         for offer in self.offers:
             report = WorkerReport(offer.worker_id, self._epoch, self._seq, 10**9)
-            await self.store.publish(report)
+            await self.store.call(PublishReport(report))
 
     async def request(self, name: str, kind: str, waits: Waits) -> None:
         """Reserve capacity, a part of a quota or both for a request, and release or settle it.
@@ -104,19 +112,20 @@ class Subject:
         quota = None if kind == "lease" else QuotaReservation(name, "t", TOKENS, QUOTA)
         begun_s = time.perf_counter()
         if quota is not None and kind == "quota":
-            shortage = await self.store.quotas.reserve(quota, LEASE_S)
+            shortage = await self.store.call(ReserveQuota(quota, LEASE_S))
             degraded = self.store.outage is not None
         else:
-            found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S, quota)
+            command = ReserveLease(name, TOKENS, self.offers, LEASE_S, quota)
+            found = await self.store.call(command)
             shortage, degraded = found.shortage, found.degraded
         waits.seconds.append(time.perf_counter() - begun_s)
         waits.degraded += degraded
         if shortage is not None:
             raise ValueError("the quota of the benchmark is exhausted")
         if kind != "quota":
-            await self.store.release((name,))
+            self.store.post(ReleaseLeases((name,)))
         if quota is not None:
-            await self.store.quotas.settle((Settlement(name, TOKENS),))
+            self.store.post(SettleQuotas((Settlement(name, TOKENS),)))
 
     @asynccontextmanager
     async def reporting(self) -> AsyncIterator[None]:
@@ -168,12 +177,13 @@ async def measure_commands(
     await subject.report()
     begun, begun_us = await script_totals(connected)
     for number in range(requests):
-        found = await subject.store.reserve(f"c{number}", TOKENS, subject.offers, LEASE_S)
+        command = ReserveLease(f"c{number}", TOKENS, subject.offers, LEASE_S)
+        found = await subject.store.call(command)
         if found.lease is not None:
             watermark = found.lease.number
-            subject.offers = [replace(offer, watermark=watermark) for offer in subject.offers]
+            subject.offers = tuple(replace(one, watermark=watermark) for one in subject.offers)
     reserved, reserved_us = await script_totals(connected)
-    await subject.store.release([f"c{number}" for number in range(requests)])
+    await subject.store.call(ReleaseLeases(tuple(f"c{n}" for n in range(requests))))
     await subject.store.close()
     released, _ = await script_totals(connected)
     server_us = (reserved_us - begun_us) / (reserved - begun)

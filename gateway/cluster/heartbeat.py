@@ -19,7 +19,9 @@ from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.store import Store, WorkerReport
+from draftgate.gateway.state.commands import PublishReport, WithdrawWorker
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import WorkerReport
 
 HEARTBEAT_S: Final = 1.0
 
@@ -141,7 +143,7 @@ class Heartbeat:
         reachable = self.url and not worker.forwards
         address = f"{self.url}{WORKER_PATH}{number}" if reachable else ""
         report = report_of(worker, next(self._numbers), address)
-        counts = await self._store.publish(report)
+        counts = await self._store.call(PublishReport(report))
         if counts:
             self._fenced.discard(worker.worker_id)
         elif worker.worker_id not in self._fenced:
@@ -149,7 +151,8 @@ class Heartbeat:
             log(logging.ERROR, "a newer epoch of the worker exists", worker=worker.worker_id)
 
     async def _withdraw(self, worker: FleetWorker) -> None:
-        await self._store.withdraw(worker.worker_id, worker.epoch, next(self._numbers))
+        withdraw = WithdrawWorker(worker.worker_id, worker.epoch, next(self._numbers))
+        await self._store.call(withdraw)
 
 
 def report_of(worker: FleetWorker, seq: int, address: str) -> WorkerReport:

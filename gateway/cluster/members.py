@@ -20,7 +20,9 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.gateway.fleet import Fleet, FleetWorker, PeerWorker
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
+from draftgate.gateway.state.commands import ListWorkers
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import STALE_S, Snapshot, WorkerReport, WorkerView
 
 READ_S: Final = 1.0
 """Interval of reading the store, which equals the interval of the workers' reports."""
@@ -147,7 +149,7 @@ class Members:
         """
         if self._store.outage is None and not self._fleet.rivals and _now_s() < self._next_read_s:
             return
-        snapshot = await self._store.snapshot()
+        snapshot = await self._store.call(ListWorkers())
         self._next_read_s = _now_s() + read_pause_s(len(snapshot.workers), snapshot.nodes)
         # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0

@@ -6,14 +6,22 @@ import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from draftgate.gateway.cluster.snapshots import SNAPSHOT_METHODS, ProcessSnapshot, SharedDecision
+from draftgate.gateway.cluster.snapshots import (
+    ProcessSnapshot,
+    ReadActivities,
+    ReadDecisions,
+    ReadMetrics,
+    ReadStreams,
+    SharedDecision,
+    ShareSnapshot,
+)
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.local.client import Client
+from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.metric_snapshots import Row
@@ -44,7 +52,7 @@ class Siblings:
             metrics: a function that returns the metrics of this process.
             own_streams: a function that returns the streams of this process.
         """
-        self._client = Client(path, SNAPSHOT_METHODS)
+        self._store = LocalStore(path)
         self._process = process
         self._run = secrets.token_hex(8)
         self._metrics = metrics
@@ -59,7 +67,7 @@ class Siblings:
             *(self._metrics(), self._live.activities, changed, self._own_streams())
         )
         try:
-            await self._client.call("snapshots.share", self._process, self._run, snapshot)
+            await self._store.call(ShareSnapshot(self._process, self._run, snapshot))
         except StoreError as error:
             log(logging.WARNING, "cannot share metrics with other processes", reason=str(error))
 
@@ -74,15 +82,15 @@ class Siblings:
             StoreError: the parent does not respond.
         """
         await self.share()
-        return list(await self._client.call("snapshots.metrics"))
+        return await self._store.call(ReadMetrics())
 
     async def activities(self) -> list[Activity]:
         """Return the activities of the others."""
-        return await self._found("activities", self._process)
+        return await self._found(ReadActivities(self._process))
 
     async def streams(self) -> list[ProcessStreams]:
         """Return the streams of the others."""
-        return await self._found("streams", self._process)
+        return await self._found(ReadStreams(self._process))
 
     async def decisions(self, most: int, tenant: str | None) -> list[tuple[float, bytes]]:
         """Return the latest decisions of the others with their Unix time, newest first.
@@ -90,11 +98,11 @@ class Siblings:
         Args:
             tenant: the tenant of the decisions, or None for all tenants.
         """
-        return await self._found("decisions", self._run, most, tenant)
+        return await self._found(ReadDecisions(self._run, most, tenant))
 
-    async def _found(self, kind: str, *arguments: Any) -> list[Any]:
+    async def _found(self, command: Command[list[T]]) -> list[T]:
         try:
-            return list(await self._client.call(f"snapshots.{kind}", *arguments))
+            return await self._store.call(command)
         except StoreError:
             return []
 

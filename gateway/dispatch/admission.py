@@ -174,7 +174,7 @@ class AdmissionController:
             request.expected_tokens = view.output_tokens
             request.ticket_s = decision.work_s / self._pool_scale(totals) / len(request.needs)
         except BaseException:  # policies can be third-party code
-            await self.quotas.release(request.request_id)
+            self.quotas.release(request.request_id)
             raise
 
     def outlook(
@@ -228,13 +228,13 @@ class AdmissionController:
             entry.answered_s = self._now_s()
             self._policy.learn(entry.predicted, entry.answered_s - entry.since_s)
 
-    async def settle(self, entry: Entry) -> None:
+    def settle(self, entry: Entry) -> None:
         """Charge the tokens that a request used, and release the other reserved tokens.
 
         The length of a completed request also improves the forecast.
         """
         if entry.request_id in self.quotas:
-            await self.quotas.settle(entry.request_id, entry.prompt_tokens + entry.output_tokens)
+            self.quotas.settle(entry.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == entry.sequences:
             self._outputs.add_sequence(
                 entry.tenant, entry.output_tokens // entry.ended, entry.max_tokens

@@ -15,7 +15,9 @@ from functools import partial
 from typing import Final
 
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.state.store import Lease, LeaseCandidate, Store
+from draftgate.gateway.state.commands import ClaimWorker, ReleaseLeases
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import Lease, LeaseCandidate
 from draftgate.policies.capacity import CapacityNeed, missing_tokens
 
 CLAIM_S: Final = 2.0
@@ -100,7 +102,7 @@ class Claims:
             waiter = self._waiters[request_id] = _Claimant(request_id, tokens, need, avoid)
             waiter.renewing = asyncio.create_task(self._renew(waiter, changed))
 
-    async def end(self, request_id: str, *, leased: bool = False) -> None:
+    def end(self, request_id: str, *, leased: bool = False) -> None:
         """End the claim of a request, if it has one.
 
         Args:
@@ -111,7 +113,7 @@ class Claims:
             return
         waiter.renewing.cancel()
         if not leased:
-            await self._store.release((request_id,))
+            self._store.post(ReleaseLeases((request_id,)))
 
     def _claim_of(self, request_id: str) -> Lease | None:
         waiter = self._waiters.get(request_id)
@@ -127,7 +129,8 @@ class Claims:
                 LeaseCandidate(worker.worker_id, worker.epoch)
                 for worker in sorted(workers, key=missing)
             ]
-            found = await self._store.claim(waiter.request_id, waiter.tokens, offers, CLAIM_S)
+            claim = ClaimWorker(waiter.request_id, waiter.tokens, tuple(offers), CLAIM_S)
+            found = await self._store.call(claim)
             if found != waiter.claim:
                 waiter.claim = found
                 changed()

@@ -166,7 +166,7 @@ class RunningJob(Run):
         try:
             await self.aclose()
         finally:
-            await self._parts.admission.settle(self.entry)
+            self._parts.admission.settle(self.entry)
             if self.hop is not None:
                 await self._end_hop(self.hop, error)
 

@@ -24,7 +24,9 @@ from draftgate.gateway.dispatch.admission import (
 from draftgate.gateway.dispatch.job import FlowTag
 from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
-from draftgate.gateway.state.flow_store import FlowHop, FlowKey, FlowStore, HopArrival, HopLengths
+from draftgate.gateway.state.commands import BeginHop, CancelFlow, EndHop, TakeFlow
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import FlowHop, FlowKey, HopArrival, HopLengths
 from draftgate.policies.admission.types import AdmissionView
 from draftgate.policies.flows.division import (
     LEAST_HOP_S,
@@ -124,7 +126,7 @@ class Flows:
         observer: counts hops and outcomes.
     """
 
-    def __init__(self, store: FlowStore, now_s: Callable[[], float]) -> None:
+    def __init__(self, store: Store, now_s: Callable[[], float]) -> None:
         """Start without flows.
 
         Args:
@@ -141,7 +143,8 @@ class Flows:
         """Add a request to its flow, and return its place, or None for an ordinary request."""
         key = FlowKey(tenant, tag.flow_id)
         ago_s = max(self._now_s() - tag.arrived_s, 0.0)
-        place = await self._store.begin_hop(key, HopArrival(tag.kind, ago_s, tag.deadline_s))
+        arrival = HopArrival(tag.kind, ago_s, tag.deadline_s)
+        place = await self._store.call(BeginHop(key, arrival))
         self.observer.joined(None if place is None else place.number)
         return None if place is None else Hop(key, tag, place)
 
@@ -210,7 +213,7 @@ class Flows:
         self.observer.hop_ended(
             hop.place.number, (now_s - hop.tag.arrived_s) / hop.place.deadline_s
         )
-        await self._store.end_hop(hop.key, hop.place, lengths)
+        await self._store.call(EndHop(hop.key, hop.place, lengths))
 
     async def fail(self, hop: Hop, error: BaseException) -> None:
         """Record that a hop was refused or has failed.
@@ -220,7 +223,7 @@ class Flows:
         """
         if not hop.is_first:
             return
-        if not await self._store.cancel(hop.key, hop.place):
+        if not await self._store.call(CancelFlow(hop.key, hop.place)):
             self._settle_later(hop)  # another hop has arrived in the meantime
         elif isinstance(error, TooMany):
             self.observer.flow_ended(FlowOutcome.REFUSED)
@@ -247,7 +250,7 @@ class Flows:
 
     async def _settle(self, hop: Hop) -> None:
         """End a flow, count its outcome, and learn from it."""
-        hops = await self._store.take(hop.key, hop.place)
+        hops = await self._store.call(TakeFlow(hop.key, hop.place))
         if not hops:  # the store has lost the flow
             return
         self.observer.flow_ended(judge(hops, hop.place.deadline_s))

@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.dispatch.worker_spans import WorkerSpans, open_dispatch
 from draftgate.gateway.errors import OutputCut
 from draftgate.gateway.fleet import Fleet
-from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.routing.types import RouteView
@@ -286,18 +286,19 @@ class Hold:
         if recording:
             record_route(run.span, self.routed)
         with run.span.child("reserve") if recording else NO_SPAN as span:
-            tokens = lease_tokens(request, entry.expected_tokens)
             claimed = request.request_id in claims
-            # A refusal says nothing about claimed workers and about quotas.
-            in_line = leases.shared and not claimed and entry.quota is None
-            reserve = leases.reserve_new if in_line else leases.reserve
-            found = await reserve(request.request_id, tokens, self.routed, entry.quota)
+            found = leases.reserve_at_once(entry.quota)
+            if found is None:
+                tokens = lease_tokens(request, entry.expected_tokens)
+                # A refusal says nothing about claimed workers and about quotas.
+                reserve = leases.reserve if claimed or entry.quota else leases.reserve_new
+                found = await reserve(request.request_id, tokens, self.routed, entry.quota)
             if entry.quota is not None:
                 parts.admission.record_quota(entry, found.shortage)
             if leases.must_wait(found):
                 raise NoCapacity
             if claimed:
-                await claims.end(request.request_id, leased=found.lease is not None)
+                claims.end(request.request_id, leased=found.lease is not None)
             if recording:
                 describe_reservation(span, found)
         if found.lease is not None and found.lease.worker_id != self.worker.worker_id:
@@ -377,9 +378,9 @@ class Hold:
         finally:
             del self._prompt, self._owner  # ends a cycle of references
             self._further = None
-            await self._release(error)
+            self._release(error)
 
-    async def _release(self, error: BaseException | None) -> None:
+    def _release(self, error: BaseException | None) -> None:
         """Release the capacity of the worker, and dispatch the next request."""
         parts, request_id, decode = self._parts, self._request.request_id, self.routed.decode
         self.worker.release(request_id)
@@ -389,6 +390,6 @@ class Hold:
             parts.replicator.end(self._prefix)
         if not isinstance(error, NoCapacity):  # a refused request has no lease, and keeps its claim
             if request_id in parts.queue.claims:
-                await parts.queue.claims.end(request_id, leased=True)
-            await parts.leases.release(request_id)
+                parts.queue.claims.end(request_id, leased=parts.leases.shared)
+            parts.leases.release(request_id)
         parts.queue.dispatch_waiting(self.worker if decode is None else None)

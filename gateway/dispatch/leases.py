@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.state.store import Lease, LeaseCandidate, Refusal, Reservation, Store
+from draftgate.gateway.state.commands import ReleaseLeases, RenewLeases, ReserveLease, ReserveQuota
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import Lease, LeaseCandidate, Refusal, Reservation
 from draftgate.policies.quotas import QuotaReservation
 
 LEASE_S: Final = 30.0
@@ -31,6 +33,9 @@ CONTENDED_S: Final = 1.0
 the next requests a call. (Chosen, not tuned, 2026-11-24.)"""
 
 
+_NO_LEASE: Final = Reservation(None)
+
+
 class NoCapacity(Exception):
     """No offered worker has capacity left after the leases of all gateways."""
 
@@ -38,22 +43,32 @@ class NoCapacity(Exception):
 class Leases:
     """The leases of this node's requests.
 
+    A node without a pool leases nothing. Its queue knows the capacity better than the store.
+
     Attributes:
         shared: whether other gateways lease the same workers.
     """
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
-        """Start without leases.
-
-        Args:
-            shared: whether other gateways lease the same workers. Otherwise the queue knows the
-                capacity better than the store.
-        """
         self._store = store
         self.shared = shared
         self._held: dict[str, Lease] = {}
         self._refused_s, self._refused_tokens = -math.inf, 0
         self._asking = asyncio.Lock()
+
+    def reserve_at_once(self, quota: QuotaReservation | None) -> Reservation | None:
+        """Reserve the quota of a request that needs no lease, if that takes no waiting.
+
+        Returns:
+            The result, or None if `reserve` has to follow.
+        """
+        if self.shared:
+            return None
+        if quota is None:
+            return _NO_LEASE
+        if (memory := self._store.memory) is None:
+            return None
+        return Reservation(None, shortage=memory.apply(ReserveQuota(quota, LEASE_S)))
 
     async def reserve(
         self,
@@ -70,10 +85,15 @@ class Leases:
         Args:
             quota: what the request reserves of its tenant's quota in the same call.
         """
+        if not self.shared:
+            shortage = None
+            if quota is not None:
+                shortage = await self._store.call(ReserveQuota(quota, LEASE_S))
+            return Reservation(None, shortage=shortage)
         self._held.pop(request_id, None)
-        choices = MOST_OFFERS if self.shared and self._store.outage is None else 1
-        offers = _offers(routed, choices)
-        found = await self._store.reserve(request_id, tokens, offers, LEASE_S, quota)
+        offers = _offers(routed, MOST_OFFERS if self._store.outage is None else 1)
+        command = ReserveLease(request_id, tokens, offers, LEASE_S, quota)
+        found = await self._store.call(command)
         if found.lease is not None:
             self._held[request_id] = found.lease
         return found
@@ -111,19 +131,22 @@ class Leases:
         """Return whether every offered worker is full, so that the request has to wait."""
         return self.shared and found.refusal is Refusal.FULL
 
-    def release(self, request_id: str) -> Awaitable[None]:
-        """End the lease of a request, even after a failed reservation.
+    def release(self, request_id: str) -> None:
+        """End the lease and the claim of a request, even after a failed reservation.
 
         The method is idempotent.
         """
-        self._held.pop(request_id, None)
-        self._refused_tokens = 1 << 62  # other requests may fit now
-        return self._store.release((request_id,))
+        if self.shared:
+            self._held.pop(request_id, None)
+            self._refused_tokens = 1 << 62  # other requests may fit now
+            self._store.post(ReleaseLeases((request_id,)))
 
     async def renew(self) -> None:
         """Renew all leases, and forget leases of workers with a newer epoch."""
-        for request_id in await self._store.renew(tuple(self._held.values()), LEASE_S):
-            self._held.pop(request_id, None)
+        if self.shared:
+            command = RenewLeases(tuple(self._held.values()), LEASE_S)
+            for request_id in await self._store.call(command):
+                self._held.pop(request_id, None)
 
 
 def lease_tokens(

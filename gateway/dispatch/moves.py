@@ -243,7 +243,7 @@ class Moves:
         try:
             await successor.prepare()
         except NoCapacity:
-            await self._parts.queue.claims.end(request.request_id)
+            self._parts.queue.claims.end(request.request_id)
             return MoveEnd.NO_ROOM
         try:
             move.sink = successor.placed.worker.worker_id
@@ -291,7 +291,7 @@ class Moves:
         if can_supply(source, routed.worker):
             return routed
         routed.worker.release(request.request_id)  # the last suitable worker has left meanwhile
-        await self._parts.queue.claims.end(request.request_id)
+        self._parts.queue.claims.end(request.request_id)
         self._parts.queue.dispatch_waiting(routed.worker)
         return None
 

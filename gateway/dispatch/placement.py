@@ -14,7 +14,7 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.gateway.offload import offload
-from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import SpeculationPolicy

@@ -7,7 +7,7 @@ near. Without them, each flow would be admitted as if no other flow had further 
 from __future__ import annotations
 
 from draftgate.gateway.state.expiries import Expiries
-from draftgate.gateway.state.flow_store import FlowKey
+from draftgate.gateway.state.values import FlowKey
 
 
 class PromisedWork:

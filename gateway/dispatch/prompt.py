@@ -360,7 +360,7 @@ class Prompt:
                 return routed
             routed.release(request_id)
             routed = None
-            await parts.queue.claims.end(request_id)
+            parts.queue.claims.end(request_id)
             parts.queue.dispatch_waiting()
             if not await wait_for(parts.fleet, lambda: not self._must_spare()):
                 lost = self._lost is not None

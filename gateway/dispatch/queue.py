@@ -197,11 +197,11 @@ class CentralQueue:
                 return await turn
         except TimeoutError:
             self._leave(waiting)
-            await self.claims.end(waiting.request_id)
+            self.claims.end(waiting.request_id)
             raise self._timed_out(waiting) from None
         except (asyncio.CancelledError, BackendFailed):
             self._leave(waiting)
-            await self.claims.end(waiting.request_id)
+            self.claims.end(waiting.request_id)
             raise
         finally:
             timer.cancel()

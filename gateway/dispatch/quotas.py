@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 from draftgate.gateway.deadlines import within
 from draftgate.gateway.dispatch.leases import LEASE_S
+from draftgate.gateway.state.commands import ReadLevels, RenewQuotas, ReserveQuota, SettleQuotas
 from draftgate.gateway.state.guarded.calls import DEADLINE_S
-from draftgate.gateway.state.quota_store import QuotaStore
-from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.store import Store, StoreError
 from draftgate.policies.quotas import (
     Limit,
     Quota,
@@ -31,7 +31,7 @@ class Quotas:
 
     def __init__(
         self,
-        store: QuotaStore,
+        store: Store,
         quotas: Mapping[str, Quota],
         now_s: Callable[[], float],
         model: Callable[[], str] = lambda: "",
@@ -80,7 +80,10 @@ class Quotas:
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
         """
-        return self.record(reservation, await self._store.reserve(reservation, LEASE_S))
+        command = ReserveQuota(reservation, LEASE_S)
+        memory = self._store.memory
+        shortage = await self._store.call(command) if memory is None else memory.apply(command)
+        return self.record(reservation, shortage)
 
     def record(self, reservation: QuotaReservation, shortage: Shortage | None) -> Shortage | None:
         """Record the result of a call that made a reservation, and return the result."""
@@ -100,20 +103,21 @@ class Quotas:
         quota = self._quotas.get(tenant)
         if quota is None or not quota.is_limited:
             return {}
+        command = ReadLevels(quota_account(tenant, self._model()))
+        if (memory := self._store.memory) is not None:
+            return memory.apply(command).of(quota)
         try:
-            account = quota_account(tenant, self._model())
-            found = await within(DEADLINE_S, self._store.levels(account))
+            return (await within(DEADLINE_S, self._store.call(command))).of(quota)
         except (StoreError, TimeoutError):
             return {}
-        return found.of(quota)
 
-    async def settle(self, request_id: str, used_tokens: int) -> None:
+    def settle(self, request_id: str, used_tokens: int) -> None:
         """Charge the tokens that a request used, and release the rest."""
-        await self._end(Settlement(request_id, used_tokens))
+        self._end(Settlement(request_id, used_tokens))
 
-    async def release(self, request_id: str) -> None:
+    def release(self, request_id: str) -> None:
         """Undo a reservation, so that the request does not count against any limit."""
-        await self._end(release_of(request_id))
+        self._end(release_of(request_id))
 
     async def renew(self) -> None:
         """Renew the reservations of all open requests.
@@ -121,7 +125,7 @@ class Quotas:
         The call counts this node among those that share the quotas, even without reservations.
         """
         if self._held or any(quota.is_limited for quota in self._quotas.values()):
-            await self._store.renew(tuple(self._held.values()), LEASE_S)
+            await self._store.call(RenewQuotas(tuple(self._held.values()), LEASE_S))
 
     def change(self, quotas: Mapping[str, Quota]) -> None:
         """Replace all quotas.
@@ -132,9 +136,9 @@ class Quotas:
         self._quotas = quotas
         self._short_until_s.clear()
 
-    async def _end(self, used: Settlement) -> None:
+    def _end(self, used: Settlement) -> None:
         if self._held.pop(used.request_id, None) is not None:
-            await self._store.settle((used,))
+            self._store.post(SettleQuotas((used,)))
 
 
 def quota_account(tenant: str, model: str) -> str:

@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.leases import lease_tokens
 from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.commands import BeginMove, EndMove
 from draftgate.gateway.state.store import Store
 from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
@@ -137,12 +138,12 @@ class Rescheduler:
             yield True
             return
         move_id, ends = secrets.token_hex(8), (chosen.source, chosen.sink)
-        free = await self._store.begin_move(move_id, ends, MOVE_S)
+        free = await self._store.call(BeginMove(move_id, ends, MOVE_S))
         try:
             yield free
         finally:
             if free:
-                await self._store.end_move(move_id, ends)
+                await self._store.call(EndMove(move_id, ends))
 
     def _stream_view(self, stream: Prompt, worker: FleetWorker) -> StreamView:
         request, lengths = stream.run.requests[stream.index], stream.output.lengths

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from draftgate.gateway.state.exchange import Update
+from draftgate.gateway.state.commands import ExchangeNews
 from draftgate.gateway.state.store import Store
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory, KeyTally
@@ -92,7 +92,7 @@ class Sharing:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Exchange until nothing new is left, or the store does not respond."""
+        """ExchangeNews until nothing new is left, or the store does not respond."""
         while await self._exchange_once():
             pass
 
@@ -104,8 +104,10 @@ class Sharing:
         taken = self._appointments.take(self._now_s(), AT_ONCE, self._source)
         model = self._model()
         notes = tuple([note._replace(model=model) for note in taken])
-        update = Update(*(self._source, number, self._start, self._cursor), sent, restored, notes)
-        news = await self._store.exchange(update)
+        exchange = ExchangeNews(
+            self._source, number, self._start, self._cursor, sent, restored, notes
+        )
+        news = await self._store.call(exchange)
         if news is None:
             return False
         if news.start != self._start:

@@ -10,7 +10,7 @@ from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Move, Resume
-from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad

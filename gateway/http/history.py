@@ -15,7 +15,9 @@ from draftgate.gateway.http.requests.conversation import StoredResponse, encode
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.node import Node
+from draftgate.gateway.state.commands import GetResponse, PutResponse
 from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.telemetry import metric_definitions as metric
 
 
 class _Continuation(Struct):
@@ -35,7 +37,9 @@ async def find_response(request: Request, response_id: str) -> bytes:
         Unavailable: the store does not respond.
     """
     try:
-        stored = await request.app[NODE].responses.get(request[ACCOUNT].name, response_id)
+        stored = await request.app[NODE].responses.call(
+            GetResponse(request[ACCOUNT].name, response_id)
+        )
     except StoreError as error:
         raise no_store() from error
     if stored is None:
@@ -73,7 +77,10 @@ async def store_response(node: Node, parsed: ParsedRequest, reply: bytes) -> boo
     if len(value) > node.config.max_body_bytes:
         return False
     job = parsed.job
-    return await node.responses.put(job.tenant, f"resp_{job.request_id}", value)
+    put = PutResponse(job.tenant, f"resp_{job.request_id}", value)
+    found = await node.responses.call(put)
+    node.metrics.add(metric.EVICTED_RESPONSES, found.evicted)
+    return found.kept
 
 
 def no_store() -> Unavailable:

@@ -34,6 +34,7 @@ from draftgate.gateway.loading import loading_shown
 from draftgate.gateway.logs import configure, flush
 from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
+from draftgate.gateway.state.commands import ListWorkers
 
 FAILED: Final = 1
 
@@ -133,7 +134,7 @@ async def _is_joined(node: Node, before: bool) -> bool:
     Args:
         before: the previous result, which is returned if the store does not respond.
     """
-    snapshot = await node.store.snapshot()
+    snapshot = await node.store.call(ListWorkers())
     if snapshot.degraded:
         return before
     listed = {view.worker_id: view.report.epoch for view in snapshot.workers}

@@ -19,15 +19,16 @@ import msgspec
 from msgspec.structs import replace
 
 from draftgate.gateway.app import Signals, StartError
-from draftgate.gateway.cluster.snapshots import NodeStores
+from draftgate.gateway.cluster.snapshots import SharedSnapshots
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
 from draftgate.gateway.processes.listeners import open_listeners
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.processes.plan import Plan, plan_processes
-from draftgate.gateway.state.local.server import SharedResponses, serving_stores
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.memory.store import MemoryStore
 
 PAUSE_S: Final = 1.0
 """Pause before a process that died starts again, in seconds. A process that dies at once would
@@ -220,8 +221,8 @@ async def serve_processes(config: ServeConfig, on_ready: Callable[[Notice], None
     signals = Signals()
     with tempfile.TemporaryDirectory(prefix="draftgate-") as folder:
         path = Path(folder) / "stores"
-        responses = SharedResponses(config.response_store_bytes, config.response_store_ttl_s)
-        stores = NodeStores(MemoryStore(), responses)
+        responses = MemoryResponses(config.response_store_bytes, config.response_store_ttl_s)
+        stores = SharedStores(MemoryStore(), responses, SharedSnapshots())
         plan = plan_processes(config, path)
         try:
             listeners, opened = open_listeners(config.host, config.port, config.processes)

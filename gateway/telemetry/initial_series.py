@@ -46,6 +46,7 @@ def create_series(metrics: Metrics, policy: str, proposers: Iterable[str]) -> No
 
 
 def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDefinition, Labels]]:
+    yield metric.EVICTED_RESPONSES, ()
     for operation in OPERATIONS:
         yield metric.TTFT, (operation,)
         yield metric.TPOT, (operation,)

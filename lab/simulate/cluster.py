@@ -29,7 +29,7 @@ from draftgate.gateway.dispatch.run import UNWATCHED, Watch
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.lab.sim.environment import SimEnvironment, simulation_policy
 from draftgate.lab.sim.textless_worker import Deliveries
 from draftgate.lab.sim.virtual_time import run_virtual

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.gateway.store import LANES, Subject, measure, measure_commands, script_totals
+from draftgate.gateway.state.commands import ReleaseLeases, ReserveLease
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from tests.gateway.redis_server import RedisServer
@@ -12,8 +13,8 @@ async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> Non
     """The server runs one script per reservation, and one script to release many requests."""
     connected = open_client(redis_server.url)
     store = RedisStore.at(redis_server.url, "p", "g")
-    await store.reserve("none", 1, Subject(store).offers, 1.0)  # This loads the scripts.
-    await store.release(("none",))
+    await store.call(ReserveLease("none", 1, Subject(store).offers, 1.0))  # This loads the scripts.
+    await store.call(ReleaseLeases(("none",)))
     before, _ = await script_totals(connected)
     counts = await measure_commands(Subject(store), connected, 50)
     after, _ = await script_totals(connected)

@@ -12,7 +12,7 @@ import httpx
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.gateway.app import drain_and_close
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from tests.cluster.test_models_of_a_pool import member, worker_ids
 from tests.gateway.harness import client, needs_engine, until
 from tests.gateway.test_adapters import BODY, ENGINE, demo_adapters

@@ -17,9 +17,11 @@ from draftgate.gateway.cluster.address import advertised_url, is_local
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.recovery import RECOVERY_S
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Snapshot, new_epoch
+from draftgate.gateway.state.commands import ListWorkers
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import Snapshot, new_epoch
 from tests.gateway.harness import (
+    JOIN,
     PATIENCE_S,
     ScriptedBackend,
     client,
@@ -32,8 +34,6 @@ from tests.gateway.redis_server import free_port
 from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
 
-JOIN = "redis://127.0.0.1:6379"
-"""An address that nodes ignore, because they use the store of the test."""
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 PATH = "/v1/completions"
 
@@ -47,8 +47,8 @@ class HidingStore(MemoryStore):
         """Delete all data."""
         self.__init__()
 
-    async def snapshot(self) -> Snapshot:
-        snapshot = await super().snapshot()
+    def list_workers(self, command: ListWorkers) -> Snapshot:
+        snapshot = super().list_workers(command)
         return replace(snapshot, workers=()) if self.forgets else snapshot
 
 
@@ -98,7 +98,7 @@ async def test_a_gateway_without_a_worker_uses_the_workers_of_the_pool(
         assert events(streamed.text)[-1] == "[DONE]"
         assert (await http.get("/ready")).status_code == 200
         await until(lambda: is_idle(worker_node.node) and is_idle(other.node))
-        assert sum(view.leased_tokens for view in (await store.snapshot()).workers) == 0
+        assert sum(view.leased_tokens for view in (await store.call(ListWorkers())).workers) == 0
 
 
 async def test_a_gateway_is_not_ready_until_a_worker_joins(store: HidingStore) -> None:
@@ -121,7 +121,9 @@ async def test_every_node_uses_all_workers(store: HidingStore) -> None:
         await until_linked(first, 2)
         await until_linked(other, 2)
         assert ids(first) == ids(other)
-        reports = {view.worker_id: view.report for view in (await store.snapshot()).workers}
+        reports = {
+            view.worker_id: view.report for view in (await store.call(ListWorkers())).workers
+        }
         assert sorted(reports) == ids(first)
         for where in (first, other):
             worker = where.node.fleet.own[0]
@@ -432,7 +434,7 @@ async def test_upstreams_are_not_offered_to_other_nodes(store: HidingStore) -> N
     async with member(store) as worker_node:
         settings = {"backend": "openai", "upstream": (worker_node.url,)}
         async with member(store, **settings) as where:
-            reported = (await store.snapshot()).workers
+            reported = (await store.call(ListWorkers())).workers
             (report,) = [v.report for v in reported if v.worker_id != ids(worker_node)[0]]
             assert report.address == ""
             assert where.node.models[0].members is None
@@ -443,6 +445,6 @@ async def test_upstreams_are_not_offered_to_other_nodes(store: HidingStore) -> N
 async def test_a_node_that_refuses_peers_publishes_no_address(store: HidingStore) -> None:
     """A node with API keys and no peer secret publishes no address."""
     async with member(store, api_keys=("k" * 20,)) as where:
-        (view,) = (await store.snapshot()).workers
+        (view,) = (await store.call(ListWorkers())).workers
         assert view.report.address == ""
         assert where.node.peer_access is None

@@ -14,12 +14,9 @@ import pytest
 from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening, drain_and_close
 from draftgate.gateway.node import Node
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import STALE_S
-from tests.gateway.harness import PATIENCE_S, client, running, until
-
-JOIN = "redis://127.0.0.1:6379"
-"""An address that nodes ignore, because they use the store of the test."""
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import STALE_S
+from tests.gateway.harness import JOIN, PATIENCE_S, client, running, until
 
 PATH = "/v1/completions"
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}

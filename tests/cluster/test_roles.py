@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.types import Role
 from tests.cluster.test_members import BODY, PATH, member, until_linked
 from tests.gateway.harness import client, until

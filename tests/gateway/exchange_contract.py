@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.gateway.state.exchange import HISTORY_S, MOST_NEWS, News, Update
+from draftgate.gateway.state.commands import ExchangeNews, PublishReport, ReleaseLeases
+from draftgate.gateway.state.memory.exchange import HISTORY_S, MOST_NEWS
 from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import News
 from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import MOST_KEYS, Key, KeyTally, Tally
 from tests.gateway.stores import Timed, claimed, granted, report
@@ -18,7 +20,7 @@ NOTE = BookingNote("a-1", (1 << 64) - 1, -1, "t", 0.25, 20.0, 1.0, share=2.0)
 
 async def start_of(store: Store) -> int:
     """Return the start of a store's memory."""
-    news = await store.exchange(Update("reader", 1, 0, 0))
+    news = await store.call(ExchangeNews("reader", 1, 0, 0))
     assert news is not None
     return news.start
 
@@ -34,8 +36,8 @@ async def told(
 ) -> News:
     """Send an update to a store whose start is known, and return the news."""
     start = await start_of(store)
-    update = Update(source, number, start, cursor, history, restored, bookings)
-    news = await store.exchange(update)
+    update = ExchangeNews(source, number, start, cursor, history, restored, bookings)
+    news = await store.call(update)
     assert news is not None
     assert news.start == update.start
     return news
@@ -47,7 +49,7 @@ def numbered(count: int, tally: Tally = ONE) -> list[KeyTally]:
 
 
 class ExchangeContract:
-    """The contract of `Store.exchange`. Time advances only when a test calls `pass_time`."""
+    """The contract of `ExchangeNews`. Time advances only when a test calls `pass_time`."""
 
     @pytest.fixture
     def timed(self) -> Timed:
@@ -108,10 +110,10 @@ class ExchangeContract:
 
     async def test_news_count_expired_claims(self, timed: Timed) -> None:
         """The store counts claims that expire, but no claims that are released or become leases."""
-        await timed.store.publish(report())
+        await timed.store.call(PublishReport(report()))
         for name in ("leased", "released", "expired", "renewed"):
             await claimed(timed.store, name)
-        await timed.store.release(("released",))
+        await timed.store.call(ReleaseLeases(("released",)))
         await granted(timed.store, "leased")
         await timed.pass_time(1.0)
         await claimed(timed.store, "renewed")
@@ -168,7 +170,7 @@ class ExchangeContract:
         await told(timed.store, "a", 1, (KEY, ONE))
         await timed.pass_time(1.0)
         await timed.flush()
-        late = await timed.store.exchange(Update("a", 2, start, 0, ((KEY, ONE),)))
+        late = await timed.store.call(ExchangeNews("a", 2, start, 0, ((KEY, ONE),)))
         assert late == News(await start_of(timed.store))
         assert late.start != start
         assert (await told(timed.store, "b", 1)).history == ()

@@ -37,11 +37,15 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.node import Node
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.commands import ListWorkers
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.scaling import DemandView, ScalingAdvice
 from draftgate.policies.types import WorkerLoad
+
+JOIN = "redis://127.0.0.1:6379"
+"""An address that nodes ignore, because they use the store of the test."""
 
 PATIENCE_S = 60.0
 """Timeout of a wait in seconds, which only failures reach."""
@@ -201,7 +205,7 @@ def load_of(node: Node, worker: int = 0) -> WorkerLoad:
 async def leased(node: Node, worker: int = 0) -> int:
     """Return the leased tokens of a worker of the node. The store must know the worker."""
     worker_id = node.fleet.workers[worker].worker_id
-    views = (await node.store.snapshot()).workers
+    views = (await node.store.call(ListWorkers())).workers
     return next(view.leased_tokens for view in views if view.worker_id == worker_id)
 
 

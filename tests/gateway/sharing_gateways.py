@@ -9,7 +9,7 @@ from hypothesis.stateful import rule
 
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.sharing import Sharing
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from tests.gateway.flaky_store import FlakyStore, guarded

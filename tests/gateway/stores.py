@@ -9,16 +9,18 @@ from typing import Final
 
 import pytest
 
-from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.commands import ClaimWorker, ListWorkers, ReserveLease
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.local.store import LocalStore
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import (
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import (
     Lease,
     LeaseCandidate,
     Reservation,
-    Store,
     WorkerReport,
     WorkerView,
 )
@@ -71,7 +73,7 @@ class TimedLocal:
         """Serve the store."""
         memory = self._memory.store
         assert isinstance(memory, MemoryStore)
-        stores = SharedStores(memory, SharedResponses(1 << 20, 60.0))
+        stores = SharedStores(memory, MemoryResponses(1 << 20, 60.0))
         await self._serving.enter_async_context(serving_stores(stores, self._path))
 
     async def pass_time(self, seconds: float) -> None:
@@ -169,7 +171,7 @@ async def reserve(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Reservation:
     """Reserve tokens of the given offers, by default of worker `w`."""
-    return await store.reserve(request_id, tokens, offers or (offer(),), ttl_s)
+    return await store.call(ReserveLease(request_id, tokens, offers or (offer(),), ttl_s))
 
 
 async def granted(
@@ -186,13 +188,13 @@ async def claimed(
     store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 2.0
 ) -> str | None:
     """Claim one of the given offers, by default worker `w`, and return the claimed worker."""
-    found = await store.claim(request_id, tokens, offers or (offer(),), ttl_s)
+    found = await store.call(ClaimWorker(request_id, tokens, offers or (offer(),), ttl_s))
     return None if found is None else found.worker_id
 
 
 async def views(store: Store) -> dict[str, WorkerView]:
     """Return the view of each worker by its id."""
-    return {view.worker_id: view for view in (await store.snapshot()).workers}
+    return {view.worker_id: view for view in (await store.call(ListWorkers())).workers}
 
 
 async def leased_tokens(store: Store, worker_id: str = "w") -> int:

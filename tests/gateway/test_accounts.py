@@ -15,6 +15,7 @@ from draftgate.gateway.accounts import ANONYMOUS, Account, Accounts, read_accoun
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
@@ -173,7 +174,7 @@ async def test_request_larger_than_the_quota_is_a_client_error(guarded: Listenin
 
 async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBackend) -> None:
     """The ledger refunds the reserved tokens that a disconnected client did not use."""
-    quotas = guarded.node.store.quotas
+    store = guarded.node.store
     account = quota_account("search", guarded.node.fleet.model_id)
     guarded.node.dispatcher.admission.quotas.change({"search": AMPLE})
     headers = "authorization: Bearer sk-search\r\n"
@@ -183,12 +184,12 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
     scripted.emit(request, "one two three")
     await until(lambda: guarded.node.in_flight == 1)
     reserved = request.most_tokens
-    assert await quotas.totals(account) == (reserved, 0, 0, reserved)
+    assert await store.call(ReadTotals(account)) == (reserved, 0, 0, reserved)
     await until(lambda: scripted.unread_tokens(request) == 0)
     writer.close()
     await until(lambda: guarded.node.in_flight == 0)
     used = len(request.prompt_ids) + 3
-    assert await quotas.totals(account) == (reserved, used, reserved - used, 0)
+    assert await store.call(ReadTotals(account)) == (reserved, used, reserved - used, 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.admission.appointments import Booking
 from tests.examples import examples
 from tests.gateway.sharing_gateways import SharingGateway, SharingGateways, gateways

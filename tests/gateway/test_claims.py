@@ -20,8 +20,16 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.claims import CLAIM_S, RENEW_S
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Lease
+from draftgate.gateway.state.commands import (
+    ClaimWorker,
+    ListWorkers,
+    PublishReport,
+    ReleaseLeases,
+    RenewLeases,
+    ReserveLease,
+)
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import Lease
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import offer, report
 from tests.gateway.troubles import (
@@ -199,7 +207,7 @@ class Claimed:
     worker_id: str
 
     async def claimed_tokens(self) -> int:
-        return sum(view.claimed_tokens for view in (await self.store.snapshot()).workers)
+        return sum(view.claimed_tokens for view in (await self.store.call(ListWorkers())).workers)
 
 
 @asynccontextmanager
@@ -213,7 +221,7 @@ async def claimed_worker(timeout_s: float = 60.0) -> AsyncIterator[Claimed]:
         (lost,) = watch.workers
         (other,) = (worker for worker in pool.workers if worker.worker_id != lost)
         theirs = Lease("theirs", other.worker_id, other.epoch, 2000, 1)
-        await store.renew((theirs,), 60.0)
+        await store.call(RenewLeases((theirs,), 60.0))
         await pool.withdraw(lost)
         await asyncio.sleep(0.5)
         yield Claimed(pool, store, links, stream, watch, other.worker_id)
@@ -235,7 +243,7 @@ def test_newcomers_leave_a_claimed_worker_to_its_request() -> None:
             ]
             await asyncio.sleep(5.0)
             assert not any(task.done() for task in (*newcomers, claimed.stream))
-            await claimed.store.release(("theirs",))
+            await claimed.store.call(ReleaseLeases(("theirs",)))
             await asyncio.sleep(0.2)
             assert [resume.placed.worker.worker_id for resume in claimed.watch.resumes] == [
                 claimed.worker_id
@@ -284,7 +292,7 @@ def test_the_claim_of_a_gateway_that_is_gone_expires() -> None:
             killed.beats.cancel()
             begin_s = loop_time_s()
             claimed.links[0].failure = "gone"
-            await claimed.store.release(("theirs",))
+            await claimed.store.call(ReleaseLeases(("theirs",)))
             await run_job(other.dispatcher, job(1))
             assert not claimed.stream.done()
             return loop_time_s() - begin_s
@@ -299,7 +307,7 @@ def test_a_gateway_counts_its_claims() -> None:
         async with claimed_worker() as claimed:
             own, others = (one.dispatcher.queue.claims for one in claimed.pool.gateways)
             assert (own.open, others.open) == (1, 0)
-            await claimed.store.release(("theirs",))
+            await claimed.store.call(ReleaseLeases(("theirs",)))
             await claimed.stream
             assert own.open == 0
 
@@ -324,27 +332,29 @@ def test_a_claim_waits_only_for_older_leases_and_claims(
         store = MemoryStore(lambda: 1.0)
         offers = [offer(f"w{index}") for index in range(3)]
         for one in offers:
-            await store.publish(report(one.worker_id, capacity_tokens=100))
+            await store.call(PublishReport(report(one.worker_id, capacity_tokens=100)))
         leases = [f"old-{number}" for number in range(len(old))]
         for name, (index, tokens) in zip(leases, old, strict=True):
-            await store.reserve(name, tokens, [offers[index]], 30.0)
+            await store.call(ReserveLease(name, tokens, [offers[index]], 30.0))
         waiting = {f"long-{number}": tokens for number, tokens in enumerate(claims)}
         for name, tokens in waiting.items():
-            assert await store.claim(name, tokens, offers, 2.0) is not None
+            assert await store.call(ClaimWorker(name, tokens, offers, 2.0)) is not None
         arrivals = count()
         while waiting:
             ended = len(leases)
-            while (await store.reserve(f"new-{next(arrivals)}", newcomer, offers, 30.0)).lease:
+            while (
+                await store.call(ReserveLease(f"new-{next(arrivals)}", newcomer, offers, 30.0))
+            ).lease:
                 pass  # a newcomer never ends
             for name, tokens in tuple(waiting.items()):
-                await store.claim(name, tokens, offers, 2.0)
-                if (await store.reserve(name, tokens, offers, 30.0)).lease is not None:
+                await store.call(ClaimWorker(name, tokens, offers, 2.0))
+                if (await store.call(ReserveLease(name, tokens, offers, 30.0))).lease is not None:
                     del waiting[name]
                     leases.append(name)
             if len(leases) == ended:
                 assert leases, "a claim waits for newcomers"
-                await store.release((leases.pop(0),))
-        found = (await store.snapshot()).workers
+                await store.call(ReleaseLeases((leases.pop(0),)))
+        found = (await store.call(ListWorkers())).workers
         assert [view.claimed_tokens for view in found] == [0, 0, 0]
         assert all(view.leased_tokens <= 100 for view in found)
 

@@ -12,6 +12,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import WARM_CONNECTIONS, RedisStore
@@ -89,7 +90,7 @@ async def test_two_nodes_grant_exactly_one_quota(
             assert await served(first, 4) + await served(second, 10) == 10
 
     async def settled() -> bool:
-        totals = await timed.store.quotas.totals(ACCOUNT)
+        totals = await timed.store.call(ReadTotals(ACCOUNT))
         assert totals.reserved == totals.settled + totals.released + totals.open
         return totals.open == 0
 
@@ -122,9 +123,9 @@ async def test_a_disconnected_client_returns_its_tokens(
                 assert response.status_code == 200
 
         async def settled() -> bool:
-            return (await timed.store.quotas.totals(ACCOUNT)).open == 0
+            return (await timed.store.call(ReadTotals(ACCOUNT))).open == 0
 
         await eventually(settled)
-        totals = await timed.store.quotas.totals(ACCOUNT)
+        totals = await timed.store.call(ReadTotals(ACCOUNT))
         assert totals.released > 0
         assert totals.reserved == totals.settled + totals.released

@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.decisions import (
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.node import Node
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.registry import speculation_policy

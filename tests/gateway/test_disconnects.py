@@ -11,6 +11,7 @@ import uvloop
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.stream import EventStream
 from tests.gateway.harness import (
+    JOIN,
     ScriptedBackend,
     is_idle,
     leased,
@@ -87,16 +88,17 @@ def test_half_closed_connection_counts_as_a_disconnect(loop: Any, stream: bool) 
         assert b"[DONE]" not in runner.run(scenario())
 
 
-async def test_disconnect_releases_the_lease(sim: Listening) -> None:
+async def test_disconnect_releases_the_lease() -> None:
     """A disconnect releases the request's lease in the store."""
-    node = sim.node
-    await node.heartbeat.beat()
-    _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
-    await until(lambda: load_of(node).running == 1)
-    assert await leased(node) == LONG["max_tokens"] + 5
-    writer.close()
-    await until(lambda: is_idle(sim.node))
-    assert await leased(node) == 0
+    async with running(join=JOIN) as sim:
+        node = sim.node
+        await node.heartbeat.beat()
+        _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
+        await until(lambda: load_of(node).running == 1)
+        assert await leased(node) == LONG["max_tokens"] + 5
+        writer.close()
+        await until(lambda: is_idle(sim.node))
+        assert await leased(node) == 0
 
 
 async def test_disconnect_is_noticed_without_a_write(scripted: ScriptedBackend) -> None:

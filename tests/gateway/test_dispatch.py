@@ -17,22 +17,27 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.node import Node
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import WorkerReport
+from draftgate.gateway.state.commands import PublishReport
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.quotas import UNLIMITED, Quota
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
-from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
+from tests.gateway.harness import JOIN, ScriptedBackend, leased, placed, scripted_fleet
+
+
+async def started(scripted: ScriptedBackend, join: str | None = None) -> Node:
+    """Return a started node without HTTP."""
+    config = ServeConfig(speculation="fixed:4", join=join)
+    fleet = scripted_fleet(config, [scripted])
+    made = Node(config, fleet, MemoryStore(), Tracing())
+    await made.start()
+    return made
 
 
 @pytest.fixture
 async def node(scripted: ScriptedBackend) -> Node:
     """A started node without HTTP."""
-    config = ServeConfig(speculation="fixed:4")
-    fleet = scripted_fleet(config, [scripted])
-    made = Node(config, fleet, MemoryStore(), Tracing())
-    await made.start()
-    return made
+    return await started(scripted)
 
 
 def job(prompt_tokens: int = 10, **fields: object) -> Job:
@@ -118,13 +123,18 @@ async def test_an_ended_run_is_freed_without_a_collection(
         gc.enable()
 
 
-async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
-    """The dispatcher leases the prompt and output tokens exactly while the request runs."""
+@pytest.mark.parametrize(("join", "tokens"), [(JOIN, 15), (None, 0)])
+async def test_a_lease_lasts_as_long_as_its_request(
+    scripted: ScriptedBackend, join: str | None, tokens: int
+) -> None:
+    """The dispatcher leases the prompt and output tokens exactly while the request runs, and
+    nothing without a pool."""
+    node = await started(scripted, join)
     await node.heartbeat.beat()
     async with node.dispatcher.run(job()) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
         request = await scripted.submitted.get()
-        assert await leased(node) == 15
+        assert await leased(node) == tokens
         scripted.emit(request, "x", last=True)
         await reading
     assert await leased(node) == 0
@@ -138,14 +148,14 @@ async def test_the_heartbeat_survives_a_store_error(
     calls: list[str] = []
     published = asyncio.Event()
 
-    async def publish(report: WorkerReport) -> bool:
-        calls.append(report.worker_id)
+    def publish(command: PublishReport) -> bool:
+        calls.append(command.report.worker_id)
         if len(calls) == 1:
             raise OSError("store is away")
         published.set()
         return True
 
-    monkeypatch.setattr(node.store, "publish", publish)
+    monkeypatch.setitem(node.store.handlers, PublishReport, publish)
     beating = asyncio.create_task(node.heartbeat.run())
     async with asyncio.timeout(60):
         await published.wait()

@@ -24,6 +24,7 @@ from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http.endpoints.embeddings import unit_vector
 from draftgate.gateway.http.requests.limits import MAX_EMBEDDED_TEXTS
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.types import ServiceLevel, SpeculationMode
@@ -339,7 +340,7 @@ async def test_embedding_is_capped_and_charged_to_its_account(
                 send_embedding(scripted, request.request_id, [1.0, 0.0, 0.0, 0.0])
             assert (await pending).json()["usage"]["prompt_tokens"] == 5
         account = quota_account("search", gateway.node.fleet.model_id)
-        assert await gateway.node.store.quotas.totals(account) == (5, 5, 0, 0)
+        assert await gateway.node.store.call(ReadTotals(account)) == (5, 5, 0, 0)
         assert len(observed) == 1
 
 
@@ -364,7 +365,7 @@ async def test_exhausted_quota_refuses_all_texts_before_any_runs(
         assert (never.status_code, never.json()["error"]["param"]) == (400, "input")
         assert scripted.submitted.empty()
         account = quota_account("search", gateway.node.fleet.model_id)
-        assert await gateway.node.store.quotas.totals(account) == (60, 60, 0, 0)
+        assert await gateway.node.store.call(ReadTotals(account)) == (60, 60, 0, 0)
         assert is_idle(gateway.node)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.sharing import SOON_S, Sharing
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
@@ -104,7 +104,7 @@ async def test_refusals_are_shared_before_the_next_heartbeat() -> None:
     await asyncio.sleep(2 * SOON_S)
     for gateway in gateways:
         assert all(gateway.appointments.find(name, loop_time_s(), 1) for name in range(1, 7))
-        assert gateway.remote.calls["exchange"] == 3  # the first one finds the store
+        assert gateway.remote.calls["ExchangeNews"] == 3  # the first one finds the store
     await asyncio.gather(*pauses)
     assert loop_time_s() == pytest.approx(1.0)
-    assert [gateway.remote.calls["exchange"] for gateway in gateways] == [3, 3]
+    assert [gateway.remote.calls["ExchangeNews"] for gateway in gateways] == [3, 3]

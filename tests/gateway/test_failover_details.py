@@ -22,6 +22,7 @@ from draftgate.backends.types import (
 )
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.recovery import RECOVERY_S
+from draftgate.gateway.state.commands import ListWorkers
 from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend
@@ -71,7 +72,7 @@ def test_only_unfinished_choices_are_resumed() -> None:
 
     async def scenario() -> None:
         first_worker, second_worker = ScriptedBackend(), ScriptedBackend()
-        async with serving(first_worker, second_worker) as dispatched:
+        async with serving(first_worker, second_worker, shared=True) as dispatched:
             result, request = await send_job(dispatched, first_worker, job(n=3))
             first_worker.emit(request, "it ends", last=True)
             first_worker.emit(request, "it goes ", choice=1)
@@ -86,7 +87,9 @@ def test_only_unfinished_choices_are_resumed() -> None:
             worker = dispatched.fleet.workers[1]
             assert worker.reserved_tokens == resumed_request.most_tokens == 2 * (5 + 10)
             (view,) = [
-                v for v in (await dispatched.store.snapshot()).workers if v.worker_id == "w-1"
+                v
+                for v in (await dispatched.store.call(ListWorkers())).workers
+                if v.worker_id == "w-1"
             ]
             assert view.leased_tokens == resumed_request.most_tokens
             second_worker.emit(resumed_request, "begins late", last=True, choice=2)
@@ -230,7 +233,7 @@ def test_a_resumed_request_keeps_room_on_one_worker_only() -> None:
             await settle()
             running[0][0].crash("device lost")
             await settle()
-            views = (await dispatched.store.snapshot()).workers
+            views = (await dispatched.store.call(ListWorkers())).workers
             (claimed_id,) = (view.worker_id for view in views if view.claimed_tokens)
             claimed = workers[int(claimed_id.removeprefix("w-"))]
             (other,) = (one for one in workers if one not in (claimed, running[0][0]))

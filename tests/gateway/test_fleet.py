@@ -16,7 +16,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.state.store import WorkerReport
+from draftgate.gateway.state.commands import ListWorkers, PublishReport
 from draftgate.policies.capacity import CapacityNeed
 from tests.gateway.harness import (
     ScriptedBackend,
@@ -177,23 +177,22 @@ async def test_the_heartbeat_publishes_every_worker_and_logs_a_loss_once(
     monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     store, ids = node.node.store, [worker.worker_id for worker in node.node.fleet.workers]
     beats = Counter[str]()
-    publish = store.publish
 
-    async def counted(report: WorkerReport) -> bool:
-        beats[report.worker_id] += 1
-        return await publish(report)
+    def counted(command: PublishReport) -> bool:
+        beats[command.report.worker_id] += 1
+        return store.publish(command)
 
-    monkeypatch.setattr(store, "publish", counted)
+    monkeypatch.setitem(store.handlers, PublishReport, counted)
     with caplog.at_level(logging.ERROR, logger="draftgate"):
         beating = asyncio.create_task(node.node.heartbeat.run())
         await until(lambda: len(beats) == 2)
-        assert [view.worker_id for view in (await store.snapshot()).workers] == ids
+        assert [view.worker_id for view in (await store.call(ListWorkers())).workers] == ids
         pair[0].crash("device lost")
         seen = beats[ids[1]]
         await until(lambda: beats[ids[1]] > seen + 3)
         beating.cancel()
         await asyncio.wait({beating})
-    assert [view.worker_id for view in (await store.snapshot()).workers] == ids[1:]
+    assert [view.worker_id for view in (await store.call(ListWorkers())).workers] == ids[1:]
     (line,) = [record for record in caplog.records if record.message == "worker failed"]
     assert line.draftgate_fields == {"worker": ids[0], "reason": "device lost"}
 

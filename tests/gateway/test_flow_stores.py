@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.gateway.state.flow_store import HopLengths
+from draftgate.gateway.state.commands import BeginHop, CancelFlow, EndHop, TakeFlow
+from draftgate.gateway.state.values import HopLengths
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.flows.types import HopRecord
 from tests.gateway.flaky_store import FlakyStore, guarded
@@ -30,15 +31,14 @@ def test_flow_continues_during_an_outage() -> None:
     async def scenario() -> None:
         remote = FlakyStore()
         store = guarded(remote)
-        flows = store.flows
-        first = await begun(flows)
-        await flows.end_hop(KEY, first, HopLengths(1, 2, 0.1))
+        first = await begun(store)
+        await store.call(EndHop(KEY, first, HopLengths(1, 2, 0.1)))
         remote.failure = "refused"
-        second = await begun(flows)
+        second = await begun(store)
         assert (second.number, second.life) == (2, first.life)
         assert second.remaining_s == pytest.approx(first.remaining_s)
-        await flows.end_hop(KEY, second, HopLengths(3, 4, 0.1))
-        found = await flows.take(KEY, first)
+        await store.call(EndHop(KEY, second, HopLengths(3, 4, 0.1)))
+        found = await store.call(TakeFlow(KEY, first))
         assert [hop.output_tokens for hop in found or ()] == [2, 4]
         await store.close()
 
@@ -52,13 +52,16 @@ def test_flow_that_began_during_an_outage_is_not_new_afterwards() -> None:
         remote = FlakyStore()
         store = guarded(remote)
         remote.failure = "refused"
-        first = await begun(store.flows)
+        first = await begun(store)
         remote.failure = None
-        second = await begun(store.flows)
+        second = await begun(store)
         assert (second.number, second.life) == (2, first.life)
-        assert not await store.flows.cancel(KEY, first)
-        assert await store.flows.take(KEY, second) == (HopRecord(PLAN, 0.0), HopRecord(PLAN, 0.0))
-        assert await remote.inner.flows.begin_hop(KEY, arrival(None)) is None
+        assert not await store.call(CancelFlow(KEY, first))
+        assert await store.call(TakeFlow(KEY, second)) == (
+            HopRecord(PLAN, 0.0),
+            HopRecord(PLAN, 0.0),
+        )
+        assert await remote.inner.call(BeginHop(KEY, arrival(None))) is None
         await store.close()
 
     run_virtual(scenario())
@@ -71,8 +74,8 @@ def test_refused_flow_has_not_begun_during_an_outage() -> None:
         remote = FlakyStore()
         store = guarded(remote)
         remote.failure = "refused"
-        assert await store.flows.cancel(KEY, await begun(store.flows))
-        assert (await begun(store.flows)).number == 1
+        assert await store.call(CancelFlow(KEY, await begun(store)))
+        assert (await begun(store)).number == 1
         await store.close()
 
     run_virtual(scenario())

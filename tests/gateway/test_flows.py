@@ -20,8 +20,8 @@ from draftgate.gateway.dispatch.flows import SETTLE_S
 from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
-from draftgate.gateway.state.flow_store import FlowKey
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import FlowKey
 from draftgate.lab.simulate.cluster import running_dispatcher
 from draftgate.policies.flows.outcome import FlowOutcome
 from draftgate.policies.flows.types import HopKind
@@ -343,12 +343,12 @@ def test_requests_without_a_flow_do_not_call_the_store_for_flows() -> None:
         store = guarded(remote)
         async with pool_of(simulated({}), 1, (store, store), CONFIG) as pool:
             await run_job(pool.gateways[0].dispatcher, job(0))
-            flow_calls = {"begin_hop", "end_hop", "cancel_flow", "take_flow"}
+            flow_calls = {"BeginHop", "EndHop", "CancelFlow", "TakeFlow"}
             assert not flow_calls & set(remote.calls)
             await run_job(pool.gateways[0].dispatcher, job(0, tag("f", 5.0, 0)))
             assert {name: remote.calls[name] for name in flow_calls & set(remote.calls)} == {
-                "begin_hop": 1,
-                "end_hop": 1,
+                "BeginHop": 1,
+                "EndHop": 1,
             }
 
     run_scenario(scenario())

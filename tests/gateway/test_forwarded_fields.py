@@ -20,6 +20,7 @@ from draftgate.gateway.http.requests.forwarded import (
     rewrite_body,
 )
 from draftgate.gateway.http.requests.limits import MAX_PRIORITY
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.policies.types import SpeculationMode
 from tests.gateway.harness import client
 from tests.gateway.upstreams import (
@@ -200,6 +201,6 @@ async def test_quota_is_used_without_reported_usage(
         client(gateway) as http,
     ):
         await http.post("/v1/completions", json=body, headers=KEY)
-        quotas = gateway.node.store.quotas
-        assert (await quotas.totals(quota_account("slow", ""))).settled == used
-        assert (await quotas.totals(quota_account("slow", ""))).open == 0
+        store = gateway.node.store
+        assert (await store.call(ReadTotals(quota_account("slow", "")))).settled == used
+        assert (await store.call(ReadTotals(quota_account("slow", "")))).open == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.queue import BACKOFF_S
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Lease, LeaseCandidate, Reservation
-from draftgate.policies.quotas import QuotaReservation
+from draftgate.gateway.state.commands import (
+    Command,
+    ListWorkers,
+    ReleaseLeases,
+    RenewLeases,
+    ReserveLease,
+    T,
+)
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import Lease
 from tests.gateway.test_claims import CONFIG, job
 from tests.gateway.troubles import RecordingWatch, run_job, run_scenario, simulated
 from tests.gateway.two_gateways import Gateway, Pool, pool_of
@@ -28,26 +35,23 @@ MEMORY_TOKENS = 2720
 class CountingStore(MemoryStore):
     """A store that takes a millisecond for each reservation, and counts refusals and releases."""
 
+    memory = None
+
     def __init__(self) -> None:
         super().__init__(loop_time_s)
         self.calls = Counter[str]()
 
-    async def reserve(
-        self,
-        request_id: str,
-        tokens: int,
-        offers: Sequence[LeaseCandidate],
-        ttl_s: float,
-        quota: QuotaReservation | None = None,
-    ) -> Reservation:
+    async def call(self, command: Command[T]) -> T:
+        if not isinstance(command, ReserveLease):
+            return self.apply(command)
         await asyncio.sleep(0.001)
-        found = await super().reserve(request_id, tokens, offers, ttl_s, quota)
+        found = self.apply(command)
         self.calls["refused" if found.lease is None else "granted"] += 1
         return found
 
-    async def release(self, request_ids: Sequence[str]) -> None:
+    def release(self, command: ReleaseLeases) -> None:
         self.calls["release"] += 1
-        await super().release(request_ids)
+        super().release(command)
 
 
 @dataclass
@@ -84,7 +88,7 @@ async def full_pool(*leased: int) -> AsyncIterator[FullPool]:
     async with pool_of(simulated({}), len(leased), (store, store), CONFIG) as pool:
         for index, (worker, tokens) in enumerate(zip(pool.workers, leased, strict=True)):
             lease = Lease(f"full-{index}", worker.worker_id, worker.epoch, tokens, index + 1)
-            await store.renew((lease,), 600.0)
+            await store.call(RenewLeases((lease,), 600.0))
         full = FullPool(pool, store)
         yield full
         for client in full.clients:
@@ -123,7 +127,7 @@ def test_all_waiting_requests_are_sent_when_memory_is_free(waited_s: float) -> N
             for number in range(8):
                 full.send(number)
             await asyncio.sleep(waited_s)
-            await full.store.release(("full-0", "full-1"))
+            await full.store.call(ReleaseLeases(("full-0", "full-1")))
             await asyncio.sleep(2 * BACKOFF_S + 0.02)
             assert all(full.placed)
             await asyncio.gather(*full.clients)
@@ -176,13 +180,13 @@ def test_every_request_of_a_full_pool_is_served(
                     full.clients[number // 2].cancel()
             for index in range(len(leased)):
                 await asyncio.sleep(1.0)
-                await full.store.release((f"full-{index}",))
+                await full.store.call(ReleaseLeases((f"full-{index}",)))
             async with asyncio.timeout(60.0):
                 await asyncio.gather(*full.clients, return_exceptions=True)
             ended = [client.exception() for client in full.clients if not client.cancelled()]
             assert ended == [None] * len(ended)
             await asyncio.sleep(0.1)
-            views = (await full.store.snapshot()).workers
+            views = (await full.store.call(ListWorkers())).workers
             assert [view.leased_tokens + view.claimed_tokens for view in views] == [0] * len(leased)
             assert all(len(one.dispatcher.queue) == 0 for one in full.pool.gateways)
 

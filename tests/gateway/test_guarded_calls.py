@@ -8,8 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from draftgate.gateway.state.commands import Command, ReadUsage
 from draftgate.gateway.state.guarded.calls import GuardedCalls
-from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.store import InMemory, StoreError
 from tests.gateway.test_guarded_store import in_virtual_time, now_s
 
 
@@ -19,14 +20,16 @@ async def nothing() -> None:
 
 async def run_cancelled(end: Callable[[], str], when_late: Callable[[], None]) -> None:
     """Cancel a caller in the moment in which its call ends."""
-    calls = GuardedCalls(nothing, nothing, purpose="test", clock=now_s, uniform=lambda: 0.0)
 
-    async def call() -> str:
-        await asyncio.sleep(0)
-        caller.cancel()
-        return end()
+    class Ending(InMemory):
+        async def call(self, command: Command[Any]) -> Any:
+            await asyncio.sleep(0)
+            caller.cancel()
+            return end()
 
-    caller = asyncio.create_task(calls.run(call, when_late))
+    calls = GuardedCalls(Ending(), ReadUsage(), purpose="test", clock=now_s, uniform=lambda: 0.0)
+
+    caller = asyncio.create_task(calls.run(ReadUsage(), when_late))
     with suppress(asyncio.CancelledError):
         await caller
     assert caller.cancelled()

@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from draftgate.gateway.dispatch.quotas import Quotas, quota_account
+from draftgate.gateway.state.commands import ReadTotals, RenewLeases, ReserveLease
 from draftgate.gateway.state.guarded.calls import DEADLINE_S, MOST_CALLS, PATIENCE, QUOTA_DEADLINE_S
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.quotas import Limit, Quota, Shortage, Totals
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.test_guarded_store import in_virtual_time, now_s
@@ -39,7 +40,7 @@ class Gateway:
         self.remote = FlakyStore()
         self.remote.inner, self.remote.gateways = inner, gateways
         self.store = guarded(self.remote)
-        self.quotas = Quotas(self.store.quotas, {"t": quota}, now_s)
+        self.quotas = Quotas(self.store, {"t": quota}, now_s)
         self.sent = 0
 
     async def reserve(self, tokens: int = 1, tenant: str = "t") -> str | None:
@@ -61,7 +62,7 @@ class Gateway:
             return None
         if not leases:
             return await self.quotas.reserve(needed)
-        found = await self.store.reserve(f"{request_id}-0", 1, (), 30.0, needed)
+        found = await self.store.call(ReserveLease(f"{request_id}-0", 1, (), 30.0, needed))
         return self.quotas.record(needed, found.shortage)
 
     async def grants(self, count: int, tokens: int = 1) -> int:
@@ -69,7 +70,7 @@ class Gateway:
         return sum([await self.reserve(tokens) is not None for _ in range(count)])
 
     async def beat(self) -> None:
-        await self.store.renew((), 30.0)
+        await self.store.call(RenewLeases((), 30.0))
         await self.quotas.renew()
 
     async def lose_store(self, failure: str = "refused") -> None:
@@ -106,7 +107,7 @@ async def pass_time(gateways: list[Gateway], seconds: float) -> None:
 
 async def totals(gateway: Gateway) -> Totals:
     """Return the totals of the shared store."""
-    return await gateway.remote.quotas.totals(ACCOUNT)
+    return await gateway.remote.call(ReadTotals(ACCOUNT))
 
 
 @in_virtual_time
@@ -137,10 +138,10 @@ async def test_tenants_without_a_quota_cost_no_call() -> None:
         gateway.remote.calls.clear()
         request_id = await gateway.reserve(5, "free")
         assert request_id is not None
-        await gateway.quotas.settle(request_id, 3)
+        gateway.quotas.settle(request_id, 3)
         await gateway.quotas.renew()
         await asyncio.sleep(1.0)
-        assert set(gateway.remote.calls) <= {"renew_quota"}
+        assert set(gateway.remote.calls) <= {"RenewQuotas"}
 
 
 @in_virtual_time
@@ -149,14 +150,14 @@ async def test_a_request_costs_one_call_and_settles_in_the_background() -> None:
     async with pool() as (gateway, _):
         gateway.remote.calls.clear()
         names = [await gateway.reserve(2) for _ in range(50)]
-        assert gateway.remote.calls == {"reserve_quota": 25, "reserve": 25}
+        assert gateway.remote.calls == {"ReserveQuota": 25, "ReserveLease": 25}
         gateway.remote.delay_s = 0.001
         begin_s = now_s()
         for name in names:
-            await gateway.quotas.settle(name, 1)
+            gateway.quotas.settle(name, 1)
         assert now_s() == begin_s
         await asyncio.sleep(1.0)
-        assert gateway.remote.calls["settle_quota"] <= 2
+        assert gateway.remote.calls["SettleQuotas"] <= 2
         assert await totals(gateway) == Totals(100, 50, 50, 0)
 
 
@@ -209,7 +210,7 @@ async def test_a_burst_at_a_hung_store_waits_for_one_deadline() -> None:
         assert now_s() - begin_s == pytest.approx(QUOTA_DEADLINE_S)
         gateway.remote.calls.clear()
         await asyncio.sleep(60.0)
-        assert gateway.remote.calls["reserve"] == gateway.remote.calls["reserve_quota"] == 0
+        assert gateway.remote.calls["ReserveLease"] == gateway.remote.calls["ReserveQuota"] == 0
 
 
 @in_virtual_time
@@ -219,7 +220,7 @@ async def test_grants_of_an_outage_are_charged_when_it_ends() -> None:
         await first.lose_store()
         ended, opened = await first.reserve(120), await first.reserve(150)
         assert None not in {ended, opened}
-        await first.quotas.settle(ended, 100)
+        first.quotas.settle(ended, 100)
         first.remote.failure = None
         await asyncio.sleep(1.5 * PATIENCE.longest_pause_s)
         found = await totals(second)
@@ -270,7 +271,7 @@ async def test_an_outage_is_put_back_into_the_store() -> None:
         ended = await first.reserve(300)
         opened = await second.reserve(200)
         assert None not in {ended, opened}
-        await first.quotas.settle(ended, 250)
+        first.quotas.settle(ended, 250)
         for gateway in (first, second):
             gateway.remote.failure = None
         await pass_time([first, second], BACK_S)
@@ -281,7 +282,7 @@ async def test_an_outage_is_put_back_into_the_store() -> None:
         assert 250 - drained <= found.settled <= 250
         free = 600 - 200 - found.settled
         assert await first.reserve(int(free) + 1 + 10 * round(BACK_S)) is None
-        await second.quotas.settle(opened, 50)
+        second.quotas.settle(opened, 50)
         await asyncio.sleep(0.1)
         found = await totals(first)
         assert (found.open, found.released) == (0, 150)
@@ -310,7 +311,7 @@ async def test_reservations_of_a_killed_gateway_are_charged_in_full() -> None:
         await first.end()
         await pass_time([second], 31.0)
         assert await totals(second) == Totals(150, 100, 0, 50)
-        await second.quotas.settle(alive, 20)
+        second.quotas.settle(alive, 20)
         await asyncio.sleep(0.1)
         assert await totals(second) == Totals(150, 120, 30, 0)
 
@@ -329,10 +330,10 @@ async def test_a_cancelled_reservation_leaves_nothing_open() -> None:
             call.cancel()
             await asyncio.wait({call})
             if not call.cancelled():
-                await gateway.quotas.release(call.result())
+                gateway.quotas.release(call.result())
             await asyncio.sleep(1.0)
             assert (await totals(gateway)).open == 0
-            assert (await gateway.store.quotas.totals(ACCOUNT)).open == 0
+            assert (await gateway.store.call(ReadTotals(ACCOUNT))).open == 0
 
 
 @in_virtual_time
@@ -357,7 +358,7 @@ async def test_a_late_grant_is_charged_once(ended_s: float) -> None:
         assert request_id is not None
         gateway.remote.delay_s = 0.0
         await asyncio.sleep(ended_s)
-        await gateway.quotas.settle(request_id, 60)
+        gateway.quotas.settle(request_id, 60)
         await asyncio.sleep(1.0)
         await gateway.beat()
         await asyncio.sleep(1.0)
@@ -372,7 +373,7 @@ async def test_a_gateway_counts_its_open_reservations() -> None:
         assert await gateway.reserve(tenant="free") is not None
         request_id = await gateway.reserve()
         assert (gateway.quotas.open, other.quotas.open) == (1, 0)
-        await gateway.quotas.settle(request_id, 1)
+        gateway.quotas.settle(request_id, 1)
         assert gateway.quotas.open == 0
 
 
@@ -381,7 +382,7 @@ async def test_close_sends_pending_settlements() -> None:
     """A gateway that closes has settled all of its ended requests."""
     async with pool() as (gateway, _):
         request_id = await gateway.reserve(5)
-        await gateway.quotas.settle(request_id, 2)
+        gateway.quotas.settle(request_id, 2)
         await gateway.store.close()
         assert await totals(gateway) == Totals(5, 2, 3, 0)
 
@@ -394,7 +395,7 @@ async def test_settlements_of_a_long_outage_are_bounded() -> None:
         for _ in range(500):
             request_id = await gateway.reserve()
             if request_id is not None:
-                await gateway.quotas.settle(request_id, 1)
+                gateway.quotas.settle(request_id, 1)
             await asyncio.sleep(1.0)
             await gateway.beat()
         assert len(gateway.store.quotas._pending) <= 31

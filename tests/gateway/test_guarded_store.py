@@ -14,9 +14,16 @@ from typing import Any
 
 import pytest
 
+from draftgate.gateway.state.commands import (
+    ListWorkers,
+    PublishReport,
+    ReleaseLeases,
+    RenewLeases,
+    WithdrawWorker,
+)
 from draftgate.gateway.state.guarded.calls import DEADLINE_S, MOST_CALLS, PATIENCE
 from draftgate.gateway.state.guarded.store import AT_ONCE, GuardedStore
-from draftgate.gateway.state.store import STALE_S, Refusal
+from draftgate.gateway.state.values import STALE_S, Refusal
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop, run_virtual
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
@@ -40,7 +47,7 @@ async def pair(**fields: Any) -> AsyncIterator[tuple[FlakyStore, GuardedStore]]:
     """Yield a store and its guard after one worker has reported."""
     remote = FlakyStore()
     store = guarded(remote)
-    await store.publish(report(**fields))
+    await store.call(PublishReport(report(**fields)))
     yield remote, store
     await store.close()
 
@@ -60,7 +67,7 @@ async def open_breaker(remote: FlakyStore, store: GuardedStore, failure: str = "
     """Let the store fail until the guard opens its breaker."""
     remote.failure = failure
     for _ in range(PATIENCE.failures):
-        await store.renew((), 30.0)
+        await store.call(RenewLeases((), 30.0))
     assert store.outage == failure
 
 
@@ -72,8 +79,8 @@ async def test_results_of_a_working_store_pass_unchanged() -> None:
         assert found.lease is not None
         assert not found.degraded
         assert await leased_tokens(remote.inner) == 100
-        assert await store.snapshot() == await remote.snapshot()
-        assert await store.renew((found.lease,), 30.0) == frozenset()
+        assert await store.call(ListWorkers()) == await remote.call(ListWorkers())
+        assert await store.call(RenewLeases((found.lease,), 30.0)) == frozenset()
         assert store.outage is None
 
 
@@ -83,12 +90,12 @@ async def test_a_snapshot_lists_no_worker_before_the_remote_store() -> None:
     remote = FlakyStore()
     store = guarded(remote)
     remote.delay_s = DEADLINE_S / 2
-    publishing = asyncio.create_task(store.publish(report()))
+    publishing = asyncio.create_task(store.call(PublishReport(report())))
     await asyncio.sleep(DEADLINE_S / 4)
     remote.delay_s = 0.0
-    assert (await store.snapshot()).workers == ()
+    assert (await store.call(ListWorkers())).workers == ()
     assert await publishing
-    (listed,) = (await store.snapshot()).workers
+    (listed,) = (await store.call(ListWorkers())).workers
     assert listed.report == report()
     await store.close()
 
@@ -100,18 +107,18 @@ async def test_no_call_waits_longer_than_the_deadline() -> None:
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         for call in (
-            store.publish(report(seq=1)),
-            store.snapshot(),
-            store.renew((), 30.0),
-            store.withdraw("x", "1", 0),
+            store.call(PublishReport(report(seq=1))),
+            store.call(ListWorkers()),
+            store.call(RenewLeases((), 30.0)),
+            store.call(WithdrawWorker("x", "1", 0)),
             reserve(store, "r"),
         ):
             assert await duration_s(call) == pytest.approx(DEADLINE_S)
-        assert await duration_s(store.release(("r",))) == 0.0
+        assert await duration_s(store.call(ReleaseLeases(("r",)))) == 0.0
         found = await reserve(store, "s", 10)
         assert found.lease is not None
         assert found.degraded
-        assert (await store.snapshot()).degraded
+        assert (await store.call(ListWorkers())).degraded
 
 
 @in_virtual_time
@@ -132,7 +139,7 @@ async def test_an_open_breaker_sends_only_probes() -> None:
         remote.failure = None
         await asyncio.sleep(BACK_S)
         assert store.outage is None
-        await store.publish(report(seq=1))
+        await store.call(PublishReport(report(seq=1)))
         assert not (await reserve(store, "s")).degraded
 
 
@@ -211,13 +218,13 @@ async def test_active_leases_are_restored_after_an_outage() -> None:
         await open_breaker(remote, store)
         taken = await granted(store, "taken", 100)
         await granted(store, "short", 1000)
-        await store.release(("ended", "short"))
+        await store.call(ReleaseLeases(("ended", "short")))
         await asyncio.sleep(5.0)
-        await store.renew((before, taken), 30.0)
+        await store.call(RenewLeases((before, taken), 30.0))
         remote.forget()
         remote.failure = None
         await asyncio.sleep(BACK_S)
-        await store.publish(report(seq=1))
+        await store.call(PublishReport(report(seq=1)))
         assert {lease.request_id for lease in remote.inner.leases()} == {"before", "taken"}
         assert await leased_tokens(remote.inner) == 101
 
@@ -231,13 +238,13 @@ async def test_releases_of_an_outage_are_sent_afterwards() -> None:
             await granted(store, f"r{index}", 100)
         await asyncio.sleep(0.1)
         await open_breaker(remote, store)
-        await store.release([f"r{index}" for index in range(4)])
+        await store.call(ReleaseLeases([f"r{index}" for index in range(4)]))
         remote.failure = None
         await asyncio.sleep(PATIENCE.first_pause_s + 0.1)
         assert [lease.request_id for lease in remote.inner.leases()] == ["r4"]
         await open_breaker(remote, store)
         for index in range(1000):
-            await store.release((f"s{index}",))
+            await store.call(ReleaseLeases((f"s{index}",)))
             await asyncio.sleep(1.0)
         assert len(store._pending) <= 31
 
@@ -248,10 +255,10 @@ async def test_a_late_lease_is_released() -> None:
     async with pair() as (remote, store):
         remote.delay_s = 0.5
         assert (await reserve(store, "r", 100)).degraded
-        await store.release(("r",))
+        await store.call(ReleaseLeases(("r",)))
         await asyncio.sleep(5.0)
         assert remote.inner.leases() == []
-        assert remote.calls["reserve"] == 1
+        assert remote.calls["ReserveLease"] == 1
 
 
 @in_virtual_time
@@ -265,7 +272,7 @@ async def test_a_cancelled_reservation_leaves_no_lease() -> None:
                 await asyncio.sleep(0)
             call.cancel()
             await asyncio.wait({call})
-            await store.release(("r",))
+            await store.call(ReleaseLeases(("r",)))
             await asyncio.sleep(1.0)
             assert remote.inner.leases() == []
 
@@ -276,11 +283,11 @@ async def test_a_pending_release_does_not_end_a_newer_lease() -> None:
     async with pair() as (remote, store):
         await granted(store, "r", 100)
         remote.failure = "refused"
-        await store.release(("r",))
+        await store.call(ReleaseLeases(("r",)))
         await asyncio.sleep(0.1)
         remote.failure = None
         await granted(store, "r", 50)
-        await store.release(("another",))
+        await store.call(ReleaseLeases(("another",)))
         await asyncio.sleep(0.1)
         assert await leased_tokens(remote.inner) == 50
 
@@ -291,10 +298,10 @@ async def test_a_renewal_does_not_restore_a_released_lease() -> None:
     async with pair() as (remote, store):
         lease = await granted(store, "r", 100)
         remote.delay_s = 0.01
-        renewing = asyncio.create_task(store.renew((lease,), 30.0))
+        renewing = asyncio.create_task(store.call(RenewLeases((lease,), 30.0)))
         await asyncio.sleep(0.005)
         remote.delay_s = 0.0  # the release arrives first
-        await store.release(("r",))
+        await store.call(ReleaseLeases(("r",)))
         await renewing
         await asyncio.sleep(1.0)
         assert remote.inner.leases() == []
@@ -304,9 +311,9 @@ async def test_a_renewal_does_not_restore_a_released_lease() -> None:
 async def test_a_gateway_uses_its_share_during_an_outage() -> None:
     """A gateway uses its share of shared workers and all of its own workers during an outage."""
     async with pair(capacity_tokens=1000) as (remote, store):
-        await store.publish(report("own", capacity_tokens=1000, address=""))
+        await store.call(PublishReport(report("own", capacity_tokens=1000, address="")))
         remote.gateways = 4
-        await store.snapshot()
+        await store.call(ListWorkers())
         await open_breaker(remote, store)
         for index in range(25):
             await granted(store, f"r{index}", 10)
@@ -322,10 +329,10 @@ async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
     """All gateways together lease less than twice the capacity during an outage."""
     remote = FlakyStore()
     gateways = [guarded(remote) for _ in range(4)]
-    await gateways[0].publish(report(capacity_tokens=1000))
+    await gateways[0].call(PublishReport(report(capacity_tokens=1000)))
     remote.gateways = 4
     for store in gateways:
-        await store.snapshot()
+        await store.call(ListWorkers())
     held = 0
     while (await reserve(gateways[0], f"before{held}", 10)).lease is not None:
         held += 10
@@ -347,12 +354,12 @@ async def test_a_stuck_store_has_bounded_calls() -> None:
     deadline."""
     async with pair(capacity_tokens=0) as (remote, store):
         remote.delay_s = 1000.0
-        calls_before = remote.calls["reserve"]
+        calls_before = remote.calls["ReserveLease"]
         begin_s = now_s()
         calls = [reserve(store, f"r{index}") for index in range(20 * MOST_CALLS)]
         found = await asyncio.gather(*calls)
         assert all(reservation.lease is not None and reservation.degraded for reservation in found)
-        assert remote.calls["reserve"] - calls_before == MOST_CALLS
+        assert remote.calls["ReserveLease"] - calls_before == MOST_CALLS
         assert now_s() - begin_s == pytest.approx(DEADLINE_S)
 
 
@@ -366,8 +373,8 @@ async def test_a_store_without_memory_refuses_no_request() -> None:
         assert found.lease is not None
         assert found.degraded
         assert found.lease.number > lease.number
-        await store.renew((lease, found.lease), 30.0)
-        await store.publish(report(seq=1))
+        await store.call(RenewLeases((lease, found.lease), 30.0))
+        await store.call(PublishReport(report(seq=1)))
         assert await leased_tokens(remote.inner) == 110
         assert not (await reserve(store, "s", 10)).degraded
 
@@ -376,10 +383,10 @@ async def test_a_store_without_memory_refuses_no_request() -> None:
 async def test_a_store_without_memory_hides_no_worker() -> None:
     """The guard lists missing workers for `STALE_S` after a memory loss of the store."""
     async with pair() as (remote, store):
-        await store.snapshot()
+        await store.call(ListWorkers())
         remote.forget()
         assert set(await views(store)) == {"w"}
-        assert not (await store.snapshot()).degraded
+        assert not (await store.call(ListWorkers())).degraded
         await asyncio.sleep(STALE_S)
         assert await views(store) == {}
 
@@ -388,10 +395,10 @@ async def test_a_store_without_memory_hides_no_worker() -> None:
 async def test_a_withdrawn_worker_is_gone_immediately() -> None:
     """The guard refuses leases of a withdrawn worker immediately."""
     async with pair() as (remote, store):
-        await remote.withdraw("w", "1", 1)
+        await remote.call(WithdrawWorker("w", "1", 1))
         found = await reserve(store, "r")
         assert (found.refusal, found.degraded) == (Refusal.GONE, False)
-        await store.withdraw("w", "1", 2)
+        await store.call(WithdrawWorker("w", "1", 2))
         assert await views(store) == {}
 
 
@@ -400,15 +407,15 @@ async def test_reports_age_during_an_outage() -> None:
     """Reports have their true age and only this gateway's leases during an outage."""
     async with pair() as (remote, store):
         await granted(store, "r", 100)
-        await store.snapshot()
+        await store.call(ListWorkers())
         await open_breaker(remote, store)
         await asyncio.sleep(20.0)
-        found = await store.snapshot()
+        found = await store.call(ListWorkers())
         assert found.degraded
         (view,) = found.workers
         assert view.age_s == pytest.approx(20.0, abs=0.1)
         assert view.leased_tokens == 100
-        await store.publish(report(seq=1))
+        await store.call(PublishReport(report(seq=1)))
         assert (await views(store))["w"].age_s == 0.0
 
 
@@ -421,11 +428,11 @@ async def test_releases_are_batched() -> None:
             await granted(store, f"r{index}", 1)
         begin_s = now_s()
         for index in range(50):
-            await store.release((f"r{index}",))
+            await store.call(ReleaseLeases((f"r{index}",)))
         assert now_s() == begin_s
         await asyncio.sleep(1.0)
         assert remote.inner.leases() == []
-        assert remote.calls["release"] <= 2
+        assert remote.calls["ReleaseLeases"] <= 2
 
 
 @in_virtual_time
@@ -433,18 +440,18 @@ async def test_many_leases_take_many_calls() -> None:
     """The guard splits many leases into several calls, so that each call meets the deadline."""
     async with pair(capacity_tokens=0) as (remote, store):
         leases = [await granted(store, f"r{index}", 1) for index in range(5 * AT_ONCE + 1)]
-        calls_before = remote.calls["renew"]
-        await store.renew(leases, 30.0)
-        assert remote.calls["renew"] - calls_before == 6
+        calls_before = remote.calls["RenewLeases"]
+        await store.call(RenewLeases(leases, 30.0))
+        assert remote.calls["RenewLeases"] - calls_before == 6
         await open_breaker(remote, store)
         remote.forget()
         remote.failure = None
         await asyncio.sleep(BACK_S)
         assert remote.inner.leases() == leases
-        await store.release([lease.request_id for lease in leases])
+        await store.call(ReleaseLeases([lease.request_id for lease in leases]))
         await asyncio.sleep(1.0)
         assert remote.inner.leases() == []
-        assert remote.calls["release"] == 6
+        assert remote.calls["ReleaseLeases"] == 6
 
 
 @in_virtual_time
@@ -452,7 +459,7 @@ async def test_close_sends_pending_releases_and_ends_all_calls() -> None:
     """The guard sends pending releases and ends all calls when it closes, even during an outage."""
     async with pair() as (remote, store):
         await granted(store, "r", 1)
-        await store.release(("r",))
+        await store.call(ReleaseLeases(("r",)))
         await store.close()
         assert remote.inner.leases() == []
     remote = FlakyStore()

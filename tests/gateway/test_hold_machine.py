@@ -25,7 +25,8 @@ from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.state.store import LeaseCandidate
+from draftgate.gateway.state.commands import ReleaseLeases, ReserveLease
+from draftgate.gateway.state.values import LeaseCandidate
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S
@@ -125,9 +126,9 @@ class HoldMachine(RuleBasedStateMachine):
             begin(hold, *args)
             self.held.append(hold)
 
-        async def count_release(hold: Hold, error: BaseException | None) -> None:
+        def count_release(hold: Hold, error: BaseException | None) -> None:
             self.released[hold] += 1
-            await release(hold, error)
+            release(hold, error)
 
         self.patch.setattr(Hold, "__init__", count_begin)
         self.patch.setattr(Hold, "_release", count_release)
@@ -197,7 +198,9 @@ class HoldMachine(RuleBasedStateMachine):
         worker = self.workers[place]
         offer = LeaseCandidate(worker.worker_id, worker.epoch, watermark=worker.watermark)
         tokens = worker.backend.load().kv_total_tokens
-        self.do(self.dispatched.store.reserve(f"elsewhere-{place}", tokens, (offer,), 1.0))
+        self.do(
+            self.dispatched.store.call(ReserveLease(f"elsewhere-{place}", tokens, (offer,), 1.0))
+        )
 
     @rule(number=clients, pace=st.sampled_from(Pace))
     def read_at_pace(self, number: int, pace: Pace) -> None:
@@ -234,7 +237,7 @@ class HoldMachine(RuleBasedStateMachine):
             await asyncio.wait([one.reading for one in self.clients], timeout=MOST_SCENARIO_S)
         assert all(one.reading.done() for one in self.clients)
         for place in range(WORKERS):
-            await self.dispatched.store.release((f"elsewhere-{place}",))
+            await self.dispatched.store.call(ReleaseLeases((f"elsewhere-{place}",)))
         await eventually(self.dispatched.is_idle)
         dispatcher = self.dispatched.dispatcher
         assert dispatcher.queue.claims.open == dispatcher.admission.quotas.open == 0

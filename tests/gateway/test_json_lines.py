@@ -19,8 +19,8 @@ from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster import heartbeat
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.json_lines import MOST_UNWRITTEN, JsonLinesFile
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import WorkerReport
+from draftgate.gateway.state.commands import PublishReport
+from draftgate.gateway.state.memory.store import MemoryStore
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -280,9 +280,9 @@ async def test_a_disk_that_hangs_stops_no_heartbeat(
     reports, hangs, released = Counter[str](), threading.Event(), threading.Event()
 
     class CountingStore(MemoryStore):
-        async def publish(self, report: WorkerReport) -> bool:
+        def publish(self, command: PublishReport) -> bool:
             reports["all"] += 1
-            return await super().publish(report)
+            return super().publish(command)
 
     def hang(_file: JsonLinesFile, _data: bytes) -> None:
         hangs.set()

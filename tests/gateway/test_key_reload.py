@@ -12,6 +12,7 @@ import pytest
 from draftgate.gateway import reloading
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.commands import ReadTotals
 from tests.gateway.harness import ScriptedBackend, client, eventually, running
 
 PATH = "/v1/completions"
@@ -72,7 +73,7 @@ async def test_keys_change_under_load(gateway: Listening, keys: Path) -> None:
         served = await asyncio.gather(*clients)
     assert min(served) > 0
     account = quota_account("stable", gateway.node.fleet.model_id)
-    assert (await gateway.node.store.quotas.totals(account)).open == 0
+    assert (await gateway.node.store.call(ReadTotals(account))).open == 0
 
 
 async def test_a_running_stream_survives_the_removal_of_its_key(

@@ -16,7 +16,9 @@ from draftgate.gateway.cluster.members import Members, Reach
 from draftgate.gateway.dispatch.pool_totals import SMALL_POOL, PoolReader
 from draftgate.gateway.dispatch.routing import MOST_COMPARED
 from draftgate.gateway.fleet import Fleet as RealFleet
-from draftgate.gateway.state.store import Snapshot, Store, WorkerReport, WorkerView
+from draftgate.gateway.state.commands import ListWorkers
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import Snapshot, WorkerReport, WorkerView
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.routing.selection import draw_some
 from draftgate.policies.routing.types import RouteView
@@ -126,7 +128,7 @@ class Pool:
             WorkerView(WorkerReport(f"w-{number}", "1", 1), 0.0, 0, 0) for number in range(1000)
         )
 
-    async def snapshot(self) -> Snapshot:
+    async def call(self, _command: ListWorkers) -> Snapshot:
         self.read += 1
         return Snapshot(self._views, self._gateways, self.degraded, nodes=self._gateways)
 

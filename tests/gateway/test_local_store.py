@@ -9,11 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.gateway.state.local.server import SharedResponses, SharedStores, serving_stores
+from draftgate.gateway.state.commands import (
+    ListWorkers,
+    PublishReport,
+    ReleaseLeases,
+    RenewLeases,
+    ReserveLease,
+    ReserveQuota,
+    SettleQuotas,
+)
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import Reservation
 from draftgate.policies.quotas import Quota, QuotaReservation
 from tests.gateway.harness import until
 from tests.gateway.store_contract import report
@@ -25,9 +35,9 @@ QUOTA = QuotaReservation("r", "t", 5, Quota(requests_per_minute=1))
 async def shared(path: Path) -> AsyncIterator[tuple[MemoryStore, LocalStore]]:
     """Yield the store of a parent, and the client of a process."""
     memory = MemoryStore()
-    async with serving_stores(SharedStores(memory, SharedResponses(1000, 60)), path):
+    async with serving_stores(SharedStores(memory, MemoryResponses(1000, 60)), path):
         client = LocalStore(path)
-        await client.publish(report())
+        await client.call(PublishReport(report()))
         yield memory, client
         await client.close()
 
@@ -46,7 +56,9 @@ async def test_calls_of_one_iteration_wake_the_parent_once(
     async with shared(tmp_path / "stores") as (_, client):
         monkeypatch.setattr(SharedConnection, "data_received", record)
         names = [f"r{number}" for number in range(8)]
-        found = await asyncio.gather(*(client.reserve(name, 1, (), 30.0) for name in names))
+        found = await asyncio.gather(
+            *(client.call(ReserveLease(name, 1, (), 30.0)) for name in names)
+        )
         assert [one.refusal for one in found] == ["unknown"] * 8
         assert len(received) == 1
 
@@ -55,16 +67,16 @@ async def test_cancelled_reservation_returns_its_quota(tmp_path: Path) -> None:
     """The parent releases what a request reserves while its client leaves."""
     async with shared(tmp_path / "stores") as (memory, client):
         for reserve in (
-            lambda: client.reserve("r", 1, (), 30.0, QUOTA),
-            lambda: client.quotas.reserve(QUOTA, 30.0),
+            lambda: client.call(ReserveLease("r", 1, (), 30.0, QUOTA)),
+            lambda: client.call(ReserveQuota(QUOTA, 30.0)),
         ):
             task = asyncio.create_task(reserve())
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert await client.quotas.reserve(QUOTA, 30.0) is None
-        await client.quotas.settle(())
+        assert await client.call(ReserveQuota(QUOTA, 30.0)) is None
+        await client.call(SettleQuotas(()))
         await until(lambda: memory.quotas._ledger.holds("r"))
 
 
@@ -73,9 +85,9 @@ async def test_requests_run_without_leases_when_the_parent_has_ended(tmp_path: P
     async with shared(tmp_path / "stores") as (_, client):
         pass
     client = LocalStore(tmp_path / "stores")
-    assert await client.reserve("r", 1, (), 30.0) == Reservation(None, degraded=True)
-    assert (await client.snapshot()).degraded
-    assert await client.renew((), 30.0) == frozenset()
-    assert await client.quotas.reserve(QUOTA, 30.0) is None
-    await client.release(("r",))
-    await client.quotas.settle(())
+    assert await client.call(ReserveLease("r", 1, (), 30.0)) == Reservation(None, degraded=True)
+    assert (await client.call(ListWorkers())).degraded
+    assert await client.call(RenewLeases((), 30.0)) == frozenset()
+    assert await client.call(ReserveQuota(QUOTA, 30.0)) is None
+    await client.call(ReleaseLeases(("r",)))
+    await client.call(SettleQuotas(()))

@@ -12,9 +12,18 @@ import pytest
 from draftgate.gateway.app import Listening, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.state.guarded.store import GuardedStore, open_store
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import Store, WorkerView
-from tests.gateway.harness import PATIENCE_S, ScriptedBackend, leased, post_raw, running
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import WorkerView
+from tests.gateway.harness import (
+    JOIN,
+    PATIENCE_S,
+    ScriptedBackend,
+    eventually,
+    leased,
+    post_raw,
+    running,
+)
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import POOL, TimedMemory, TimedRedis, views
 
@@ -25,18 +34,19 @@ BODY = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     """A store that several nodes of this process share."""
     if request.param == "memory":
-        timed = TimedMemory()
-    else:
-        timed = TimedRedis(request.getfixturevalue("redis_server").url)
-        await timed.begin()
-    yield timed.store
-    await timed.close()
+        yield TimedMemory().store
+        return
+    timed = TimedRedis(request.getfixturevalue("redis_server").url)
+    await timed.begin()
+    store = GuardedStore(timed.store)
+    yield store
+    await store.close()
 
 
 @asynccontextmanager
 async def member(store: Store, **settings: Any) -> AsyncIterator[Listening]:
     """Run a node that uses the store and has reported its worker."""
-    async with running(store=store, **settings) as gateway:
+    async with running(store=store, **{"join": JOIN, **settings}) as gateway:
         await gateway.node.heartbeat.beat()
         yield gateway
 
@@ -51,7 +61,7 @@ async def view_of(gateway: Listening) -> WorkerView:
 
 async def test_node_reports_its_worker(store: Store) -> None:
     """A node reports the model, the capacity and no address of its worker."""
-    async with member(store) as gateway:
+    async with member(store, join=None) as gateway:
         backend = gateway.node.fleet.workers[0].backend
         report = (await view_of(gateway)).report
         load = backend.load()
@@ -84,7 +94,11 @@ async def test_report_includes_requests_that_were_sent(
         scripted.emit(request, "x", last=True)
         async with asyncio.timeout(PATIENCE_S):
             await gateway.node.lifecycle.in_flight.drained()
-        assert await leased(gateway.node) == 0
+
+        async def is_released() -> bool:
+            return await leased(gateway.node) == 0
+
+        await eventually(is_released)
         writer.close()
 
 

@@ -24,8 +24,8 @@ from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.quota_store import MemoryQuotas
+from draftgate.gateway.state.memory.quotas import MemoryQuotas
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed

@@ -16,7 +16,8 @@ import pytest
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.errors import InvalidRequest, QuotaExceeded
-from draftgate.gateway.state.store import Lease
+from draftgate.gateway.state.commands import ReadTotals, ReleaseLeases, RenewLeases
+from draftgate.gateway.state.values import Lease
 from draftgate.policies.quotas import Quota, Totals
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.harness import ScriptedBackend
@@ -52,7 +53,7 @@ class Shared:
         """Return the reservations in the store during some work."""
         self.remote.calls.clear()
         await work
-        names = ("reserve", "reserve_quota")
+        names = ("ReserveLease", "ReserveQuota")
         return Counter({name: self.remote.calls[name] for name in names if self.remote.calls[name]})
 
     @property
@@ -63,7 +64,7 @@ class Shared:
     async def totals(self) -> Totals:
         """Return the totals in the store after all settlements have been sent."""
         await asyncio.sleep(1.0)
-        return await self.remote.quotas.totals(self.account)
+        return await self.remote.call(ReadTotals(self.account))
 
 
 @asynccontextmanager
@@ -93,7 +94,7 @@ def test_a_request_without_a_wait_makes_one_call() -> None:
                 await pool.finish()
                 await result
 
-            assert await pool.calls_of(served()) == {"reserve": 1}
+            assert await pool.calls_of(served()) == {"ReserveLease": 1}
             assert await pool.totals() == Totals(MOST, 6, MOST - 6, 0)
 
     run_scenario(scenario())
@@ -117,7 +118,7 @@ def test_a_request_that_waits_reserves_its_quota_before() -> None:
                 await pool.finish()
                 await asyncio.gather(first, second)
 
-            assert await pool.calls_of(waits()) == {"reserve_quota": 2, "reserve": 1}
+            assert await pool.calls_of(waits()) == {"ReserveQuota": 2, "ReserveLease": 1}
             assert await pool.totals() == Totals(2 * MOST, 12, 2 * MOST - 12, 0)
 
     run_scenario(scenario())
@@ -159,7 +160,12 @@ def test_a_tenant_that_exceeds_its_quota_reserves_before_admission() -> None:
                 calls.append(await pool.calls_of(send()))
                 if name == "c":
                     await asyncio.sleep(1.0)
-            assert calls == [{"reserve": 1}, {"reserve": 1}, {"reserve_quota": 1}, {"reserve": 1}]
+            assert calls == [
+                {"ReserveLease": 1},
+                {"ReserveLease": 1},
+                {"ReserveQuota": 1},
+                {"ReserveLease": 1},
+            ]
 
     run_scenario(scenario())
 
@@ -184,12 +190,12 @@ def test_a_request_that_other_gateways_hold_up_is_charged_once() -> None:
         async with shared(Quota(1, 600)) as pool:
             worker = pool.dispatched.fleet.workers[0]
             theirs = Lease("theirs", worker.worker_id, worker.epoch, 10**6, 1 << 60)
-            await pool.remote.inner.renew([theirs], 30.0)
+            await pool.remote.inner.call(RenewLeases([theirs], 30.0))
             result = pool.send(of_tenant("a"))
             await asyncio.sleep(1.0)
             assert pool.worker.submitted.empty()
-            assert (await pool.remote.quotas.totals(pool.account)).open == MOST
-            await pool.remote.inner.release(["theirs"])
+            assert (await pool.remote.call(ReadTotals(pool.account))).open == MOST
+            await pool.remote.inner.call(ReleaseLeases(["theirs"]))
             await pool.finish()
             await result
             assert await pool.totals() == Totals(MOST, 6, MOST - 6, 0)
@@ -210,7 +216,7 @@ def test_a_request_with_several_prompts_reserves_its_quota_once() -> None:
                     await pool.finish()
                 await result
 
-            assert await pool.calls_of(served()) == {"reserve_quota": 1, "reserve": 3}
+            assert await pool.calls_of(served()) == {"ReserveQuota": 1, "ReserveLease": 3}
             assert await pool.totals() == Totals(3 * MOST, 18, 3 * MOST - 18, 0)
 
     run_scenario(scenario())

@@ -17,6 +17,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.state.guarded.calls import MOST_CALLS, QUOTA_DEADLINE_S
 from draftgate.policies.quotas import Quota
 from tests.examples import examples
@@ -141,11 +142,15 @@ class SharedQuotas(TroubledGateways):
         made = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         made.tokens = min(made.tokens, used)
         quotas = self.gateways[made.gateway].quotas
-        if released:
-            made.tokens = made.requests = 0
-            self.runner.run(quotas.release(made.request_id))
-        else:
-            self.runner.run(quotas.settle(made.request_id, made.tokens))
+
+        async def ended() -> None:
+            if released:
+                made.tokens = made.requests = 0
+                quotas.release(made.request_id)
+            else:
+                quotas.settle(made.request_id, made.tokens)
+
+        self.runner.run(ended())
 
     @rule(gateway=gateways, ticks=st.integers(0, 6))
     def disconnect(self, gateway: int, ticks: int) -> None:
@@ -158,7 +163,7 @@ class SharedQuotas(TroubledGateways):
             call.cancel()
             await asyncio.wait({call})
             if not call.cancelled() and call.result() is not None:
-                await self.gateways[gateway].quotas.release(call.result())
+                self.gateways[gateway].quotas.release(call.result())
 
         self.runner.run(cancelled())
 
@@ -223,10 +228,10 @@ class SharedQuotas(TroubledGateways):
         expiry_s = self.killed_s + LEASE_S  # of the reservations of a killed gateway
         self.runner.run(self.end_trouble(BACK_S + max(2.0, expiry_s - self.now_s)))
         assert all(gateway.store.quotas.outage is None for gateway in self.gateways)
-        found = self.runner.run(self.inner.quotas.totals(ACCOUNT))
+        found = self.runner.run(self.inner.call(ReadTotals(ACCOUNT)))
         assert found.open == sum(made.tokens for made in self.open)
         for index, gateway in enumerate(self.gateways):
-            own = self.runner.run(gateway.store.quotas.totals(ACCOUNT))
+            own = self.runner.run(gateway.store.call(ReadTotals(ACCOUNT)))
             assert own.open == sum(made.tokens for made in self.open if made.gateway == index)
             assert not gateway.store.quotas._alone
             assert not gateway.store.quotas._pending
@@ -237,8 +242,8 @@ class SharedQuotas(TroubledGateways):
     @invariant()
     def check_balance(self) -> None:
         """Check that each ledger balances."""
-        for quotas in (self.inner.quotas, *(one.store.quotas for one in self.gateways)):
-            found = self.runner.run(quotas.totals(ACCOUNT))
+        for store in (self.inner, *(one.store for one in self.gateways)):
+            found = self.runner.run(store.call(ReadTotals(ACCOUNT)))
             assert found.reserved == found.settled + found.released + found.open
             assert min(found) >= 0
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.gateway.http.rate_limits import duration
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.commands import Command, ReadLevels, T
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import StoreError
 from tests.gateway.harness import client, running
 from tests.gateway.upstreams import forwarding, upstream, whole
@@ -100,16 +101,20 @@ async def test_forwarded_responses_state_what_remains(keys: str) -> None:
         assert response.headers["x-ratelimit-remaining-requests"] == "4"
 
 
-async def test_a_broken_store_costs_only_the_headers(
-    keys: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Broken(MemoryStore):
+    """A store in another process, which does not tell levels."""
+
+    memory = None
+
+    async def call(self, command: Command[T]) -> T:
+        if isinstance(command, ReadLevels):
+            raise StoreError("unreachable")
+        return self.apply(command)
+
+
+async def test_a_broken_store_costs_only_the_headers(keys: str) -> None:
     """A response without a known state has no headers, and succeeds."""
-    async with running(api_keys_file=keys, store=frozen()) as gateway, client(gateway) as http:
-
-        async def broken(tenant: str) -> None:
-            raise StoreError(tenant)
-
-        monkeypatch.setattr(gateway.node.store.quotas, "levels", broken)
+    async with running(api_keys_file=keys, store=Broken()) as gateway, client(gateway) as http:
         body = REQUESTS["/v1/completions"]
         response = await http.post("/v1/completions", json=body, headers=KEY)
         assert response.status_code == 200

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.state.commands import ListWorkers, PublishReport, ReleaseLeases, RenewLeases
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
@@ -100,11 +101,11 @@ async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
 
 async def check_works(store: RedisStore, seq: int = 0) -> None:
     """Assert that the store reserves and releases tokens."""
-    assert await store.publish(report(seq=seq))
+    assert await store.call(PublishReport(report(seq=seq)))
     lease = await granted(store, "r", 100)
-    await store.renew((lease,), 30.0)
+    await store.call(RenewLeases((lease,), 30.0))
     assert await leased_tokens(store) == 100
-    await store.release(("r",))
+    await store.call(ReleaseLeases(("r",)))
     assert await leased_tokens(store) == 0
 
 
@@ -118,7 +119,7 @@ async def test_a_server_with_a_password(tmp_path: Path) -> None:
             await check_works(store)
         async with opened(f"redis://gate:wrong@{at}") as store:
             with pytest.raises(StoreError):
-                await store.snapshot()
+                await store.call(ListWorkers())
 
 
 async def test_a_unix_socket(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
 async def is_writable(store: RedisStore) -> bool:
     """Return whether the store responds and is writable."""
     try:
-        await store.renew((), 30.0)
+        await store.call(RenewLeases((), 30.0))
     except StoreError:
         return False
     return True

@@ -25,6 +25,7 @@ from draftgate.gateway.http import pairs
 from draftgate.gateway.http.endpoints import rerank
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_DOCUMENTS
 from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import BATCH_PRIORITY, ServiceLevel
 from tests.engine.test_cross_encoder import (
@@ -331,7 +332,7 @@ async def test_pairs_are_capped_and_charged_to_their_account(
             assert [result["relevance_score"] for result in found["results"]] == [0.5, 0.25]
             assert found["usage"]["total_tokens"] == tokens
             account = quota_account("search", gateway.node.fleet.model_id)
-            assert await gateway.node.store.quotas.totals(account) == (tokens, tokens, 0, 0)
+            assert await gateway.node.store.call(ReadTotals(account)) == (tokens, tokens, 0, 0)
             many = await http.post("/v1/rerank", json={**body, "documents": ["x"] * 12})
             never = await http.post("/v1/rerank", json={**body, "documents": ["x"] * 50})
         assert (many.status_code, many.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -15,7 +15,7 @@ from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.lab.sim.virtual_time import loop_time_s
 from draftgate.policies.moves import MoveEnd, MoveReason
@@ -43,18 +43,18 @@ class CountingStore(MemoryStore):
         self.open: dict[str, str] = {}
         self._refuses = refuses
 
-    async def begin_move(self, move_id, worker_ids, ttl_s):
+    def begin_move(self, command):
         self.begun += 1
-        if self._refuses or not await super().begin_move(move_id, worker_ids, ttl_s):
+        if self._refuses or not super().begin_move(command):
             return False
         self.granted += 1
-        assert not self.open.keys() & set(worker_ids)
-        self.open.update(dict.fromkeys(worker_ids, move_id))
+        assert not self.open.keys() & set(command.worker_ids)
+        self.open.update(dict.fromkeys(command.worker_ids, command.move_id))
         return True
 
-    async def end_move(self, move_id, worker_ids):
-        await super().end_move(move_id, worker_ids)
-        for worker_id in worker_ids:
+    def end_move(self, command):
+        super().end_move(command)
+        for worker_id in command.worker_ids:
             del self.open[worker_id]
 
 

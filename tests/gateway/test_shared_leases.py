@@ -14,8 +14,10 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.state.commands import ReleaseLeases, RenewLeases
 from draftgate.gateway.state.guarded.store import GuardedStore
-from draftgate.gateway.state.store import Lease, Store
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import Lease
 from tests.gateway.flaky_store import FlakyStore
 from tests.gateway.troubles import (
     DeviceFault,
@@ -45,7 +47,9 @@ async def lease_for_other_gateway(
     """Lease tokens of a worker for another gateway after the worker's last report."""
     found = dispatched.fleet.workers[worker]
     number = found.watermark + (1 << 40)
-    await store.renew([Lease("theirs", found.worker_id, found.epoch, tokens, number)], 30.0)
+    await store.call(
+        RenewLeases([Lease("theirs", found.worker_id, found.epoch, tokens, number)], 30.0)
+    )
 
 
 def test_a_request_waits_for_leases_of_other_gateways() -> None:
@@ -61,7 +65,7 @@ def test_a_request_waits_for_leases_of_other_gateways() -> None:
             await asyncio.sleep(1.0)
             assert not result.done()
             assert dispatched.fleet.workers[0].backend.load().running == 0
-            await dispatched.store.release(["theirs"])
+            await dispatched.store.call(ReleaseLeases(["theirs"]))
             (choice,) = await result
             assert await dispatched.is_idle()
             return now_s() - begin_s, len(choice.token_ids)
@@ -95,7 +99,7 @@ def test_waiting_for_leases_ends_at_the_queue_timeout() -> None:
             begin_s = now_s()
             with pytest.raises(QueueTimeout):
                 await run_job(dispatched.dispatcher, job())
-            await dispatched.store.release(["theirs"])
+            await dispatched.store.call(ReleaseLeases(["theirs"]))
             assert await dispatched.is_idle()
             return now_s() - begin_s
 
@@ -124,7 +128,7 @@ def test_the_wait_of_a_resumed_stream_starts_with_its_loss() -> None:
                 await asyncio.sleep(0.01)
             assert asyncio.get_running_loop().time() - begun_s > 0.2
             await asyncio.sleep(0.1)
-            await dispatched.store.release(["theirs"])
+            await dispatched.store.call(ReleaseLeases(["theirs"]))
             (choice,) = await result
             return len(choice.token_ids)
 
@@ -142,7 +146,7 @@ def test_a_reservation_may_choose_another_worker() -> None:
                 watch = RecordingWatch()
                 await lease_for_other_gateway(dispatched.store, dispatched, loaded, TOKENS // 2)
                 await run_job(dispatched.dispatcher, job(), watch)
-                await dispatched.store.release(["theirs"])
+                await dispatched.store.call(ReleaseLeases(["theirs"]))
                 free = dispatched.fleet.workers[1 - loaded].worker_id
                 assert watch.workers == [free]
                 (decision,) = dispatched.decisions.latest(1)
@@ -191,7 +195,7 @@ def test_leases_of_other_gateways_shorten_drafts() -> None:
                 await run_job(dispatched.dispatcher, job(64))
                 (decision,) = dispatched.decisions.latest(1)
                 found.append((decision.plan.max_draft_tokens, decision.load.price))
-                await dispatched.store.release(["theirs"])
+                await dispatched.store.call(ReleaseLeases(["theirs"]))
         return found
 
     (alone, lowest), (medium, higher), (crowded, highest) = run_scenario(scenario())

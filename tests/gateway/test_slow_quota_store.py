@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from urllib.parse import urlsplit
 
 from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.state.commands import ListWorkers, ReserveLease
 from draftgate.gateway.state.guarded.calls import DEADLINE_S
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.client import open_client
@@ -35,7 +36,7 @@ class SlowGateway:
         remote = RedisStore(open_client(address), POOL, name, CLOCK)
         self.store = GuardedStore(remote, quota_deadline_s=PATIENCE_S)
         loop = asyncio.get_running_loop()
-        self.quotas = Quotas(self.store.quotas, {"t": SIXTY}, loop.time)
+        self.quotas = Quotas(self.store, {"t": SIXTY}, loop.time)
 
     async def reserve(self, number: int) -> bool:
         """Send a request, and return whether it is granted. Every second one takes a lease."""
@@ -43,7 +44,7 @@ class SlowGateway:
         assert needed is not None
         if number % 2:
             return await self.quotas.reserve(needed) is None
-        found = await self.store.reserve(f"{needed.request_id}-0", 1, (), 30.0, needed)
+        found = await self.store.call(ReserveLease(f"{needed.request_id}-0", 1, (), 30.0, needed))
         return found.shortage is None
 
 
@@ -90,7 +91,7 @@ async def test_an_outage_of_leases_leaves_quotas_exact(redis_server: RedisServer
     async with slow_gateways(redis_server, SLOW_S) as gateways:
         for gateway in gateways:
             while gateway.store.outage is None:
-                await gateway.store.snapshot()
+                await gateway.store.call(ListWorkers())
         assert await burst(gateways, 50) == 60
 
 

@@ -9,12 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.gateway.state.commands import (
+    ListWorkers,
+    PublishReport,
+    ReleaseLeases,
+    RenewLeases,
+    RenewQuotas,
+    ReserveLease,
+    ReserveQuota,
+)
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import LeaseCandidate, Refusal, StoreError, new_epoch
+from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.values import LeaseCandidate, Refusal, new_epoch
 from draftgate.policies.quotas import Quota, QuotaReservation
 from draftgate.policies.values import replace
 from tests.gateway.harness import eventually
@@ -52,7 +62,7 @@ async def processes(tmp_path: Path) -> AsyncIterator[tuple[LocalStore, LocalStor
     await opened.begin()
     clients = LocalStore(tmp_path / "store"), LocalStore(tmp_path / "store")
     for client in clients:
-        await client.renew((), 30.0)
+        await client.call(RenewLeases((), 30.0))
     yield clients
     for client in clients:
         await client.close()
@@ -64,11 +74,11 @@ async def test_processes_lease_the_whole_capacity(
 ) -> None:
     """Processes that share a store lease the whole capacity of a worker together, and no more."""
     one, other = processes
-    await one.publish(report(capacity_tokens=1000))
+    await one.call(PublishReport(report(capacity_tokens=1000)))
     await granted(one, "a", 600)
     await granted(other, "b", 400)
     assert (await reserve(one, "c", 1)).refusal is Refusal.FULL
-    assert (await one.snapshot()).gateways == 2
+    assert (await one.call(ListWorkers())).gateways == 2
 
 
 async def has_no_leases(store: LocalStore) -> bool:
@@ -81,18 +91,18 @@ async def test_released_leases_end_without_a_later_call(
 ) -> None:
     """A release reaches the shared store even if its process makes no further call."""
     one, other = processes
-    await one.publish(report())
+    await one.call(PublishReport(report()))
     await granted(one, "r", 5)
-    await one.release(("r",))
+    await one.call(ReleaseLeases(("r",)))
     await eventually(lambda: has_no_leases(other))
 
 
 async def test_closing_sends_releases(processes: tuple[LocalStore, LocalStore]) -> None:
     """A process that stops releases its leases first."""
     one, other = processes
-    await one.publish(report())
+    await one.call(PublishReport(report()))
     await granted(one, "r", 5)
-    await one.release(("r",))
+    await one.call(ReleaseLeases(("r",)))
     await one.close()
     await eventually(lambda: has_no_leases(other))
 
@@ -102,7 +112,7 @@ async def test_a_release_travels_with_the_next_call(
 ) -> None:
     """The server wakes once for a release and the reservation after it, in this order."""
     one, _ = processes
-    await one.publish(report(capacity_tokens=1000))
+    await one.call(PublishReport(report(capacity_tokens=1000)))
     await granted(one, "a", 1000)
     received: list[bytes] = []
     receive = SharedConnection.data_received
@@ -112,7 +122,7 @@ async def test_a_release_travels_with_the_next_call(
         receive(connection, data)
 
     monkeypatch.setattr(SharedConnection, "data_received", record)
-    await one.release(("a",))
+    await one.call(ReleaseLeases(("a",)))
     await granted(one, "b", 1000)
     assert len(received) == 1
 
@@ -130,7 +140,7 @@ async def test_lease_numbers_use_the_time_of_the_server(
 ) -> None:
     """The store numbers leases by the server's time, so the clocks of gateways may differ."""
     seconds, us = redis_server.command("TIME")
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     number = (await granted(pool, "r")).number
     later_s, later_us = redis_server.command("TIME")
     assert int(seconds) * 10**6 + int(us) <= number <= int(later_s) * 10**6 + int(later_us)
@@ -139,7 +149,7 @@ async def test_lease_numbers_use_the_time_of_the_server(
 
 async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
     """Each reservation is exactly one Redis command."""
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     await granted(pool, "before")
     redis_server.command("CONFIG", "RESETSTAT")
     for index in range(5):
@@ -153,7 +163,7 @@ async def test_scripts_are_loaded_again_after_a_loss(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
     """The store loads its scripts again after a server has lost them."""
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     redis_server.command("SCRIPT", "FLUSH")
     await granted(pool, "r", 5)
     assert await leased_tokens(pool) == 5
@@ -163,25 +173,25 @@ async def test_all_keys_of_a_pool_share_its_tag(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
     """All keys of a pool share a hash tag and therefore a Cluster slot, and pools are separate."""
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     await granted(pool, "r", 5)
-    await pool.renew((), 30.0)
+    await pool.call(RenewLeases((), 30.0))
     keys = redis_server.command("KEYS", "*")
     assert len(keys) == 9
     assert all(key.startswith("draftgate:{p}:") for key in keys)
     other = RedisStore.at(redis_server.url, "q", "g1")
-    assert (await other.snapshot()).workers == ()
+    assert (await other.call(ListWorkers())).workers == ()
     await other.close()
 
 
 async def test_ended_leases_leave_no_keys(pool: RedisStore, redis_server: RedisServer) -> None:
     """The store keeps only the last lease number after all leases end."""
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     for index in range(3):
         await granted(pool, f"r{index}", 5)
-    await pool.release(("r0",))
+    await pool.call(ReleaseLeases(("r0",)))
     await granted(pool, "r1", 7)
-    await pool.publish(report(epoch="2"))
+    await pool.call(PublishReport(report(epoch="2")))
     keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
     assert keys == {"hb", "w:w", "number"}
 
@@ -191,18 +201,18 @@ async def test_only_nodes_with_leases_count_as_gateways(
 ) -> None:
     """A node counts as a gateway after its first lease, also between two requests."""
     other = RedisStore.at(redis_server.url, "p", "g2")
-    await other.publish(report(capacity_tokens=1000))
-    await pool.renew((), 30.0)
-    await other.renew((), 30.0)
+    await other.call(PublishReport(report(capacity_tokens=1000)))
+    await pool.call(RenewLeases((), 30.0))
+    await other.call(RenewLeases((), 30.0))
     for store in (pool, other):
-        found = await store.snapshot()
+        found = await store.call(ListWorkers())
         assert (found.nodes, found.gateways) == (2, 1)
     await granted(other, "r", 1)
-    await other.release(("r",))
+    await other.call(ReleaseLeases(("r",)))
     for _ in range(2):
-        await other.renew((), 30.0)
-    assert (await pool.snapshot()).gateways == 2
-    assert (await other.snapshot()).gateways == 1
+        await other.call(RenewLeases((), 30.0))
+    assert (await pool.call(ListWorkers())).gateways == 2
+    assert (await other.call(ListWorkers())).gateways == 1
     await other.close()
 
 
@@ -215,16 +225,18 @@ async def test_nodes_without_leases_leave_their_share_of_an_outage(
     gateway = GuardedStore(RedisStore.at(redis_server.url, "p", "gateway"))
     for number, node in enumerate(nodes):
         worker = report(f"w{number}", capacity_tokens=1000)
-        await node.publish(replace(worker, address="http://w"))
-        await node.renew((), 30.0)
-    await gateway.snapshot()
-    await gateway.quotas.renew((), 30.0)
+        await node.call(PublishReport(replace(worker, address="http://w")))
+        await node.call(RenewLeases((), 30.0))
+    await gateway.call(ListWorkers())
+    await gateway.call(RenewQuotas((), 30.0))
     redis_server.kill()
     offers = (LeaseCandidate("w0", "1"),)
-    found = [await gateway.reserve(f"r{number}", 500, offers, 30.0) for number in range(3)]
+    found = [
+        await gateway.call(ReserveLease(f"r{number}", 500, offers, 30.0)) for number in range(3)
+    ]
     quota = Quota(requests_per_minute=60)
     asked = [QuotaReservation(f"q{number}", "t", 0, quota, 1) for number in range(61)]
-    fits = [await gateway.quotas.reserve(one, 30.0) is None for one in asked]
+    fits = [await gateway.call(ReserveQuota(one, 30.0)) is None for one in asked]
     redis_server.start_again()
     assert all(one.degraded for one in found)
     assert [one.lease is not None for one in found] == [True, True, False]
@@ -237,8 +249,8 @@ async def test_reports_of_a_newer_version_are_tolerated(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
     """The store ignores unknown fields of reports and omits unreadable reports."""
-    await pool.publish(report("a"))
-    await pool.publish(report("b"))
+    await pool.call(PublishReport(report("a")))
+    await pool.call(PublishReport(report("b")))
     body = redis_server.command("HGET", "draftgate:{p}:w:a", "report")
     redis_server.command("HSET", "draftgate:{p}:w:a", "report", body[:-1] + ',"new": 1}')
     redis_server.command("HSET", "draftgate:{p}:w:b", "report", '{"model_id": 7}')
@@ -251,12 +263,12 @@ async def test_leases_recover_from_the_eviction_of_a_key(
     pool: RedisStore, redis_server: RedisServer, key: str
 ) -> None:
     """A server that evicts a key of the leases leaves no lease behind once they have ended."""
-    await pool.publish(report())
+    await pool.call(PublishReport(report()))
     leases = [await granted(pool, name, 400) for name in ("a", "b")]
     redis_server.command("DEL", f"draftgate:{{p}}:{key}")
-    await pool.renew(leases, 30.0)
+    await pool.call(RenewLeases(leases, 30.0))
     assert await leased_tokens(pool) <= 800
-    await pool.release([lease.request_id for lease in leases])
+    await pool.call(ReleaseLeases([lease.request_id for lease in leases]))
     assert await leased_tokens(pool) == 0
     for left in ("leases", "expiry", "leased", "lease:w"):
         assert not redis_server.command("EXISTS", f"draftgate:{{p}}:{left}")
@@ -276,7 +288,7 @@ async def test_server_errors_are_store_errors(pool: RedisStore, redis_server: Re
     """An error reply of the server raises a `StoreError`."""
     redis_server.command("SET", "draftgate:{p}:hb", "not a sorted set")
     with pytest.raises(StoreError):
-        await pool.publish(report())
+        await pool.call(PublishReport(report()))
 
 
 async def test_a_cancelled_call_keeps_the_connection_in_order(
@@ -285,7 +297,7 @@ async def test_a_cancelled_call_keeps_the_connection_in_order(
     """The next call does not receive the reply of a cancelled call."""
     connected = open_client(redis_server.url)
     store = RedisStore(connected, "p", "g1")
-    await store.publish(report())
+    await store.call(PublishReport(report()))
     for index in range(20):
         call = asyncio.create_task(granted(store, f"r{index}"))
         for _ in range(index):

@@ -15,10 +15,18 @@ import uvloop
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import Quotas, quota_account
+from draftgate.gateway.state.commands import (
+    ListWorkers,
+    PublishReport,
+    ReadTotals,
+    ReleaseLeases,
+    RenewLeases,
+    ReserveLease,
+)
 from draftgate.gateway.state.guarded.calls import DEADLINE_S
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import Lease, Reservation
+from draftgate.gateway.state.values import Lease, Reservation
 from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.resilience.breaker import Patience
 from tests.gateway.harness import PATIENCE_S, client, eventually, running
@@ -47,8 +55,8 @@ class Gateway:
     async def beat(self) -> None:
         self.seq += 1
         worker_report = report(self.name, seq=self.seq, capacity_tokens=10**6)
-        await self.store.publish(worker_report)
-        await self.store.renew(tuple(self.held.values()), 30.0)
+        await self.store.call(PublishReport(worker_report))
+        await self.store.call(RenewLeases(tuple(self.held.values()), 30.0))
 
     async def reserve(self, name: str, tokens: int = 10) -> Reservation:
         """Reserve tokens of this gateway's own worker and assert that the store grants a lease."""
@@ -60,7 +68,7 @@ class Gateway:
     async def end(self, found: Reservation) -> None:
         assert found.lease is not None
         del self.held[found.lease.request_id]
-        await self.store.release((found.lease.request_id,))
+        await self.store.call(ReleaseLeases((found.lease.request_id,)))
 
     async def serve_until(self, over: Callable[[Reservation], bool]) -> None:
         """Send heartbeats and serve requests until a reservation satisfies the condition."""
@@ -79,7 +87,7 @@ class Gateway:
 
         async def same() -> bool:
             await self.beat()
-            found = await self.store.snapshot()
+            found = await self.store.call(ListWorkers())
             leased = {view.worker_id: view.leased_tokens for view in found.workers}
             return not found.degraded and leased.get(self.name) == tokens
 
@@ -175,7 +183,7 @@ def test_broken_connections_under_uvloop(own_redis: RedisServer) -> None:
             url = f"redis://{proxy.url.partition('://')[2]}"
             store = RedisStore.at(url, "p", "g")
             for turns in range(50):
-                calls = (store.renew((), 30.0) for _ in range(3))
+                calls = (store.call(RenewLeases((), 30.0)) for _ in range(3))
                 await asyncio.gather(*calls)
                 proxy.cut()
                 for _ in range(turns % 4):
@@ -200,7 +208,7 @@ async def test_separated_gateways_recover(gateway: Gateway, own_redis: RedisServ
         await member.wait_for_agreement()
 
     async def both() -> bool:
-        found = await other.store.snapshot()
+        found = await other.store.call(ListWorkers())
         leased = {view.worker_id: view.leased_tokens for view in found.workers}
         return (leased, found.gateways, found.degraded) == ({"v": 11, "w": 1011}, 2, False)
 
@@ -210,9 +218,9 @@ async def test_separated_gateways_recover(gateway: Gateway, own_redis: RedisServ
 
 @asynccontextmanager
 async def joined(redis: RedisServer) -> AsyncIterator[tuple[GuardedStore, Listening]]:
-    """Run a node that uses this server, without the node's own heartbeat."""
+    """Run a node of a pool on this server, without the node's own heartbeat."""
     store = guard(redis, "g", PATIENCE_S)
-    async with running(store=store) as server:
+    async with running(store=store, join=redis.url) as server:
         yield store, server
     await store.close()
 
@@ -247,7 +255,7 @@ async def test_a_node_serves_without_its_redis(own_redis: RedisServer) -> None:
 
         async def nothing_leased() -> bool:
             await server.node.heartbeat.beat()
-            (view,) = (await store.snapshot()).workers
+            (view,) = (await store.call(ListWorkers())).workers
             return view.leased_tokens == 0
 
         await eventually(nothing_leased)
@@ -259,25 +267,25 @@ class Tenant:
     def __init__(self, redis: RedisServer, name: str) -> None:
         self.store = guard(redis, name, PATIENCE_S)
         quotas = {"t": Quota(10**6, 60, burst_tokens=10**7)}
-        self.quotas = Quotas(self.store.quotas, quotas, time.monotonic)
+        self.quotas = Quotas(self.store, quotas, time.monotonic)
         self.name = name
         self.held: dict[str, int] = {}
 
     async def beat(self) -> None:
-        await self.store.renew((), 30.0)
+        await self.store.call(RenewLeases((), 30.0))
         await self.quotas.renew()
 
     async def reserve(self, name: str, tokens: int) -> None:
         request_id = f"{self.name}-{name}"
         quota = self.quotas.needed("t", request_id, tokens)
-        found = await self.store.reserve(f"{request_id}-0", 1, (), 30.0, quota)
+        found = await self.store.call(ReserveLease(f"{request_id}-0", 1, (), 30.0, quota))
         assert self.quotas.record(quota, found.shortage) is None
         self.held[request_id] = tokens
 
     async def end(self, name: str, used_tokens: int) -> None:
         request_id = f"{self.name}-{name}"
         del self.held[request_id]
-        await self.quotas.settle(request_id, used_tokens)
+        self.quotas.settle(request_id, used_tokens)
 
 
 async def wait_for_reservations(redis: RedisServer, tenants: list[Tenant]) -> Totals:
@@ -289,12 +297,12 @@ async def wait_for_reservations(redis: RedisServer, tenants: list[Tenant]) -> To
             await tenant.beat()
         if any(tenant.store.outage for tenant in tenants):
             return False
-        totals = await reader.quotas.totals(ACCOUNT)
+        totals = await reader.call(ReadTotals(ACCOUNT))
         assert totals.reserved == totals.settled + totals.released + totals.open
         return totals.open == sum(sum(tenant.held.values()) for tenant in tenants)
 
     await eventually(same)
-    found = await reader.quotas.totals(ACCOUNT)
+    found = await reader.call(ReadTotals(ACCOUNT))
     await reader.close()
     return found
 

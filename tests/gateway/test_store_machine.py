@@ -22,13 +22,24 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from draftgate.gateway.state.store import (
+from draftgate.gateway.state.commands import (
+    ClaimWorker,
+    ListWorkers,
+    PublishReport,
+    ReadTotals,
+    ReleaseLeases,
+    RenewLeases,
+    ReserveLease,
+    SettleQuotas,
+    WithdrawWorker,
+)
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.values import (
     STALE_S,
     Lease,
     LeaseCandidate,
     Refusal,
     Snapshot,
-    Store,
     WorkerView,
 )
 from draftgate.policies.quotas import Quota, QuotaReservation, Settlement
@@ -92,7 +103,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @property
     def snapshot(self) -> Snapshot:
-        return self.run_on_all(lambda store: store.snapshot())
+        return self.run_on_all(lambda store: store.call(ListWorkers()))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -106,7 +117,7 @@ class LeaseMachine(RuleBasedStateMachine):
             capacity_tokens=CAPACITY[worker],
             watermark=self.sent[worker],
         )
-        assert self.run_on_all(lambda store: store.publish(worker_report))
+        assert self.run_on_all(lambda store: store.call(PublishReport(worker_report)))
         self._record_epoch(worker, self.epochs[worker])
 
     @rule(worker=workers)
@@ -119,7 +130,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def leave(self, worker: str) -> None:
         self.seqs[worker] += 1
         epoch, seq = f"{self.epochs[worker]:04}", self.seqs[worker]
-        self.run_on_all(lambda store: store.withdraw(worker, epoch, seq))
+        self.run_on_all(lambda store: store.call(WithdrawWorker(worker, epoch, seq)))
         self._record_epoch(worker, self.epochs[worker])
         assert worker not in {view.worker_id for view in self.snapshot.workers}
 
@@ -132,7 +143,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if epoch < 0 or (not lives_ago and worker not in heard):
             return  # no earlier report exists
         late = report(worker, f"{epoch:04}", 10**6 if lives_ago else 0)
-        assert not self.run_on_all(lambda store: store.publish(late))
+        assert not self.run_on_all(lambda store: store.call(PublishReport(late)))
         assert comparable(self.snapshot) == comparable(before)
 
     # --- gateways ---------------------------------------------------------------------------------
@@ -162,7 +173,9 @@ class LeaseMachine(RuleBasedStateMachine):
         quota = (
             None if quota_tokens is None else QuotaReservation(request, "t", quota_tokens, QUOTA)
         )
-        found = self.run_on_all(lambda store: store.reserve(request, tokens, offers, TTL_S, quota))
+        found = self.run_on_all(
+            lambda store: store.call(ReserveLease(request, tokens, offers, TTL_S, quota))
+        )
         if found.shortage is not None:
             assert found.lease is None
             if earlier is not None:
@@ -194,7 +207,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def claim(self, request: str, tokens: int, offered: list[str]) -> None:
         seen = {view.worker_id: view for view in self.snapshot.workers}
         offers = [LeaseCandidate(worker, f"{self.epochs[worker]:04}") for worker in offered]
-        found = self.run_on_all(lambda store: store.claim(request, tokens, offers, CLAIM_S))
+        found = self.run_on_all(
+            lambda store: store.call(ClaimWorker(request, tokens, offers, CLAIM_S))
+        )
         before, _ = self.claims.pop(request, (None, 0.0))
         live = [offer.worker_id for offer in offers if is_live(seen.get(offer.worker_id), offer)]
         missing = {
@@ -220,7 +235,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request=requests, used=st.integers(0, 60))
     def settle(self, request: str, used: int) -> None:
-        self.run_on_all(lambda store: store.quotas.settle([Settlement(request, used)]))
+        self.run_on_all(lambda store: store.call(SettleQuotas([Settlement(request, used)])))
 
     @rule(request=requests)
     def arrive(self, request: str) -> None:
@@ -232,7 +247,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(ended=st.sets(requests, max_size=3))
     def release(self, ended: set[str]) -> None:
         for _ in range(2):  # a second release has no effect
-            self.run_on_all(lambda store: store.release(sorted(ended)))
+            self.run_on_all(lambda store: store.call(ReleaseLeases(sorted(ended))))
             for request in ended:
                 self.held.pop(request, None)
                 self.active.pop(request, None)
@@ -242,7 +257,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(skipped=st.sets(requests, max_size=4))
     def renew(self, skipped: set[str]) -> None:
         leases = [lease for request, lease in self.held.items() if request not in skipped]
-        fenced = self.run_on_all(lambda store: store.renew(leases, TTL_S))
+        fenced = self.run_on_all(lambda store: store.call(RenewLeases(leases, TTL_S)))
         for lease in leases:
             if int(lease.epoch) < self.known.get(lease.worker_id, 0):
                 assert lease.request_id in fenced
@@ -283,7 +298,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def check_totals(self) -> None:
         """Check that the stores count the same tokens, and that the ledger balances."""
-        found = self.run_on_all(lambda store: store.quotas.totals("t"))
+        found = self.run_on_all(lambda store: store.call(ReadTotals("t")))
         assert found.reserved == found.settled + found.released + found.open
 
     @invariant()

@@ -13,9 +13,10 @@ from openai.types.responses.response_item_list import ResponseItemList
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import generation
-from draftgate.gateway.state.redis.responses import RedisResponseStore
-from draftgate.gateway.state.response_store import MemoryResponseStore, StoreUsage
-from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.commands import Command, ReadUsage, T
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.store import StoreError, fallback
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, events, running
 from tests.gateway.redis_server import RedisServer
@@ -350,30 +351,24 @@ async def test_metrics_have_the_stored_responses(qwen: ScriptedBackend) -> None:
     async with running(backends=[qwen]) as gateway, client(gateway) as http:
         assert await shown() == [0, 0, 0]
         _, sent = await respond(qwen, http)
-        one_bytes = (await gateway.node.responses.usage()).bytes
+        one_bytes = (await gateway.node.responses.call(ReadUsage())).bytes
         assert one_bytes > len(sent["id"])
         assert await shown() == [1, one_bytes, 0]
         # The measured times in a response have a varying number of digits.
-        gateway.node.responses = MemoryResponseStore(5 * one_bytes // 2, 60.0)
+        gateway.node.responses = MemoryResponses(5 * one_bytes // 2, 60.0)
         for _ in range(4):
             await respond(qwen, http)
-        two_bytes = (await gateway.node.responses.usage()).bytes
+        two_bytes = (await gateway.node.responses.call(ReadUsage())).bytes
         assert await shown() == [2, two_bytes, 2]
         gateway.node.responses = UnreachableStore(1, 1)
         assert (await shown())[:2] == [2, two_bytes]
 
 
-class UnreachableStore(MemoryResponseStore):
-    """A store that does not respond, as `GuardedResponseStore` reports this."""
+class UnreachableStore(MemoryResponses):
+    """A store that does not respond, as `guarded_responses` reports this."""
 
-    async def usage(self) -> StoreUsage:
-        raise StoreError("unreachable")
-
-    async def put(self, tenant: str, response_id: str, value: bytes) -> bool:
-        return False
-
-    async def get(self, tenant: str, response_id: str) -> bytes | None:
-        raise StoreError("unreachable")
+    async def call(self, command: Command[T]) -> T:
+        return fallback(command, StoreError("unreachable"))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -406,7 +401,7 @@ async def test_another_gateway_continues_a_response(
         client(two) as second,
     ):
         for gateway in (one, two):
-            gateway.node.responses = RedisResponseStore.at(redis_server.url, "p", 1 << 20, 60.0)
+            gateway.node.responses = RedisStore.of_responses(redis_server.url, "p", 1 << 20, 60.0)
         _, sent = await respond(qwen, first, "First.", input="One?")
         assert (await second.get(f"{PATH}/{sent['id']}")).json() == sent
         request, _ = await respond(qwen, second, previous_response_id=sent["id"])

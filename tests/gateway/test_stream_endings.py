@@ -21,6 +21,7 @@ from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http import readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
+from draftgate.gateway.state.commands import ReadTotals
 from tests.examples import examples
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
 from tests.gateway.troubles import AMPLE
@@ -274,7 +275,7 @@ def received_texts(api: Api, received: list[Any]) -> list[str]:
 
 async def check_balanced(node: Node) -> None:
     """Assert that every reservation is settled or released."""
-    totals = await node.store.quotas.totals(quota_account("", node.fleet.model_id))
+    totals = await node.store.call(ReadTotals(quota_account("", node.fleet.model_id)))
     assert totals.open == 0
     assert totals.reserved == totals.settled + totals.released > 0
 

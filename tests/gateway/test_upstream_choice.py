@@ -9,6 +9,7 @@ import pytest
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.commands import ReadTotals
 from tests.gateway.harness import client, is_idle, post_raw, running, until
 from tests.gateway.troubles import AMPLE
 from tests.gateway.upstreams import (
@@ -319,7 +320,7 @@ async def test_model_lists_and_tokenizing_need_no_capacity() -> None:
         engine.handler = whole
         assert (await http.get("/v1/models")).status_code == 200
         assert (await http.post("/tokenize", json={"prompt": "x"})).content == WHOLE
-        totals = await gateway.node.store.quotas.totals(quota_account("", ""))
+        totals = await gateway.node.store.call(ReadTotals(quota_account("", "")))
         assert totals.reserved == 4 + 99  # the first request
         first.close()
         await until(lambda: is_idle(gateway.node))

@@ -26,6 +26,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.clients import openai_client
@@ -234,8 +235,8 @@ async def test_embeddings_follow_the_rules_of_generation(tmp_path: Path) -> None
         assert (await http.post("/v1/embeddings", json=body)).status_code == 200
         assert json.loads(engine.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
         metrics = (await http.get("/metrics")).text
-        quotas = gateway.node.store.quotas
-        assert (await quotas.totals(quota_account("search", ""))).settled == 9
+        store = gateway.node.store
+        assert (await store.call(ReadTotals(quota_account("search", "")))).settled == 9
     (requests,) = [line for line in metrics.splitlines() if "/v1/embeddings" in line]
     assert 'outcome="finished"' in requests
     assert 'tenant="search"} 9.0' in metrics
@@ -259,7 +260,7 @@ async def test_rerank_is_forwarded_and_charged(usage: dict[str, int], tmp_path: 
         assert (response.status_code, response.json()) == (200, reply)
         assert engine.requests[0].path == "/v2/rerank"
         assert json.loads(engine.bodies[0])["model"] == "theirs"
-        assert (await gateway.node.store.quotas.totals(quota_account("search", ""))).settled == 9
+        assert (await gateway.node.store.call(ReadTotals(quota_account("search", "")))).settled == 9
 
 
 async def test_openapi_document_needs_no_local_model(gateway: Listening) -> None:

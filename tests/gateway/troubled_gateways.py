@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from draftgate.gateway.state.guarded.calls import PATIENCE
 from draftgate.gateway.state.guarded.store import GuardedStore
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from tests.gateway.flaky_store import FlakyStore
 

@@ -48,7 +48,8 @@ from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.dispatch.run import UNWATCHED, Move, Resume, Run, Watch
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.commands import ListWorkers, ReadTotals
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import Store
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.quotas import Quota, Totals
@@ -255,13 +256,13 @@ class Dispatched:
         loads = [worker.backend.load() for worker in self.fleet.serving]
         busy = any(load.running + load.waiting + load.paused for load in loads)
         reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
-        views = (await self.store.snapshot()).workers
+        views = (await self.store.call(ListWorkers())).workers
         leased = sum(view.leased_tokens + view.claimed_tokens for view in views)
         return not (busy or reserved or leased or len(self.dispatcher.queue))
 
     async def totals(self, tenant: str = "") -> Totals:
         """Return what a tenant has used of its quota."""
-        return await self.store.quotas.totals(quota_account(tenant, self.fleet.model_id))
+        return await self.store.call(ReadTotals(quota_account(tenant, self.fleet.model_id)))
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.state.commands import ListWorkers, PublishReport, WithdrawWorker
 from draftgate.gateway.state.store import Store
 from draftgate.policies.capacity import WorkerUsage, with_other_gateways
 from draftgate.policies.registry import speculation_policy
@@ -58,7 +59,7 @@ class Pool:
         """Remove a worker from the pool, which ends its streams."""
         self.reports.pop(worker_id).cancel()
         (worker,) = (one for one in self.workers if one.worker_id == worker_id)
-        await self.gateways[0].store.withdraw(worker_id, worker.epoch, 1 << 40)
+        await self.gateways[0].store.call(WithdrawWorker(worker_id, worker.epoch, 1 << 40))
         await worker.backend.stop()
 
 
@@ -108,7 +109,7 @@ def _start(stack: AsyncExitStack, work) -> asyncio.Task[None]:
 
 async def _report(worker: FleetWorker, store: Store) -> None:
     for seq in range(1 << 30):
-        await store.publish(report_of(worker, seq, "http://worker"))
+        await store.call(PublishReport(report_of(worker, seq, "http://worker")))
         await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -117,5 +118,5 @@ async def _beat(dispatcher: Dispatcher, store: Store) -> None:
         dispatcher.queue.dispatch_waiting()
         await dispatcher.leases.renew()
         await dispatcher.sharing.exchange()
-        await store.snapshot()
+        await store.call(ListWorkers())
         await asyncio.sleep(HEARTBEAT_S)

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.cluster.snapshots import (
-    NodeStores,
     ProcessSnapshot,
+    ReadActivities,
+    ReadDecisions,
+    ReadMetrics,
     SharedDecision,
     SharedSnapshots,
+    ShareSnapshot,
 )
 from draftgate.gateway.dispatch.decisions import KEPT, Decisions, MoveRecord, RecentMove
-from draftgate.gateway.state.local.server import SharedResponses, serving_stores
-from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
+from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
 from draftgate.gateway.telemetry.metric_snapshots import add_snapshots
@@ -96,11 +99,11 @@ async def test_counters_survive_the_restart_of_a_process() -> None:
     before = metrics()
     before.add(metric.GENERATION_TOKENS, 5)
     before.set(metric.QUEUED, 3)
-    await shared.share("front 1", "run 1", snapshot(before))
+    shared.apply(ShareSnapshot("front 1", "run 1", snapshot(before)))
     after = metrics()
     after.add(metric.GENERATION_TOKENS, 2)
-    await shared.share("front 1", "run 2", snapshot(after))
-    found = add_snapshots(await shared.metrics())
+    shared.apply(ShareSnapshot("front 1", "run 2", snapshot(after)))
+    found = add_snapshots(shared.apply(ReadMetrics()))
     assert value(found, "draftgate_generation_tokens") == 7
     assert value(found, "draftgate_queued_requests") == 0
 
@@ -111,31 +114,31 @@ async def test_a_process_gets_only_the_snapshots_of_others() -> None:
     shared = SharedSnapshots()
     one = metrics()
     one.add(metric.GENERATION_TOKENS, 5)
-    await shared.share("front 0", "run", snapshot(one, decided(1)))
-    assert await shared.activities("front 0") == []
-    assert await shared.decisions("run", 9, None) == []
-    assert await shared.metrics() == [[], one.snapshot()]
-    assert await shared.activities("front 1") == [Activity()]
-    assert await shared.decisions("other run", 9, None) == [(1.0, b"1")]
+    shared.apply(ShareSnapshot("front 0", "run", snapshot(one, decided(1))))
+    assert shared.apply(ReadActivities("front 0")) == []
+    assert shared.apply(ReadDecisions("run", 9, None)) == []
+    assert shared.apply(ReadMetrics()) == [[], one.snapshot()]
+    assert shared.apply(ReadActivities("front 1")) == [Activity()]
+    assert shared.apply(ReadDecisions("other run", 9, None)) == [(1.0, b"1")]
 
 
 async def test_shared_decisions_are_the_latest_of_a_tenant() -> None:
     """The list is newest first over all processes, limited, and replaced by later versions."""
     shared, idle = SharedSnapshots(), metrics()
-    await shared.share("front 0", "a", snapshot(idle, decided(1, "t"), decided(4, "u")))
-    await shared.share("front 1", "b", snapshot(idle, decided(2, "t"), decided(3, "t")))
+    shared.apply(ShareSnapshot("front 0", "a", snapshot(idle, decided(1, "t"), decided(4, "u"))))
+    shared.apply(ShareSnapshot("front 1", "b", snapshot(idle, decided(2, "t"), decided(3, "t"))))
     ended = SharedDecision("1", 1.0, "t", b"ended")
-    await shared.share("front 0", "a", snapshot(idle, ended))
-    assert await shared.decisions("c", 9, "t") == [(3.0, b"3"), (2.0, b"2"), (1.0, b"ended")]
-    assert await shared.decisions("c", 2, None) == [(4.0, b"4"), (3.0, b"3")]
-    assert await shared.decisions("a", 9, None) == [(3.0, b"3"), (2.0, b"2")]
+    shared.apply(ShareSnapshot("front 0", "a", snapshot(idle, ended)))
+    assert shared.apply(ReadDecisions("c", 9, "t")) == [(3.0, b"3"), (2.0, b"2"), (1.0, b"ended")]
+    assert shared.apply(ReadDecisions("c", 2, None)) == [(4.0, b"4"), (3.0, b"3")]
+    assert shared.apply(ReadDecisions("a", 9, None)) == [(3.0, b"3"), (2.0, b"2")]
 
 
 async def test_number_of_shared_decisions_is_bounded() -> None:
     """The parent keeps as many decisions as one process does."""
     shared = SharedSnapshots()
-    await shared.share("front 0", "a", snapshot(metrics(), *map(decided, range(KEPT + 7))))
-    found = await shared.decisions("b", 2 * KEPT, None)
+    shared.apply(ShareSnapshot("front 0", "a", snapshot(metrics(), *map(decided, range(KEPT + 7)))))
+    found = shared.apply(ReadDecisions("b", 2 * KEPT, None))
     assert [at_s for at_s, _ in found] == [float(key) for key in reversed(range(7, KEPT + 7))]
 
 
@@ -180,7 +183,7 @@ class Process:
 async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -> None:
     """Metrics, activity, decisions and streams arrive at the other process as they were."""
     path = tmp_path / "stores"
-    stores = NodeStores(MemoryStore(), SharedResponses(1000, 60))
+    stores = SharedStores(MemoryStore(), SharedSnapshots())
     async with serving_stores(stores, path):
         one, other = Process(path, "front 0"), Process(path, "front 1")
         one.metrics.add(metric.GENERATION_TOKENS, 5)
@@ -224,7 +227,7 @@ async def test_counters_never_decrease_between_scrapes(tmp_path: Path, seed: int
     rng, path = random.Random(seed), tmp_path / "stores"
     names = [f"front {number}" for number in range(3)]
     shown = 0.0
-    async with serving_stores(NodeStores(MemoryStore(), SharedResponses(1000, 60)), path):
+    async with serving_stores(SharedStores(MemoryStore(), SharedSnapshots()), path):
         processes = [Process(path, name) for name in names]
         for _ in range(60):
             number = rng.randrange(3)

@@ -230,7 +230,7 @@ class ForwardedRequest:
                 # An upstream that refuses has computed nothing.
                 if isinstance(error, UpstreamBusy | UpstreamUnavailable):
                     entry.prompt_tokens = 0
-                await forwarder.admission.settle(entry)
+                forwarder.admission.settle(entry)
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""

@@ -21,6 +21,7 @@ from draftgate.gateway.http.replies.shapes import (
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
+from draftgate.gateway.state.commands import ReadUsage
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metric_snapshots import Row
@@ -131,7 +132,6 @@ async def _of_all_processes(siblings: Siblings) -> list[list[Row]]:
 async def _set_stored(node: Node) -> None:
     """Set the metrics of the stored responses. An outage of the store keeps the last values."""
     with suppress(StoreError):
-        usage = await node.responses.usage()
+        usage = await node.responses.call(ReadUsage())
         node.metrics.set(metric.STORED_RESPONSES, usage.values)
         node.metrics.set(metric.STORED_BYTES, usage.bytes)
-    node.metrics.set(metric.EVICTED_RESPONSES, node.responses.evicted)

@@ -13,6 +13,7 @@ from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.history import find_response, no_store
 from draftgate.gateway.http.replies.shapes import DeletedResponse, InputItemList
 from draftgate.gateway.http.requests.conversation import decode_stored
+from draftgate.gateway.state.commands import DeleteResponse
 from draftgate.gateway.state.store import StoreError
 
 PATH: Final = "/v1/responses/{response_id}"
@@ -53,7 +54,8 @@ async def delete_response(request: web.Request) -> web.Response:
     _check_offered(request)
     response_id = request.match_info["response_id"]
     try:
-        found = await request.app[NODE].responses.delete(request[ACCOUNT].name, response_id)
+        delete = DeleteResponse(request[ACCOUNT].name, response_id)
+        found = await request.app[NODE].responses.call(delete)
     except StoreError as error:
         raise no_store() from error
     if not found:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.store import RemoteStore, StoreError
 from draftgate.policies.resilience.breaker import Breaker, Patience
-
-T = TypeVar("T")
-Call = Callable[[], Coroutine[Any, Any, T]]
 
 DEADLINE_S: Final = 0.02
 """Deadline of a call.
@@ -36,6 +34,13 @@ QUOTA_DEADLINE_S: Final = 0.5
 It exceeds `DEADLINE_S`, because a wrong lease only delays sequences, but a wrong grant is not taken
 back. It is half of the time after which the client closes a connection. (Chosen, not tuned,
 2026-11-28.)"""
+
+RESPONSE_DEADLINE_S: Final = 0.5
+"""Deadline of a call for a stored response.
+
+A response of 2 kB is stored in 0.2 ms, of 1 MB in 7 ms, and of 8 MB in 58 ms. The slowest of 30
+calls took 190 ms. Only the client that stores or continues the response waits. (Redis 7.0 on the
+same busy machine, AMD EPYC, 2026-11-23.)"""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0)
 """The limits at which the breaker opens, and the pauses between its probes.
@@ -60,15 +65,18 @@ _STALL_S: Final = 0.005
 
 
 class GuardedCalls:
-    """A caller of a server, with a circuit breaker.
+    """A caller of a remote store, with a circuit breaker.
 
-    A background task probes the server during an outage.
+    A background task probes the store during an outage.
+
+    Attributes:
+        on_recovery: a callback after the store has recovered.
     """
 
     def __init__(
         self,
-        probe: Call[object],
-        on_recovery: Call[None],
+        remote: RemoteStore,
+        probe: Command[Any],
         *,
         purpose: str,
         clock: Callable[[], float],
@@ -80,8 +88,7 @@ class GuardedCalls:
         """Start with a closed breaker.
 
         Args:
-            probe: the call that tests whether the server has recovered.
-            on_recovery: a callback after the server has recovered.
+            probe: the command that tests whether the store has recovered.
             purpose: the purpose of the calls, for log lines.
             clock: a monotonic clock, in seconds.
             uniform: a function that draws from [0, 1), for jitter.
@@ -89,8 +96,9 @@ class GuardedCalls:
             deadline_s: deadline of a call, in seconds.
             takes_turns: whether calls beyond `MOST_CALLS` wait for their turn. Otherwise they fail.
         """
+        self.on_recovery: Callable[[], Awaitable[None]] = _do_nothing
+        self._remote = remote
         self._probe = probe
-        self._on_recovery = on_recovery
         self._clock = clock
         self._uniform = uniform
         self._first_pause_s = patience.first_pause_s
@@ -107,8 +115,8 @@ class GuardedCalls:
         """The reason why the breaker is open, or None while it is closed."""
         return self._breaker.reason
 
-    async def run(self, call: Call[T], when_late: Callable[[], None] = lambda: None) -> T:
-        """Return the result of a call.
+    async def run(self, command: Command[T], when_late: Callable[[], None] = lambda: None) -> T:
+        """Return the result of a command.
 
         Args:
             when_late: a callback for a call that succeeds after its deadline.
@@ -119,10 +127,10 @@ class GuardedCalls:
         if self.outage is not None:
             raise StoreError(self.outage)
         if self._takes_turns:
-            return await self._run(partial(self._in_turn, call, self._clock()), when_late)
+            return await self._run(self._in_turn(command, self._clock()), when_late)
         if len(self._calls) >= MOST_CALLS:
             raise StoreError(_TOO_MANY)
-        return await self._run(call, when_late)
+        return await self._run(self._remote.call(command), when_late)
 
     async def close(self) -> None:
         """Cancel all calls.
@@ -134,7 +142,7 @@ class GuardedCalls:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _in_turn(self, call: Call[T], begin_s: float) -> T:
+    async def _in_turn(self, command: Command[T], begin_s: float) -> T:
         """Make a call once fewer than `MOST_CALLS` others are in flight.
 
         Raises:
@@ -143,10 +151,10 @@ class GuardedCalls:
         async with self._turns:
             if self._clock() - begin_s > 2 * self._deadline_s:  # the wait may have been repeated
                 raise StoreError(_TOO_MANY)
-            return await call()
+            return await self._remote.call(command)
 
-    async def _run(self, call: Call[T], when_late: Callable[[], None]) -> T:
-        task = asyncio.create_task(call())
+    async def _run(self, call: Coroutine[Any, Any, T], when_late: Callable[[], None]) -> T:
+        task = asyncio.create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         end = None
@@ -181,7 +189,7 @@ class GuardedCalls:
         try:
             while self.outage is not None:
                 await self._probe_until_up()
-                await self._on_recovery()
+                await self.on_recovery()
         finally:
             self._recovering = None
 
@@ -195,9 +203,13 @@ class GuardedCalls:
             pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
             await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
             with suppress(StoreError):
-                await self._run(self._probe, lambda: None)
+                await self._run(self._remote.call(self._probe), lambda: None)
         after_s = round(self._clock() - since_s, 3)
         log(logging.INFO, "state store recovered", after_s=after_s, purpose=self._purpose)
+
+
+async def _do_nothing() -> None:
+    """Do nothing after a recovery, because the store holds nothing for this gateway."""
 
 
 def _on_late_result(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from typing import Final
+from typing import Any, Final
 
-from draftgate.gateway.state.guarded.calls import Call, GuardedCalls, T
-from draftgate.gateway.state.quota_store import QuotaStore
-from draftgate.gateway.state.store import FORGET_S, StoreError
+from draftgate.gateway.state import commands
+from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.guarded.calls import GuardedCalls
+from draftgate.gateway.state.guarded.outbox import Outbox
+from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.state.values import FORGET_S, Reservation
 from draftgate.policies.quotas import (
-    Levels,
     Limit,
     Quota,
     QuotaLedger,
@@ -32,7 +33,6 @@ from draftgate.policies.quotas import (
     Totals,
     release_of,
 )
-from draftgate.policies.resilience.breaker import Patience
 
 AT_ONCE: Final = 100
 """Reservations per call of renew or settle.
@@ -43,30 +43,27 @@ machine, AMD EPYC, 2026-11-23.)"""
 
 
 class GuardedQuotas:
-    """A `QuotaStore` that never raises `StoreError`."""
+    """Quotas whose commands never raise `StoreError`, except for `ReadLevels`.
 
-    def __init__(
-        self,
-        remote: QuotaStore,
-        *,
-        clock: Callable[[], float],
-        uniform: Callable[[], float],
-        patience: Patience,
-        deadline_s: float,
-    ) -> None:
-        """Wrap quotas, with the arguments of `GuardedCalls`."""
-        self._remote = remote
+    Attributes:
+        rules: the functions that execute the commands.
+    """
+
+    def __init__(self, calls: GuardedCalls, clock: Callable[[], float]) -> None:
+        """Wrap the quotas of a remote store.
+
+        Args:
+            clock: a monotonic clock, in seconds.
+        """
+        self._calls = calls
+        calls.on_recovery = self._restore
         self._clock = clock
-        self._calls = GuardedCalls(
-            self._probe,
-            self._restore,
-            clock=clock,
-            uniform=uniform,
-            patience=patience,
-            deadline_s=deadline_s,
-            purpose="quotas",
-            takes_turns=True,
-        )
+        self.rules: dict[commands.CommandType, Callable[[Any], Awaitable[Any]]] = {
+            commands.ReserveQuota: self._reserve,
+            commands.RenewQuotas: self._renew,
+            commands.ReadTotals: self._totals,
+            commands.ReadLevels: calls.run,
+        }
         self._mirror = QuotaLedger()
         self._gateways = 1
         self._ttl_s = FORGET_S
@@ -76,36 +73,28 @@ class GuardedQuotas:
         self._used_alone = QuotaLedger()
         self._quotas: dict[str, Quota] = {}
         self._debts: dict[str, QuotaReservation] = {}
-        # Settlements to send, until their reservations have expired.
-        self._pending: dict[str, tuple[Settlement, float]] = {}
-        self._sending: asyncio.Task[None] | None = None
-        # A renewal would restore a reservation that is settled at the same time.
-        self._writing = asyncio.Lock()
+        self._pending = Outbox(calls, commands.SettleQuotas, AT_ONCE, clock)
 
     @property
     def outage(self) -> str | None:
         """The reason why this gateway decides alone, or None while the remote store decides."""
         return self._calls.outage
 
-    async def reserve(self, reservation: QuotaReservation, ttl_s: float) -> Shortage | None:
-        """Reserve what a request may use, as `QuotaStore.reserve` describes."""
-        call = partial(self._remote.reserve, reservation, ttl_s)
+    async def _reserve(self, command: commands.ReserveQuota) -> Shortage | None:
         try:
-            return await self.reserve_by(reservation, call, lambda shortage: shortage)
+            return await self.reserve_by(command, command.reservation)
         except StoreError:
-            return self.reserve_alone(reservation)
+            return self.reserve_alone(command.reservation)
 
     async def reserve_by(
         self,
+        command: Command[T],
         reservation: QuotaReservation,
-        call: Call[T],
-        shortage_of: Callable[[T], Shortage | None],
         when_late: Callable[[], None] = lambda: None,
     ) -> T:
-        """Return the result of a call that reserves what a request may use, among other things.
+        """Return the result of a command that reserves what a request may use.
 
         Args:
-            shortage_of: returns the shortage in the result.
             when_late: a callback for a call that succeeds after its deadline.
 
         Raises:
@@ -118,11 +107,12 @@ class GuardedQuotas:
             when_late()
 
         try:
-            found = await self._calls.run(call, on_late)
+            found = await self._calls.run(command, on_late)
         except asyncio.CancelledError:
             self._schedule(release_of(reservation.request_id))
             raise
-        if shortage_of(found) is None:
+        shortage = found.shortage if isinstance(found, Reservation) else found
+        if shortage is None:
             self._mirror.restore(reservation, now_s)
         return found
 
@@ -136,25 +126,25 @@ class GuardedQuotas:
             self._alone[reservation.request_id] = reservation
         return shortage
 
-    async def renew(self, reservations: Collection[QuotaReservation], ttl_s: float) -> int:
-        """Extend reservations, as `QuotaStore.renew` describes."""
-        self._ttl_s = ttl_s
-        async with self._writing:
-            open_ = [one for one in reservations if self._is_open(one)]
+    async def _renew(self, command: commands.RenewQuotas) -> int:
+        self._ttl_s = command.ttl_s
+        # A renewal would restore a reservation that is settled at the same time.
+        async with self._pending.writing:
+            open_ = [one for one in command.reservations if self._is_open(one)]
             if self._calls.outage is None:
                 self._take_debts()
             with suppress(StoreError):
                 await self._renew_remotely([*open_, *self._debts.values()])
-        self.start_sending()
+        self._pending.start()
         return self._gateways
 
-    async def settle(self, settlements: Collection[Settlement]) -> None:
-        """End reservations, as `QuotaStore.settle` describes.
+    def settle(self, command: commands.SettleQuotas) -> None:
+        """End reservations.
 
         A background task sends settlements in batches, and repeats them after a failure.
         """
         now_s = self._clock()
-        for used in settlements:
+        for used in command.settlements:
             reservation = self._mirror.settle(used, now_s)
             if reservation is None:
                 continue
@@ -165,41 +155,22 @@ class GuardedQuotas:
                 self._owe(alone, used)
                 self._schedule(release_of(used.request_id))  # a lost response may have granted it
 
-    async def totals(self, tenant: str) -> Totals:
+    async def _totals(self, command: commands.ReadTotals) -> Totals:
         """Return the totals of this gateway's requests, with reservations that it restored."""
-        return self._mirror.totals(tenant)
-
-    async def levels(self, tenant: str) -> Levels:
-        """Return what a tenant uses now, as `QuotaStore.levels` describes.
-
-        Raises:
-            StoreError: the remote store did not respond.
-        """
-        return await self._calls.run(partial(self._remote.levels, tenant))
-
-    def start_sending(self) -> None:
-        """Send the pending settlements in the background, if the remote store responds."""
-        if self._pending and self._sending is None and self._calls.outage is None:
-            self._sending = asyncio.create_task(self._send())
+        return self._mirror.totals(command.tenant)
 
     async def close(self) -> None:
         """Send the pending settlements, if the remote store responds."""
-        self.start_sending()
-        if self._sending is not None:
-            await self._sending
+        await self._pending.close()
         await self._calls.close()
-
-    async def _probe(self) -> None:
-        """Call the remote store with a request that needs a writable server."""
-        await self._remote.renew((), self._ttl_s)
 
     async def _restore(self) -> None:
         """Charge the remote store with what this gateway granted alone, and settle the rest."""
         with suppress(StoreError):  # the next renewal tries again
-            async with self._writing:
+            async with self._pending.writing:
                 self._take_debts()
                 await self._renew_remotely([*self._alone.values(), *self._debts.values()])
-        self.start_sending()
+        self._pending.start()
 
     def _is_open(self, reservation: QuotaReservation) -> bool:
         return self._mirror.holds(reservation.request_id)
@@ -232,10 +203,9 @@ class GuardedQuotas:
             StoreError: some reservations were not renewed.
         """
         for begin in range(0, max(1, len(reservations)), AT_ONCE):
-            some = reservations[begin : begin + AT_ONCE]
+            some = tuple(reservations[begin : begin + AT_ONCE])
             known = partial(self._on_known, some)
-            call = partial(self._remote.renew, some, self._ttl_s)
-            self._gateways = await self._calls.run(call, known)
+            self._gateways = await self._calls.run(commands.RenewQuotas(some, self._ttl_s), known)
             known()
 
     def _on_known(self, reservations: Sequence[QuotaReservation]) -> None:
@@ -255,33 +225,9 @@ class GuardedQuotas:
         A pending settlement is sent again, because the store may have ignored it before.
         """
         if not self._is_open(reservation):
-            used, _ = self._pending.get(
-                reservation.request_id, (release_of(reservation.request_id), 0.0)
-            )
+            request_id = reservation.request_id
+            used = self._pending.get(request_id, release_of(request_id))
             self._schedule(used)
 
     def _schedule(self, used: Settlement) -> None:
-        now_s = self._clock()
-        self._pending.pop(used.request_id, None)  # insert again, to keep the order by time
-        self._pending[used.request_id] = used, now_s + self._ttl_s
-        while next(iter(self._pending.values()))[1] <= now_s:
-            del self._pending[next(iter(self._pending))]  # the reservation has expired
-        self.start_sending()
-
-    async def _send(self) -> None:
-        """Send all pending settlements in batches, until a call fails."""
-        try:
-            while self._pending:
-                async with self._writing:
-                    await self._calls.run(self._send_batch)
-        except StoreError:
-            return
-        finally:
-            self._sending = None
-
-    async def _send_batch(self) -> None:
-        batch = dict(islice(self._pending.items(), AT_ONCE))
-        await self._remote.settle([used for used, _ in batch.values()])
-        for request_id, sent in batch.items():
-            if self._pending.get(request_id) is sent:
-                del self._pending[request_id]
+        self._pending.put(used.request_id, used, self._ttl_s)

@@ -8,44 +8,42 @@ gateway renews its leases in the remote store after an outage, and releases ende
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Final
+from typing import Any, Final
 
-from draftgate.gateway.state.exchange import News, Update
+from draftgate.gateway.state import commands
+from draftgate.gateway.state.commands import Command, T
 from draftgate.gateway.state.guarded.calls import (
     DEADLINE_S,
     PATIENCE,
     QUOTA_DEADLINE_S,
+    RESPONSE_DEADLINE_S,
     GuardedCalls,
 )
 from draftgate.gateway.state.guarded.flows import GuardedFlows
+from draftgate.gateway.state.guarded.outbox import Outbox
 from draftgate.gateway.state.guarded.quotas import GuardedQuotas
 from draftgate.gateway.state.local.store import SCHEME, LocalStore, socket_path
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import (
+from draftgate.gateway.state.memory.responses import MemoryResponses
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.store import Handlers, RemoteStore, Store, StoreError, fallback
+from draftgate.gateway.state.values import (
     FORGET_S,
     STALE_S,
     Lease,
-    LeaseCandidate,
     Refusal,
     Reservation,
     Snapshot,
-    Store,
-    StoreError,
-    WorkerReport,
     WorkerView,
 )
-from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.resilience.breaker import Patience
+from draftgate.policies.values import replace
 
 AT_ONCE: Final = 200
 """Leases per call of renew or release.
@@ -59,17 +57,53 @@ _FORGETFUL: Final = frozenset({Refusal.UNKNOWN, Refusal.STALE})
 Workers report again within a heartbeat, and the mirror has more data until then."""
 
 
-class GuardedStore:
-    """A `Store` that never raises `StoreError`.
+class BoundedStore:
+    """A store with deadlines and a circuit breaker around a remote store.
+
+    Commands to which the remote store does not respond have the result `Command.fallback`, or raise
+    StoreError.
+    """
+
+    memory = None
+
+    def __init__(self, remote: RemoteStore, calls: GuardedCalls) -> None:
+        """Wrap a store, which is closed together with this store."""
+        self._remote = remote
+        self._calls = calls
+
+    @property
+    def outage(self) -> str | None:
+        """The reason why the remote store is not used, or None while it works."""
+        return self._calls.outage
+
+    async def warm_up(self) -> None:
+        """Connect to the remote store, as `Store.warm_up` describes, unless it is unavailable."""
+        with suppress(StoreError):
+            await self._remote.warm_up()
+
+    async def call(self, command: Command[T]) -> T:
+        """Return the result of a command, as `Store.call` describes."""
+        try:
+            return await self._calls.run(command)
+        except StoreError as error:
+            return fallback(command, error)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._calls.close()
+        await self._remote.close()
+
+
+class GuardedStore(BoundedStore):
+    """A `Store` that raises `StoreError` only for `ReadLevels`.
 
     Attributes:
-        quotas: the quotas of tenants.
-        flows: the flows of tenants.
+        quotas: decides about quotas.
     """
 
     def __init__(
         self,
-        remote: Store,
+        remote: RemoteStore,
         *,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
@@ -86,172 +120,141 @@ class GuardedStore:
             deadline_s: deadline of a call, in seconds.
             quota_deadline_s: deadline of a call that reserves, renews or settles quotas.
         """
-        self._remote = remote
-        self._clock = clock
+        calls = partial(GuardedCalls, remote, clock=clock, uniform=uniform, patience=patience)
+        # The probes need a writable server.
+        super().__init__(
+            remote,
+            calls(commands.RenewLeases((), FORGET_S), purpose="leases", deadline_s=deadline_s),
+        )
+        self._calls.on_recovery = self._restore_leases
+        self.quotas = GuardedQuotas(
+            calls(
+                commands.RenewQuotas((), FORGET_S),
+                purpose="quotas",
+                deadline_s=max(deadline_s, quota_deadline_s),
+                takes_turns=True,
+            ),
+            clock,
+        )
         self._mirror = MemoryStore(clock, stale_s=math.inf)
         self._ttl_s = FORGET_S
-        self._pending: dict[str, float] = {}
-        self._sending: asyncio.Task[None] | None = None
-        self._calls = GuardedCalls(
-            self._probe,
-            self._restore_leases,
-            purpose="leases",
-            clock=clock,
-            uniform=uniform,
-            patience=patience,
-            deadline_s=deadline_s,
-        )
-        self.quotas = GuardedQuotas(
-            remote.quotas,
-            clock=clock,
-            uniform=uniform,
-            patience=patience,
-            deadline_s=max(deadline_s, quota_deadline_s),
-        )
-        self.flows = GuardedFlows(remote.flows, self._calls, clock)
+        self._pending = Outbox(self._calls, commands.ReleaseLeases, AT_ONCE, clock)
+        self._posted: Handlers = {
+            commands.ReleaseLeases: self._release,
+            commands.SettleQuotas: self.quotas.settle,
+        }
+        self._rules: dict[commands.CommandType, Callable[[Any], Awaitable[Any]]] = {
+            commands.PublishReport: self._publish,
+            commands.WithdrawWorker: self._withdraw,
+            commands.ListWorkers: self._list_workers,
+            commands.ReserveLease: self._reserve,
+            commands.ClaimWorker: self._claim,
+            commands.RenewLeases: self._renew,
+            **self.quotas.rules,
+            **GuardedFlows(self._calls, clock).rules,
+        }
 
-    @property
-    def outage(self) -> str | None:
-        """The reason why the remote store is not used, or None while it works."""
-        return self._calls.outage
+    async def call(self, command: Command[T]) -> T:
+        """Return the result of a command, as `Store.call` describes."""
+        result: T
+        if (posted := self._posted.get(type(command))) is not None:
+            result = posted(command)
+        elif (rule := self._rules.get(type(command))) is not None:
+            result = await rule(command)
+        else:
+            result = await super().call(command)
+        return result
 
-    async def warm_up(self) -> None:
-        """Connect to the remote store, as `Store.warm_up` describes, unless it is unavailable."""
-        with suppress(StoreError):
-            await self._remote.warm_up()
-
-    async def publish(self, report: WorkerReport) -> bool:
-        """Replace a worker's report, as `Store.publish` describes."""
-        # A worker that the mirror knows is listed at once, so the remote store must know it first.
-        try:
-            counts = await self._calls.run(partial(self._remote.publish, report))
-        except StoreError:
-            return await self._mirror.publish(report)
-        await self._mirror.publish(report)
-        return counts
-
-    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """Remove a worker from the pool, as `Store.withdraw` describes."""
-        await self._mirror.withdraw(worker_id, epoch, seq)
-        try:
-            await self._calls.run(partial(self._remote.withdraw, worker_id, epoch, seq))
-        except StoreError:
-            return
-
-    async def snapshot(self) -> Snapshot:
-        """Return the live workers, as `Store.snapshot` describes.
-
-        Workers that the remote store has lost remain listed for `STALE_S`.
-        """
-        try:
-            found = await self._calls.run(self._remote.snapshot)
-        except StoreError:
-            return replace(await self._mirror.snapshot(), degraded=True)
-        for view in found.workers:
-            self._mirror.add_report(view.report, view.age_s)
-        self._mirror.gateways = found.gateways
-        missing = await self._missing_from(found)
-        workers = sorted((*found.workers, *missing), key=lambda view: view.worker_id)
-        return replace(found, workers=tuple(workers))
-
-    async def reserve(
-        self,
-        request_id: str,
-        tokens: int,
-        offers: Sequence[LeaseCandidate],
-        ttl_s: float,
-        quota: QuotaReservation | None = None,
-    ) -> Reservation:
-        """Lease tokens of an offered worker, as `Store.reserve` describes."""
-        self._pending.pop(request_id, None)
-        self._mirror.end_lease(request_id)
-        call = partial(self._remote.reserve, request_id, tokens, offers, ttl_s, quota)
-        when_late = partial(self._schedule_release, (request_id,))
-        try:
-            if quota is None:
-                found = await self._calls.run(call, when_late)
-            else:
-                found = await self.quotas.reserve_by(quota, call, _shortage_in, when_late)
-        except StoreError:
-            found = None
-            shortage = None if quota is None else self.quotas.reserve_alone(quota)
-            if shortage is not None:
-                return Reservation(None, degraded=True, shortage=shortage)
-        if found is None or found.refusal in _FORGETFUL:
-            local = await self._mirror.reserve(request_id, tokens, offers, ttl_s)
-            return replace(local, degraded=True)
-        if found.lease is not None:
-            await self._mirror.renew((found.lease,), ttl_s)
-        return found
-
-    async def claim(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
-    ) -> Lease | None:
-        """Claim the next room of an offered worker, as `Store.claim` describes."""
-        self._pending.pop(request_id, None)
-        call = partial(self._remote.claim, request_id, tokens, offers, ttl_s)
-        try:
-            found = await self._calls.run(call, partial(self._schedule_release, (request_id,)))
-        except StoreError:
-            found = None
-        # The mirror decides alone if the remote store is unavailable or does not know the workers.
-        chosen = [one for one in offers if found is None or one.worker_id == found.worker_id]
-        local = await self._mirror.claim(request_id, tokens, chosen, ttl_s)
-        return local if found is None else found
-
-    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """Extend leases, as `Store.renew` describes."""
-        self._ttl_s = ttl_s
-        await self._mirror.renew(leases, ttl_s)
-        try:
-            fenced = await self._renew_remotely(tuple(leases))
-        except StoreError:
-            return frozenset()
-        await self._mirror.release(fenced)
-        return fenced
-
-    async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases and claims of requests, as `Store.release` describes.
-
-        A background task sends releases in batches, and repeats them after a failure.
-        """
-        await self._mirror.release(request_ids)
-        self._schedule_release(request_ids)
-
-    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
-        """Take the move slots of workers, as `Store.begin_move` describes.
-
-        Slots that a call takes after its deadline end after `ttl_s`.
-        """
-        call = partial(self._remote.begin_move, move_id, worker_ids, ttl_s)
-        try:
-            return await self._calls.run(call)
-        except StoreError:
-            return False
-
-    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
-        """Free the move slots of workers, as `Store.end_move` describes."""
-        with suppress(StoreError):
-            await self._calls.run(partial(self._remote.end_move, move_id, worker_ids))
-
-    async def exchange(self, update: Update) -> News | None:
-        """Tell the other gateways, as `Store.exchange` describes."""
-        try:
-            return await self._calls.run(partial(self._remote.exchange, update))
-        except StoreError:
-            return None
+    def post(self, command: Command[None]) -> None:
+        """Execute a command in the background, as `Store.post` describes."""
+        self._posted[type(command)](command)
 
     async def close(self) -> None:
         """Close all connections.
 
         Pending releases are sent first, if the remote store responds.
         """
-        self._start_releases()
-        if self._sending is not None:
-            await self._sending
+        await self._pending.close()
         await self.quotas.close()
-        await self._calls.close()
-        await self._remote.close()
+        await super().close()
+
+    async def _publish(self, command: commands.PublishReport) -> bool:
+        # A worker that the mirror knows is listed at once, so the remote store must know it first.
+        try:
+            counts = await self._calls.run(command)
+        except StoreError:
+            return self._mirror.publish(command)
+        self._mirror.publish(command)
+        return counts
+
+    async def _withdraw(self, command: commands.WithdrawWorker) -> None:
+        self._mirror.withdraw(command)
+        await super().call(command)
+
+    async def _list_workers(self, command: commands.ListWorkers) -> Snapshot:
+        """Return the live workers. Those that the remote store has lost remain for `STALE_S`."""
+        try:
+            found = await self._calls.run(command)
+        except StoreError:
+            return replace(self._mirror.list_workers(command), degraded=True)
+        for view in found.workers:
+            self._mirror.add_report(view.report, view.age_s)
+        self._mirror.gateways = found.gateways
+        missing = self._missing_from(found)
+        workers = sorted((*found.workers, *missing), key=lambda view: view.worker_id)
+        return replace(found, workers=tuple(workers))
+
+    async def _reserve(self, command: commands.ReserveLease) -> Reservation:
+        request_id, quota = command.request_id, command.quota
+        self._pending.drop(request_id)
+        self._mirror.end_lease(request_id)
+        when_late = partial(self._schedule_release, (request_id,))
+        found = None
+        try:
+            if quota is None:
+                found = await self._calls.run(command, when_late)
+            else:
+                found = await self.quotas.reserve_by(command, quota, when_late)
+        except StoreError:
+            shortage = None if quota is None else self.quotas.reserve_alone(quota)
+            if shortage is not None:
+                return Reservation(None, degraded=True, shortage=shortage)
+        if found is None or found.refusal in _FORGETFUL:
+            local = self._mirror.reserve(replace(command, quota=None))
+            return replace(local, degraded=True)
+        if found.lease is not None:
+            self._mirror.renew(commands.RenewLeases((found.lease,), command.ttl_s))
+        return found
+
+    async def _claim(self, command: commands.ClaimWorker) -> Lease | None:
+        request_id, offers = command.request_id, command.offers
+        self._pending.drop(request_id)
+        found = None
+        with suppress(StoreError):
+            found = await self._calls.run(command, partial(self._schedule_release, (request_id,)))
+        # The mirror decides alone if the remote store is unavailable or does not know the workers.
+        if found is not None:
+            offers = tuple([one for one in offers if one.worker_id == found.worker_id])
+        local = self._mirror.claim(replace(command, offers=offers))
+        return local if found is None else found
+
+    async def _renew(self, command: commands.RenewLeases) -> frozenset[str]:
+        self._ttl_s = command.ttl_s
+        self._mirror.renew(command)
+        try:
+            fenced = await self._renew_remotely(command.leases)
+        except StoreError:
+            return frozenset()
+        self._mirror.release(commands.ReleaseLeases(tuple(fenced)))
+        return fenced
+
+    def _release(self, command: commands.ReleaseLeases) -> None:
+        """End the leases and claims of requests.
+
+        A background task sends releases in batches, and repeats them after a failure.
+        """
+        self._mirror.release(command)
+        self._schedule_release(command.request_ids)
 
     async def _renew_remotely(self, leases: Sequence[Lease]) -> frozenset[str]:
         """Renew leases in the remote store, in calls that are short enough for the deadline.
@@ -261,67 +264,34 @@ class GuardedStore:
         """
         fenced = set[str]()
         for begin in range(0, max(1, len(leases)), AT_ONCE):
-            some = leases[begin : begin + AT_ONCE]
+            some = tuple(leases[begin : begin + AT_ONCE])
             held = partial(self._schedule_release, [lease.request_id for lease in some])
-            fenced |= await self._calls.run(partial(self._remote.renew, some, self._ttl_s), held)
+            ended = await self._calls.run(commands.RenewLeases(some, self._ttl_s), held)
+            fenced |= ended
             held()
         return frozenset(fenced)
 
-    async def _missing_from(self, found: Snapshot) -> list[WorkerView]:
+    def _missing_from(self, found: Snapshot) -> list[WorkerView]:
         """Return workers that have reported recently but are missing from a snapshot."""
         present = {view.worker_id for view in found.workers}
-        mirrored = await self._mirror.snapshot()
         return [
             view
-            for view in mirrored.workers
+            for view in self._mirror.list_workers(commands.ListWorkers()).workers
             if view.worker_id not in present and view.age_s < STALE_S
         ]
 
     def _schedule_release(self, request_ids: Collection[str]) -> None:
         """Schedule the release of requests that hold no lease or claim in the mirror."""
-        now_s = self._clock()
         for request_id in request_ids:
             if not self._mirror.holds(request_id):
-                self._pending.pop(request_id, None)  # insert again, to keep the order by time
-                self._pending[request_id] = now_s + self._ttl_s
-        while self._pending and next(iter(self._pending.values())) <= now_s:
-            del self._pending[next(iter(self._pending))]  # the lease has expired
-        self._start_releases()
-
-    def _start_releases(self) -> None:
-        if self._pending and self._sending is None and self.outage is None:
-            self._sending = asyncio.create_task(self._send_releases())
-
-    async def _send_releases(self) -> None:
-        """Release all pending requests in batches, until a call fails."""
-        try:
-            while self._pending:
-                await self._calls.run(self._release_batch)
-        except StoreError:
-            return
-        finally:
-            self._sending = None
-
-    async def _release_batch(self) -> None:
-        batch = dict(islice(self._pending.items(), AT_ONCE))
-        await self._remote.release(tuple(batch))
-        for request_id, until_s in batch.items():
-            if self._pending.get(request_id) == until_s:
-                del self._pending[request_id]
-
-    async def _probe(self) -> None:
-        """Call the remote store with a request that needs a writable server."""
-        await self._remote.renew((), self._ttl_s)
+                self._pending.put(request_id, request_id, self._ttl_s)
+        self._pending.start()
 
     async def _restore_leases(self) -> None:
         """Update the remote store with the leases of this gateway."""
-        self._start_releases()
+        self._pending.start()
         with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
-
-
-def _shortage_in(found: Reservation) -> Shortage | None:
-    return found.shortage
 
 
 def open_store(join: str | None, pool: str) -> Store:
@@ -342,3 +312,47 @@ def open_store(join: str | None, pool: str) -> Store:
     from draftgate.gateway.state.redis.store import RedisStore
 
     return GuardedStore(RedisStore.at(join, pool, f"g-{secrets.token_hex(4)}"))
+
+
+def open_response_store(
+    join: str | None, pool: str, capacity_bytes: int, ttl_s: float
+) -> RemoteStore:
+    """Return the store of a node's responses, which is not connected yet.
+
+    Args:
+        join, pool: as for `open_store`.
+        capacity_bytes: the bytes of all values together.
+        ttl_s: seconds after which a value ends.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    if join is None:
+        return MemoryResponses(capacity_bytes, ttl_s)
+    if join.startswith(SCHEME):
+        return guarded_responses(LocalStore(socket_path(join)))
+    from draftgate.gateway.state.redis.store import RedisStore
+
+    return guarded_responses(RedisStore.of_responses(join, pool, capacity_bytes, ttl_s))
+
+
+def guarded_responses(
+    remote: RemoteStore,
+    clock: Callable[[], float] = time.monotonic,
+    uniform: Callable[[], float] = random.random,
+) -> BoundedStore:
+    """Return a store of responses that wraps a remote store and always responds in time.
+
+    Args:
+        clock: a monotonic clock, in seconds.
+        uniform: a function that draws from [0, 1), for jitter.
+    """
+    calls = GuardedCalls(
+        remote,
+        commands.GetResponse("", ""),
+        purpose="responses",
+        clock=clock,
+        uniform=uniform,
+        deadline_s=RESPONSE_DEADLINE_S,
+    )
+    return BoundedStore(remote, calls)

@@ -1,92 +1,66 @@
-"""The server of shared memory stores."""
+"""The server of stores in memory, which the processes of a node share."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, ClassVar, Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 
-from draftgate.backends.framing import Frames
+from draftgate.backends.framing import Frames, framed
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.flow_store import MemoryFlows
-from draftgate.gateway.state.local.messages import (
-    METHODS,
-    MOST_BYTES,
-    NOTICE,
-    Call,
-    Method,
-    encoded,
-)
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.quota_store import MemoryQuotas
-from draftgate.gateway.state.response_store import MemoryResponseStore
+from draftgate.gateway.state.commands import Command, ListWorkers, RenewLeases, RenewQuotas
+from draftgate.gateway.state.local.store import MOST_BYTES, NOTICE
+from draftgate.gateway.state.store import Handlers, InMemory
+from draftgate.policies.values import replace
 
-_call_decoder: Final = msgspec.msgpack.Decoder(Call)
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
-class SharedResponses(MemoryResponseStore):
-    """A store of responses that tells each client what its calls displaced."""
-
-    async def put_counted(self, tenant: str, response_id: str, value: bytes) -> tuple[bool, int]:
-        """Store a value, and return whether it has a place and how many others it displaced."""
-        before = self.evicted
-        return await self.put(tenant, response_id, value), self.evicted - before
-
-
-@dataclass(slots=True)
 class SharedStores:
-    """The stores that processes share. Their calls never suspend.
+    """Stores in memory that other processes share.
 
     Attributes:
-        methods: the methods that clients may call. A subclass adds those of its attributes.
+        decoder: decodes a call, which is a number and a command.
     """
 
-    methods: ClassVar[Mapping[str, Method]] = METHODS
-
-    leases: MemoryStore
-    responses: SharedResponses
-    _gateways: set[_Connection] = field(default_factory=set)
-
-    @property
-    def quotas(self) -> MemoryQuotas:
-        """The quotas of tenants."""
-        return self.leases.quotas
-
-    @property
-    def flows(self) -> MemoryFlows:
-        """The flows of tenants."""
-        return self.leases.flows
+    def __init__(self, *stores: InMemory) -> None:
+        """Share the commands of stores."""
+        handlers: Handlers = reduce(or_, [store.handlers for store in stores])
+        # The store has the leases of all gateways, so it does not divide capacity among them.
+        self._handlers: Handlers = {
+            **handlers,
+            ListWorkers: lambda command: replace(
+                handlers[ListWorkers](command), gateways=self.gateways, nodes=self.gateways
+            ),
+            RenewQuotas: lambda command: handlers[RenewQuotas](command) and self.gateways,
+        }
+        self._gateways: set[_Connection] = set()
+        kinds: Any = reduce(or_, self._handlers)
+        self.decoder = msgspec.msgpack.Decoder(tuple[int, kinds])
 
     @property
     def gateways(self) -> int:
         """Number of gateways that share the stores, but at least 1."""
         return max(1, len(self._gateways))
 
-    def reply(self, call: Call, caller: _Connection) -> bytes:
+    def reply(self, number: int, command: Command[Any], caller: _Connection) -> bytes:
         """Return the framed reply to a call, or nothing for a notice."""
-        if call.method == "leases.renew":  # only gateways renew leases
+        if isinstance(command, RenewLeases):  # only gateways renew leases
             self._gateways.add(caller)
         try:
-            store, _, name = call.method.partition(".")
-            arguments = self.methods[call.method].arguments.decode(call.arguments)
-            result = _finished(getattr(getattr(self, store), name)(*arguments))
-            # The store has the leases of all gateways, so it does not divide capacity among them.
-            if call.method == "leases.snapshot":
-                result = replace(result, gateways=self.gateways, nodes=self.gateways)
-            elif call.method == "quotas.renew":
-                result = self.gateways
+            answer = number, self._handlers[type(command)](command), ""
         except Exception as error:  # noqa: BLE001 - the client gets every error of its call
-            if call.number == NOTICE:
+            if number == NOTICE:
                 log(logging.ERROR, "a notice to the shared stores failed", error=error)
-                return b""
-            return encoded(call.number, None, f"{type(error).__name__}: {error}")
-        return b"" if call.number == NOTICE else encoded(call.number, result)
+            answer = number, None, f"{type(error).__name__}: {error}"
+        return b"" if number == NOTICE else framed(_encode(answer))
 
     def left(self, caller: _Connection) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
@@ -115,24 +89,14 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Reply to the calls that are complete."""
         try:
-            calls = [_call_decoder.decode(message) for message in self._frames.add(data)]
+            calls = [self._stores.decoder.decode(message) for message in self._frames.add(data)]
         except msgspec.DecodeError as error:  # the stream has lost its frames
             log(logging.ERROR, "a client of the shared stores sent no call", error=error)
             self.transport.close()
             return
-        replies = b"".join(self._stores.reply(call, self) for call in calls)
+        replies = b"".join([self._stores.reply(number, command, self) for number, command in calls])
         if replies:
             self.transport.write(replies)
-
-
-def _finished(call: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a call that never suspends."""
-    try:
-        call.send(None)
-    except StopIteration as end:
-        return end.value
-    call.close()
-    raise RuntimeError("the store suspended a call")
 
 
 @asynccontextmanager

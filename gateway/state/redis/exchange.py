@@ -10,7 +10,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from draftgate.gateway.state.exchange import HISTORY_S, MOST_NEWS, SOURCE_S, News, Update
+from draftgate.gateway.state.commands import ExchangeNews
+from draftgate.gateway.state.memory.exchange import HISTORY_S, MOST_NEWS, SOURCE_S
+from draftgate.gateway.state.values import News
 from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import (
     FORGETTING,
@@ -38,9 +40,14 @@ _FIELDS: Final = msgspec.json.Decoder(_BookingFields)
 _BOOKING_VALUES: Final = 5
 
 
-def update_arguments(update: Update) -> list[object]:
-    """Return the arguments of an update."""
-    args: list[object] = [update.source, update.number, update.start, update.cursor]
+def exchange_arguments(update: ExchangeNews) -> list[bytes | str | int | float]:
+    """Return the arguments of an exchange."""
+    args: list[bytes | str | int | float] = [
+        update.source,
+        update.number,
+        update.start,
+        update.cursor,
+    ]
     args += (_us(SOURCE_S), _us(HISTORY_S), MOST_KEYS, MOST_NEWS, FORGETTING)
     args += (len(update.history), len(update.restored))
     for key, tally in (*update.history, *update.restored):

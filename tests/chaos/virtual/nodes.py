@@ -39,8 +39,8 @@ from draftgate.gateway.http.peers import session as peer_session
 from draftgate.gateway.http.peers.session import PeerSession
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.guarded.store import GuardedStore
-from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.state.store import WorkerReport, new_epoch
+from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.state.values import WorkerReport, new_epoch
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 from tests.chaos.virtual.wire import Wire

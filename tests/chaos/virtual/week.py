@@ -22,7 +22,8 @@ from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.state.store import FORGET_S
+from draftgate.gateway.state.commands import ListWorkers
+from draftgate.gateway.state.values import FORGET_S
 from draftgate.lab.sim.virtual_time import run_virtual
 from tests.chaos.usage import open_files, resident_mb
 from tests.chaos.virtual.nodes import (
@@ -345,7 +346,7 @@ class _Run:
         """Record what remains of any request, and workers that are not in use."""
         nodes: list[VirtualNode] = [*self._nodes.values(), *self._gateways.values()]
         found = [f"{node.name} is busy" for node in nodes if not node.is_idle]
-        snapshot = await self._memory.inner.snapshot()
+        snapshot = await self._memory.inner.call(ListWorkers())
         found += [
             f"{view.report.worker_id} has leases or claims"
             for view in snapshot.workers

@@ -1,5 +1,5 @@
 -- Helpers of the scripts for flows. The client puts them in front of each script, after pool.lua. The
--- memory store in gateway/state/flow_store.py defines what the scripts do.
+-- memory store in gateway/state/memory/flows.py defines what the scripts do.
 
 -- Maximum flows that one call ends because of their age, to bound the time of the call.
 local MOST_ENDED = 100

@@ -1,5 +1,5 @@
 -- Helpers of the scripts for stored responses. The client puts them in front of each script, after
--- the clock (gateway/state/redis/scripts.py). The memory store in gateway/state/response_store.py
+-- the clock (gateway/state/redis/scripts.py). The memory store in gateway/state/memory/responses.py
 -- defines what the scripts do.
 --
 -- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Times are microseconds.

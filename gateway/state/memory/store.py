@@ -1,29 +1,31 @@
-"""A store in dictionaries, for a node without a pool, whose calls never suspend."""
+"""The state of a node without a pool, or of the processes of a node."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from draftgate.gateway.state.exchange import MemoryExchange, News, Update
-from draftgate.gateway.state.flow_store import MemoryFlows
-from draftgate.gateway.state.lease_table import LeaseTable
-from draftgate.gateway.state.quota_store import MemoryQuotas
-from draftgate.gateway.state.store import (
+from draftgate.gateway.state import commands
+from draftgate.gateway.state.memory.exchange import MemoryExchange
+from draftgate.gateway.state.memory.flows import MemoryFlows
+from draftgate.gateway.state.memory.lease_table import LeaseTable
+from draftgate.gateway.state.memory.quotas import MemoryQuotas
+from draftgate.gateway.state.store import InMemory
+from draftgate.gateway.state.values import (
     FORGET_S,
     STALE_S,
     Lease,
     LeaseCandidate,
+    News,
     Refusal,
     Reservation,
     Snapshot,
     WorkerReport,
     WorkerView,
 )
-from draftgate.policies.quotas import QuotaReservation
 
 _NUMBER_OF: Final = attrgetter("number")
 
@@ -47,7 +49,7 @@ class _Worker:
     heard_s: float = 0.0
 
 
-class MemoryStore:
+class MemoryStore(InMemory):
     """A `Store` in this process, which is the reference for every other implementation.
 
     Attributes:
@@ -55,8 +57,6 @@ class MemoryStore:
         quotas: the quotas of tenants.
         flows: the flows of tenants.
     """
-
-    outage = None
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, stale_s: float = STALE_S
@@ -78,16 +78,27 @@ class MemoryStore:
         self._expired_claims = 0
         self._moves: dict[str, tuple[str, float]] = {}  # move and end of its slot, by worker
         self._exchange = MemoryExchange(clock)
+        self.handlers = {
+            commands.PublishReport: self.publish,
+            commands.WithdrawWorker: self.withdraw,
+            commands.ListWorkers: self.list_workers,
+            commands.ReserveLease: self.reserve,
+            commands.ClaimWorker: self.claim,
+            commands.RenewLeases: self.renew,
+            commands.ReleaseLeases: self.release,
+            commands.BeginMove: self.begin_move,
+            commands.EndMove: self.end_move,
+            commands.ExchangeNews: self.exchange,
+            **self.quotas.handlers,
+            **self.flows.handlers,
+        }
 
-    async def warm_up(self) -> None:
-        """Do nothing, because the store is in this process."""
-
-    async def publish(self, report: WorkerReport) -> bool:
-        """Replace a worker's report, as `Store.publish` describes."""
-        return self.add_report(report, 0.0)
+    def publish(self, command: commands.PublishReport) -> bool:
+        """Replace a worker's report."""
+        return self.add_report(command.report, 0.0)
 
     def add_report(self, report: WorkerReport, age_s: float) -> bool:
-        """Publish a report with an age of `age_s` seconds."""
+        """Replace a worker's report by one with an age of `age_s` seconds."""
         worker = self._entered(report.worker_id, report.epoch)
         if worker is None or report.seq <= worker.seq:
             return False
@@ -96,14 +107,14 @@ class MemoryStore:
         self._number = max(self._number, report.watermark)
         return True
 
-    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """Remove a worker from the pool, as `Store.withdraw` describes."""
-        worker = self._entered(worker_id, epoch)
-        if worker is not None and seq > worker.seq:
-            worker.seq, worker.report = seq, None
+    def withdraw(self, command: commands.WithdrawWorker) -> None:
+        """Remove a worker from the pool."""
+        worker = self._entered(command.worker_id, command.epoch)
+        if worker is not None and command.seq > worker.seq:
+            worker.seq, worker.report = command.seq, None
 
-    async def snapshot(self) -> Snapshot:
-        """Return the live workers, as `Store.snapshot` describes."""
+    def list_workers(self, _command: commands.ListWorkers) -> Snapshot:
+        """Return the live workers."""
         now_s = self._clock()
         self._prune(now_s)
         self._forget(now_s)
@@ -120,24 +131,19 @@ class MemoryStore:
         )
         return Snapshot(tuple(views), self.gateways)
 
-    async def reserve(
-        self,
-        request_id: str,
-        tokens: int,
-        offers: Sequence[LeaseCandidate],
-        ttl_s: float,
-        quota: QuotaReservation | None = None,
-    ) -> Reservation:
-        """Lease tokens of an offered worker, as `Store.reserve` describes."""
-        shortage = None if quota is None else await self.quotas.reserve(quota, ttl_s)
-        if shortage is not None:
-            return Reservation(None, shortage=shortage)
+    def reserve(self, command: commands.ReserveLease) -> Reservation:
+        """Lease tokens of an offered worker."""
+        request_id, tokens, ttl_s = command.request_id, command.tokens, command.ttl_s
+        if command.quota is not None:
+            shortage = self.quotas.reserve(commands.ReserveQuota(command.quota, ttl_s))
+            if shortage is not None:
+                return Reservation(None, shortage=shortage)
         now_s = self._clock()
         self._prune(now_s)
         self._leases.drop(request_id)
         refusals: list[Refusal] = []
         chosen, lowest_score, behind_tokens = None, 0.0, 0
-        for offer in offers:
+        for offer in command.offers:
             refusal = self._refusal(offer, request_id, tokens, now_s)
             if refusal is not None:
                 refusals.append(refusal)
@@ -155,69 +161,65 @@ class MemoryStore:
         self._claims.drop(request_id)
         return Reservation(lease, behind_tokens=behind_tokens)
 
-    async def claim(
-        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
-    ) -> Lease | None:
-        """Claim the next room of an offered worker, as `Store.claim` describes."""
-        now_s = self._clock()
+    def claim(self, command: commands.ClaimWorker) -> Lease | None:
+        """Claim the next room of an offered worker."""
+        now_s, request_id, tokens = self._clock(), command.request_id, command.tokens
         self._prune(now_s)
         held = self._claims.get(request_id)
         self._claims.drop(request_id)
-        fit = [offer for offer in offers if self._is_claimable(offer, tokens, now_s)]
+        fit = [offer for offer in command.offers if self._is_claimable(offer, tokens, now_s)]
         if not fit or request_id in self._leases:
             return None
         stay = [offer for offer in fit if held is not None and offer.worker_id == held.worker_id]
         chosen = min(stay or fit, key=lambda offer: self._missing_tokens(offer, tokens))
         number = self._next_number(now_s) if held is None else held.number
         claim = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
-        self._claims.put(claim, now_s + ttl_s)
+        self._claims.put(claim, now_s + command.ttl_s)
         return claim
 
-    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """Extend leases, as `Store.renew` describes."""
+    def renew(self, command: commands.RenewLeases) -> frozenset[str]:
+        """Extend leases."""
         now_s = self._clock()
+        until_s = now_s + command.ttl_s
         self._prune(now_s)
         fenced = set[str]()
-        for lease in leases:
+        for lease in command.leases:
             if self._entered(lease.worker_id, lease.epoch) is None:
                 fenced.add(lease.request_id)
             elif self._leases.get(lease.request_id) == lease:
-                self._leases.extend(lease.request_id, now_s + ttl_s)
+                self._leases.extend(lease.request_id, until_s)
             else:
                 self._number = max(self._number, lease.number)
-                self._leases.put(lease, now_s + ttl_s)
+                self._leases.put(lease, until_s)
                 self._claims.drop(lease.request_id)
         return frozenset(fenced)
 
-    async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases and claims of requests, as `Store.release` describes."""
-        for request_id in request_ids:
+    def release(self, command: commands.ReleaseLeases) -> None:
+        """End the leases and claims of requests."""
+        for request_id in command.request_ids:
             self._leases.drop(request_id)
             self._claims.drop(request_id)
 
-    async def begin_move(self, move_id: str, worker_ids: Sequence[str], ttl_s: float) -> bool:
-        """Take the move slots of workers, as `Store.begin_move` describes."""
-        now_s = self._clock()
+    def begin_move(self, command: commands.BeginMove) -> bool:
+        """Take the move slots of workers."""
+        now_s, move_id, worker_ids = self._clock(), command.move_id, command.worker_ids
         self._moves = {worker: slot for worker, slot in self._moves.items() if slot[1] > now_s}
         if any(self._moves.get(worker_id, (move_id,))[0] != move_id for worker_id in worker_ids):
             return False
-        self._moves.update(dict.fromkeys(worker_ids, (move_id, now_s + ttl_s)))
+        self._moves.update(dict.fromkeys(worker_ids, (move_id, now_s + command.ttl_s)))
         return True
 
-    async def end_move(self, move_id: str, worker_ids: Sequence[str]) -> None:
-        """Free the move slots of workers, as `Store.end_move` describes."""
-        for worker_id in worker_ids:
-            if self._moves.get(worker_id, ("", 0.0))[0] == move_id:
+    def end_move(self, command: commands.EndMove) -> None:
+        """Free the move slots of workers."""
+        for worker_id in command.worker_ids:
+            if self._moves.get(worker_id, ("", 0.0))[0] == command.move_id:
                 del self._moves[worker_id]
 
-    async def exchange(self, update: Update) -> News:
-        """Tell the other gateways, as `Store.exchange` describes."""
+    def exchange(self, command: commands.ExchangeNews) -> News:
+        """Apply what a gateway tells, and return the news."""
         self._prune(self._clock())
-        news = self._exchange.exchange(update)
+        news = self._exchange.exchange(command)
         return news._replace(expired_claims=self._expired_claims)
-
-    async def close(self) -> None:
-        """Do nothing, because the store has no connections."""
 
     def holds(self, request_id: str) -> bool:
         """Return whether a request has a lease or a claim."""

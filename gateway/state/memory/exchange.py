@@ -1,13 +1,4 @@
-"""What gateways tell each other through the store once per heartbeat, and its store in memory.
-
-A gateway sends an `Update` and gets `News`: all entries that have changed since its last exchange.
-An entry has a *revision*, which increases with each change in the store. The updates of a gateway
-are numbered, so that an update that arrives twice counts once.
-
-A store that has lost its memory has another `start`, and ignores the update. Each gateway then
-sends the totals that it knows. The store uses the total with the most choices, and adds the tallies
-that it gets meanwhile. Every store passes the tests in `tests/gateway/exchange_contract.py`.
-"""
+"""The exchange of news in memory."""
 
 from __future__ import annotations
 
@@ -16,13 +7,14 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Final, NamedTuple, TypeVar
 
+from draftgate.gateway.state.commands import ExchangeNews
 from draftgate.gateway.state.expiries import Expiries
+from draftgate.gateway.state.values import News
 from draftgate.policies.admission.appointments import BookingNote
 from draftgate.policies.speculation.acceptance_history import (
     MOST_KEYS,
     NOTHING,
     Key,
-    KeyTally,
     Tally,
 )
 
@@ -34,57 +26,13 @@ HISTORY_S: Final = 86400.0
 SOURCE_S: Final = 3600.0
 """Seconds for which the store remembers the last number of a gateway.
 
-A gateway repeats an update after an outage, which is usually shorter."""
+A gateway repeats an exchange after an outage, which is usually shorter."""
 
 MOST_NEWS: Final = 200
 """Maximum number of entries of each kind in the news of one exchange.
 
 Such news take 1.6 ms of the server and 1.8 ms of the gateway's event loop (CPU times with Redis
 6.2, AMD EPYC, 2026-11-23)."""
-
-
-class Update(NamedTuple):
-    """What a gateway tells the others.
-
-    Attributes:
-        source: an id of this run of the gateway.
-        number: a number that increases with each new update. A repeated update keeps its number.
-        start: the start of the store that the gateway knows, or 0.
-        cursor: the revision up to which the gateway knows the entries.
-        history: tallies of choices that the store does not know yet.
-        restored: totals of an earlier memory of the store.
-        bookings: new and closed bookings.
-    """
-
-    source: str
-    number: int
-    start: int
-    cursor: int
-    history: tuple[KeyTally, ...] = ()
-    restored: tuple[KeyTally, ...] = ()
-    bookings: tuple[BookingNote, ...] = ()
-
-
-class News(NamedTuple):
-    """What a gateway learns.
-
-    Attributes:
-        start: the time when the store's memory began, in microseconds. With another start than that
-            of the update, the store has ignored the update.
-        cursor: the revision up to which the gateway now knows the entries.
-        more: whether further entries may have changed.
-        history: the totals of all gateways for keys that have changed.
-        bookings: the bookings of all gateways that have changed.
-        expired_claims: number of claims on workers that have expired in the pool since the store's
-            memory began.
-    """
-
-    start: int
-    cursor: int = 0
-    more: bool = False
-    history: tuple[KeyTally, ...] = ()
-    bookings: tuple[BookingNote, ...] = ()
-    expired_claims: int = 0
 
 
 class _History(NamedTuple):
@@ -132,11 +80,11 @@ class MemoryExchange:
         self._history = OrderedDict[Key, _History]()  # the latest change is last
         self._bookings = OrderedDict[str, _Noted]()  # by name, and the latest change is last
         self._booking_ends = Expiries()
-        self._numbers: dict[str, int] = {}  # the last update of each gateway
+        self._numbers: dict[str, int] = {}  # the last exchange of each gateway
         self._sources = Expiries()
 
-    def exchange(self, update: Update) -> News:
-        """Apply an update and return the news, as `Store.exchange` describes."""
+    def exchange(self, update: ExchangeNews) -> News:
+        """Apply what a gateway tells, and return the news."""
         now_s = self._clock()
         self._start = self._start or round(now_s * 1e6) + 1
         if update.start != self._start:
@@ -150,7 +98,7 @@ class MemoryExchange:
         self._forget(now_s)
         return self._news(update.cursor, now_s)
 
-    def _apply(self, update: Update, now_s: float) -> None:
+    def _apply(self, update: ExchangeNews, now_s: float) -> None:
         for key, tally in update.history:
             known = self._history.get(key, _UNKNOWN)
             self._put(key, known.restored, known.added.then(tally), now_s)

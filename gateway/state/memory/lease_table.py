@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from draftgate.gateway.state.expiries import Expiries
-from draftgate.gateway.state.store import Lease
+from draftgate.gateway.state.values import Lease
 
 
 class LeaseTable:

@@ -1,0 +1,1 @@
+"""Stores in dictionaries, whose calls never suspend."""
