@@ -48,23 +48,23 @@ class InFlight:
 
     def __init__(self) -> None:
         self.requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None  # if something waits for it
 
     def add(self) -> None:
         """Count a request."""
         self.requests += 1
-        self._idle.clear()
 
     def remove(self) -> None:
         """Count the end of a request."""
         self.requests -= 1
-        if self.requests == 0:
+        if self._idle is not None and self.requests == 0:
             self._idle.set()
 
     async def drained(self) -> None:
         """Wait until no request is in flight."""
-        await self._idle.wait()
+        while self.requests:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
 
 
 class Lifecycle:

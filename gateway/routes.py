@@ -43,6 +43,7 @@ from draftgate.gateway.http.direct import (
     Expected,
     Request,
     Response,
+    of_headers,
     send_whole,
 )
 from draftgate.gateway.http.endpoints import (
@@ -193,8 +194,13 @@ class Entrance:
         response: Response | None = None
         with AboutRequest(id=request_id_of(request)):
             try:
-                self._browsers.check(request, keys=self._node.accounts.required)
-                self._authenticate(request)
+                known, required = request.head.known, self._node.accounts.required
+                if known.get(self) is not required:  # equal heads have the same host
+                    self._browsers.check(request, keys=required)
+                    known[self] = required
+                request[ACCOUNT] = ANONYMOUS
+                if required or self._wants_certificate:
+                    self._identify(request)
                 response = await DIRECT[request.path].handle(request)
             except ConnectionResetError:
                 pass
@@ -235,25 +241,29 @@ class Entrance:
         self._browsers.check(request, keys=self._node.accounts.required)
         return self._browsers.preflight(request)
 
-    def _authenticate(self, request: Request) -> None:
-        """Find the account of a request.
+    def _authenticate(self, request: web.Request) -> None:
+        """Find the account of a request, as `_identify` does.
 
         Other nodes have no account, because they prove that they are nodes.
+        """
+        request[ACCOUNT] = ANONYMOUS
+        if not is_peer(request) and request.path.rstrip("/") not in OPEN_PATHS:
+            self._identify(request)
+
+    def _identify(self, request: Request) -> None:
+        """Find the account of a client.
 
         Raises:
             Unauthorized: keys are required, and the request has no known key.
             CertificateRequired: the connection has no client certificate.
             Forbidden: the role of the key does not include the path.
         """
-        request[ACCOUNT] = ANONYMOUS
-        if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
-            return
         if self._wants_certificate:
             _check_certificate(request)
         accounts = self._node.accounts
         if not accounts.required:
             return
-        key = _key(request.headers)
+        key = of_headers(request, _key)
         account = None if key is None else accounts.find(key)
         if account is None:
             sent = "no API key was sent" if key is None else "the API key is not known"

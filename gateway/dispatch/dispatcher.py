@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.suspects import Suspects
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import Fleet
-from draftgate.gateway.lifecycle import Lifecycle
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.tracing import NO_SPAN, Span
 from draftgate.policies.values import replace
 
@@ -44,9 +44,12 @@ class Counted:
         self._lifecycle = lifecycle
 
     def __enter__(self) -> None:
-        self._lifecycle.note_failure(self._fleet.failure)
-        self._lifecycle.require_ready()
-        self._lifecycle.in_flight.add()
+        lifecycle, failure = self._lifecycle, self._fleet.failure
+        if failure is not None:
+            lifecycle.note_failure(failure)
+        if lifecycle.state is not NodeState.READY:
+            lifecycle.require_ready()
+        lifecycle.in_flight.add()
 
     def __exit__(self, *_: object) -> None:
         self._lifecycle.in_flight.remove()

@@ -172,6 +172,9 @@ class Connection(web.RequestHandler):
         """Respond to a request, and continue with the bytes that have arrived meanwhile."""
         try:
             await self.direct.serve(request)
+        except Exception as error:  # noqa: BLE001 - nothing else would report it
+            self.keeps_alive = False
+            log(logging.ERROR, "internal error", error=error)
         finally:
             self._request = None
             self._request_in_progress = False

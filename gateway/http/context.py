@@ -88,6 +88,8 @@ def request_id_of(request: web.BaseRequest | DirectRequest) -> str:
 
 def is_anthropic(request: web.BaseRequest | DirectRequest) -> bool:
     """Return whether a request is one of Anthropic's API, by its path or by its headers."""
+    if isinstance(request, DirectRequest):
+        return request.path == MESSAGES_PATH
     path = f"{request.path}/"
     if path.startswith(f"{_MODELS_PATH}/"):
         return any(name in request.headers for name in _ANTHROPIC_HEADERS)

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import httptools
 from aiohttp import HttpVersion, HttpVersion11, web
@@ -34,6 +34,8 @@ MOST_BODY_BYTES: Final = 1 << 20
 
 MOST_HEADS: Final = 256
 """Number of known heads. Clients whose headers differ each time only replace each other's."""
+
+T = TypeVar("T")
 
 HOST: Final = re.compile(r"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]+)(:[0-9]*)?")
 """A host with an optional port (RFC 3986, section 3.2.2)."""
@@ -66,17 +68,22 @@ Headers: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 """The headers of a response."""
 
 
-class Head(NamedTuple):
-    """The head of a request.
+class Head:
+    """The head of a request, which later requests may share.
 
     Attributes:
         path: the path without the query.
         target: the path with the query, as sent.
+        known: what `of_headers` has read in the headers.
     """
 
-    path: str
-    target: str
-    headers: CIMultiDictProxy[str]
+    __slots__ = ("headers", "known", "path", "target")
+
+    def __init__(self, target: str, headers: CIMultiDictProxy[str]) -> None:
+        self.path = target.partition("?")[0]
+        self.target = target
+        self.headers = headers
+        self.known: dict[object, Any] = {}
 
 
 class Expected:
@@ -176,8 +183,7 @@ def _parsed(data: bytes) -> Head | str:
         return "head"
     if not HOST.fullmatch(headers["Host"]):
         return "head"
-    target = lines.url.decode()
-    return Head(target.partition("?")[0], target, CIMultiDictProxy(headers))
+    return Head(lines.url.decode(), CIMultiDictProxy(headers))
 
 
 class Carrier(Protocol):
@@ -256,18 +262,18 @@ class DirectRequest(dict[Any, Any]):
 class DirectResponse:
     """A response to a direct request, with those methods of aiohttp's responses that are used.
 
+    The headers are sent with the first bytes.
+
     Attributes:
-        prepared: whether the headers are final. They are sent with the first bytes.
         keep_alive: False if the connection ends with the response, else None.
     """
 
-    __slots__ = ("_ended", "_head", "_request", "headers", "keep_alive", "prepared", "status")
+    __slots__ = ("_ended", "_head", "_request", "headers", "keep_alive", "status")
 
     def __init__(self, request: DirectRequest, status: int, headers: Headers) -> None:
         self._request = request
         self.status = status
         self.headers = CIMultiDict(headers)
-        self.prepared = False
         self.keep_alive: bool | None = None
         self._head = b""
         self._ended = False
@@ -324,9 +330,9 @@ class DirectResponse:
         """Complete the headers."""
         request = self._request
         await request.protocol.direct.finish_headers(request, self)
-        self.prepared = request.begun = True
-        request.protocol.keeps_alive = self.keep_alive is not False
         self._head = response_head(self.status, self.headers)
+        request.begun = True
+        request.protocol.keeps_alive = self.keep_alive is not False
 
     def _write(self, data: bytes) -> None:
         transport = self._request.protocol.transport
@@ -353,6 +359,21 @@ class Direct(NamedTuple):
 
 Request: TypeAlias = web.Request | DirectRequest
 Response: TypeAlias = web.StreamResponse | DirectResponse
+
+
+def of_headers(request: Request, read: Callable[[Mapping[str, str]], T]) -> T:
+    """Return what a function reads in the headers of a request, once for equal heads.
+
+    Args:
+        read: a pure function.
+    """
+    if not isinstance(request, DirectRequest):
+        return read(request.headers)
+    known = request.head.known
+    if read not in known:
+        known[read] = read(request.headers)
+    found: T = known[read]
+    return found
 
 
 def target_of(request: Request) -> str:

@@ -44,6 +44,7 @@ from draftgate.gateway.http.direct import (
     begin_response,
     new_response,
     of_aiohttp,
+    of_headers,
     send_whole,
     target_of,
 )
@@ -60,10 +61,7 @@ from draftgate.gateway.http.requests.headers import (
     FLOW_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
-    client_rate_tps,
-    flow_of,
-    retry_count,
-    service_level,
+    read_stated,
 )
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
 from draftgate.gateway.model_service import ModelService
@@ -124,9 +122,8 @@ async def forward(
         GatewayError: no upstream responds, and the client has not received anything.
         ConnectionResetError: the client has disconnected.
     """
-    flow_of(request.headers)  # an invalid header is an error before the body is read
-    client_rate_tps(request.headers)
-    wanted = service_level(request.headers)
+    # An invalid header is an error before the body is read.
+    wanted = of_headers(request, read_stated).service
     fields, body = await _read(request, model, request[ACCOUNT])
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
@@ -173,7 +170,7 @@ async def pass_on(
     model = request.app[NODE].models[0]  # a node with upstreams has one model
     with model.dispatcher.counted():
         _, body = await _read(request, model, ANONYMOUS)
-        wanted = service_level(request.headers)
+        wanted = of_headers(request, read_stated).service
         call = _call(request, body, wanted, wanted, sequences=0)
         sent = ForwardedRequest(model.forwarder, call)
         await sent.start()
@@ -382,7 +379,7 @@ def _entry(request: Request, body: bytes, fields: ForwardedFields, wanted: Servi
         account.name,
         account.share,
         fingerprint(account.name, body),
-        retry_count(request.headers),
+        of_headers(request, read_stated).retries,
     )
 
 

@@ -31,17 +31,12 @@ from draftgate.gateway.http.context import (
     read_body,
     requested_model,
 )
-from draftgate.gateway.http.direct import Request, Response, send_whole
+from draftgate.gateway.http.direct import Request, Response, of_headers, send_whole
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.rate_limits import QUOTAS
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
-from draftgate.gateway.http.requests.headers import (
-    client_rate_tps,
-    flow_of,
-    retry_count,
-    service_level,
-)
+from draftgate.gateway.http.requests.headers import read_stated
 from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
@@ -195,15 +190,19 @@ async def parse_request(
         GatewayError, RequestRejected: the request cannot run.
     """
     account = request[ACCOUNT]
-    flow = _flow_tag(request, served.name)
-    client_rate_tps(request.headers)  # an invalid header is an error without a stream, too
-    service, retries = service_level(request.headers), retry_count(request.headers)
+    # An invalid header is an error before the body is read.
+    stated = of_headers(request, read_stated)
+    flow = None
+    if stated.flow is not None:
+        kind = HopKind(request.path, served.name)
+        flow = FlowTag(*stated.flow, kind, loop_time_s(), account.capped)
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
 
     def work() -> ParsedRequest:
         hashed = fingerprint(account.name, body)
-        return parse(body, served, Sender(internal_id, account, service, retries, hashed))
+        sender = Sender(internal_id, account, stated.service, stated.retries, hashed)
+        return parse(body, served, sender)
 
     short = len(body) + more_bytes <= INLINE_BODY_BYTES
     parsed = work() if short else await offload(work)
@@ -216,19 +215,6 @@ async def parse_request(
 async def offload_if_long(parse: Callable[[], T], read_bytes: int) -> T:
     """Return the result of a parser, in a thread if the parser reads many bytes."""
     return parse() if read_bytes <= INLINE_BODY_BYTES else await offload(parse)
-
-
-def _flow_tag(request: Request, model: str) -> FlowTag | None:
-    """Return what a request that has just arrived says about its flow, or None without a flow.
-
-    Raises:
-        InvalidRequest: a header is invalid.
-    """
-    flow = flow_of(request.headers)
-    if flow is None:
-        return None
-    kind = HopKind(request.path, model)
-    return FlowTag(*flow, kind, loop_time_s(), request[ACCOUNT].capped)
 
 
 def _begin_span(tracing: Tracing, request: Request, route: str, operation: str) -> Span:

@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.gateway.dispatch.run import Run
-from draftgate.gateway.http.direct import DirectResponse, Request
-from draftgate.gateway.http.requests.headers import client_rate_tps
+from draftgate.gateway.http.direct import DirectResponse, Request, of_headers
+from draftgate.gateway.http.requests.headers import read_stated
 from draftgate.gateway.http.tcp_info import TcpInfo, tcp_info
 from draftgate.gateway.logs import log
 from draftgate.policies.pacing import (
@@ -160,8 +160,8 @@ class Reader:
         self.run: Run | None = None
         self.sent_tokens: Callable[[], int] = lambda: 0
         self.written_bytes = self.writes = 0
-        self.stated_tps = client_rate_tps(request.headers)
-        self.hidden = comes_through_proxy(request.headers)
+        self.stated_tps = of_headers(request, read_stated).rate_tps
+        self.hidden = of_headers(request, comes_through_proxy)
         self._transport: Any = request.transport
         self._readers = readers
         self._before: _Sample | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from types import TracebackType
 from typing import Final, Self
 
@@ -20,7 +21,13 @@ from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.context import request_id_of
-from draftgate.gateway.http.direct import DirectResponse, Request, begin_response, new_response
+from draftgate.gateway.http.direct import (
+    DirectResponse,
+    EventResponse,
+    Request,
+    begin_response,
+    new_response,
+)
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
 from draftgate.gateway.offload import offload
@@ -45,27 +52,35 @@ class EventStream:
     """A response of server-sent events.
 
     The headers are sent with the first event, and the end of the response with the last event.
+
+    Attributes:
+        begun: whether the headers are final.
     """
 
     def __init__(self, request: Request, readers: Readers) -> None:
         self._request = request
-        self.reader = Reader(request, readers)
-        self.response = new_response(request, EVENT_HEADERS)
+        self._readers = readers
+        self.begun = False
         self._transport = request.transport
         self._protocol = request.protocol
         self._writer: AbstractStreamWriter | DirectResponse | None = None
         self._chunked = False
-        self._beginning = asyncio.Lock()
+        self._beginning: asyncio.Lock | None = None
 
     @property
     def request_id(self) -> str:
         """The id of the request."""
         return request_id_of(self._request)
 
-    @property
-    def begun(self) -> bool:
-        """Whether the status line has been sent."""
-        return self.response.prepared
+    @cached_property
+    def reader(self) -> Reader:
+        """The client that reads the stream."""
+        return Reader(self._request, self._readers)
+
+    @cached_property
+    def response(self) -> EventResponse | DirectResponse:
+        """The response, whose headers may change until it has begun."""
+        return new_response(self._request, EVENT_HEADERS)
 
     async def write(self, events: bytes) -> None:
         """Send complete events, and wait while the client reads slowly.
@@ -84,6 +99,11 @@ class EventStream:
             self.reader.count_write(len(events))
         if self._protocol.writing_paused:
             await self.reader.drained(writer)
+
+    def left(self) -> None:
+        """Stop checking the client, because the stream has ended."""
+        if "reader" in self.__dict__:
+            self.reader.left()
 
     @property
     def writes_directly(self) -> bool:
@@ -113,10 +133,13 @@ class EventStream:
 
     async def _begin(self) -> AbstractStreamWriter | DirectResponse:
         # The lock prevents a heartbeat and the first event from sending the headers twice.
+        if self._beginning is None:
+            self._beginning = asyncio.Lock()
         async with self._beginning:
             if self._writer is None:
                 self.reader.limit_buffers()
                 self._writer = await begin_response(self._request, self.response)
+                self.begun = True
                 self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
             return self._writer
 
@@ -284,7 +307,7 @@ class OneEnding:
                 self._watch.fail(Ending.FAILED, shown.status, error)
                 await events.write(self._failure(shown, events.request_id))
         finally:
-            events.reader.left()
+            events.left()
         if events.begun:
             await events.end()
         return True

@@ -20,7 +20,6 @@ from draftgate.backends.peer.upgrade import PROOF_HEADER, UPGRADE
 from draftgate.gateway.errors import RouteNotFound
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE
-from draftgate.gateway.http.direct import Request
 from draftgate.gateway.http.peers.blocks import BlockSession
 from draftgate.gateway.http.peers.session import PeerSession
 from draftgate.gateway.logs import log
@@ -43,7 +42,7 @@ def add_peer_routes(app: web.Application) -> None:
     app.on_shutdown.append(_end_sessions)
 
 
-def is_peer(request: Request) -> bool:
+def is_peer(request: web.Request) -> bool:
     """Return whether a request is from another node.
 
     Call this function only once per request, because a proof is valid only once.

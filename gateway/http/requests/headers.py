@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from draftgate.backends.header_numbers import header_count, header_number
 from draftgate.gateway.errors import invalid
@@ -32,14 +32,52 @@ it."""
 RETRIES_HEADER: Final = "x-stainless-retry-count"
 """The retry count that OpenAI's clients send."""
 
+_STATED: Final = (
+    TTFT_HEADER,
+    TPOT_HEADER,
+    FLOW_HEADER,
+    FLOW_DEADLINE_HEADER,
+    CLIENT_RATE_HEADER,
+    RETRIES_HEADER,
+)
+
 MOST_RETRIES: Final = 999
 """Larger retry counts are ignored."""
 
 
+class Stated(NamedTuple):
+    """What the headers of a request say about it.
+
+    Attributes:
+        service: the latency targets. The body of the request sets its priority.
+        flow: the id and the deadline of its flow in seconds, or None without a flow.
+        rate_tps: tokens per second that the client says it can take, or None.
+        retries: how often the client has sent the request before, or None if unknown.
+    """
+
+    service: ServiceLevel
+    flow: tuple[str, float | None] | None
+    rate_tps: float | None
+    retries: int | None
+
+
+_NOTHING: Final = Stated(ANYTIME, None, None, None)
+
+
+def read_stated(headers: Mapping[str, str]) -> Stated:
+    """Return what the headers of a request say about it.
+
+    Raises:
+        InvalidRequest: a header has an invalid value.
+    """
+    if not any(name in headers for name in _STATED):
+        return _NOTHING
+    flow, service = flow_of(headers), service_level(headers)
+    return Stated(service, flow, client_rate_tps(headers), retry_count(headers))
+
+
 def service_level(headers: Mapping[str, str]) -> ServiceLevel:
     """Return the latency targets of a request.
-
-    The body of the request sets its priority.
 
     Raises:
         InvalidRequest: a target is not a positive number of milliseconds.
