@@ -81,6 +81,10 @@ async def answer_last_requests(
     with ExitStack() as accepting:
         for listener in server.sockets:
             accepting.enter_context(_accepting_earlier_clients(listener.fileno(), serve))
+            loop.remove_reader(listener)
+        # asyncio begins to serve a client in the iteration after it has accepted it, and forgets
+        # clients, without closing their connections, if the server is closed in between.
+        await asyncio.sleep(0)
         server.close()
         await asyncio.sleep(ROUND_TRIP_S)
     with suppress(TimeoutError):

@@ -281,6 +281,24 @@ def test_every_request_under_load_gets_a_response(run: Run) -> None:
     assert set(statuses) == {b"200", b"503"}
 
 
+@pytest.mark.parametrize("iterations", range(4))
+def test_clients_that_have_just_been_accepted_get_a_response(run: Run, iterations: int) -> None:
+    """The listener may close in any iteration of the event loop after a client has connected."""
+
+    async def scenario() -> bytes:
+        async with running() as gateway:
+            assert await drain(gateway.node, 60)
+            with socket.create_connection(("127.0.0.1", port_of(gateway))) as connection:
+                connection.setblocking(False)
+                connection.send(REQUEST)
+                for _ in range(iterations):
+                    await asyncio.sleep(0)
+                await gateway.stop_accepting()
+                return await response(connection)
+
+    assert is_refusal(run(scenario()))
+
+
 async def test_samples_of_the_live_page_do_not_delay_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
