@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import aiohappyeyeballs
-
 BEGIN_S = 1_900_000_000.0
 """The Unix time at which virtual time begins."""
 
@@ -104,9 +102,6 @@ class NoSocket:
 
     def getsockname(self) -> tuple[str, int]:
         return self._name
-
-    def close(self) -> None:
-        """Do nothing, because the socket has no resources."""
 
 
 class MemoryTransport(asyncio.Transport):
@@ -284,6 +279,7 @@ class MemoryLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.clock = Clock()
         self.servers: dict[int, MemoryServer] = {}
+        self._dialled: dict[socket.socket, int] = {}
         self._server_ports = itertools.count(20_000)
         self._client_ports = itertools.count(40_000)
         super().__init__(self.clock)
@@ -313,11 +309,12 @@ class MemoryLoop(asyncio.SelectorEventLoop):
         host: Any = None,
         port: Any = None,
         *,
-        sock: NoSocket | None = None,
+        sock: socket.socket | None = None,
         **options: Any,
     ) -> Any:
         if sock is not None:
-            _, port = sock.getsockname()
+            port = self._dialled.pop(sock)
+            sock.close()
         server = self.servers.get(port)
         if server is None:
             raise ConnectionRefusedError(f"nothing listens on port {port}")
@@ -329,13 +326,8 @@ class MemoryLoop(asyncio.SelectorEventLoop):
         protocol.connection_made(near)
         return near, protocol
 
-    def replace_happy_eyeballs(self) -> None:
-        """Connect clients that race addresses in memory, before modules import the library."""
-
-        async def start_connection(addr_infos: Any, **options: Any) -> NoSocket:
-            port = addr_infos[0][-1][1]
-            if port not in self.servers:
-                raise ConnectionRefusedError(f"nothing listens on port {port}")
-            return NoSocket(port)
-
-        aiohappyeyeballs.start_connection = start_connection
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """Note the address of a socket, which does not connect, for `create_connection`."""
+        if address[1] not in self.servers:
+            raise ConnectionRefusedError(f"nothing listens on port {address[1]}")
+        self._dialled[sock] = address[1]

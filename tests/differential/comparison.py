@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from tests.differential.exchange import Answer, Case, Observed, Part
@@ -111,11 +110,16 @@ class Comparison:
         for first, second in zip(before.exchanges, after.exchanges, strict=True):
             self.exchanges(first, second)
         # Requests at the same time may reach the upstream in any order.
-        requests = [
-            sorted(map(_request, outcome.upstream), key=itemgetter(0, 1))
-            for outcome in (before, after)
-        ]
-        for pair in zip_longest(*requests, fillvalue=_request(b"")):
+        left = list(map(_request, after.upstream))
+        lost = []
+        for request in map(_request, before.upstream):
+            same = (other for other in left if other[:2] == request[:2])
+            if (found := next(same, None)) is None:
+                lost.append(request)
+            else:
+                left.remove(found)
+                self._upstream_request(request, found)
+        for pair in zip_longest(lost, left, fillvalue=_request(b"")):
             self._upstream_request(*pair)
         self._lines(before.lines, after.lines)
 

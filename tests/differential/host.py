@@ -19,7 +19,6 @@ from tests.memory_network import Chance, MemoryLoop
 
 LOOP = MemoryLoop()
 LOOP.clock.replace_time()
-LOOP.replace_happy_eyeballs()
 CHANCE = Chance()
 CHANCE.replace()
 
@@ -30,6 +29,10 @@ from tests.differential.servers import Lines, running  # noqa: E402
 INTERVAL_S = 2.0
 """Virtual time between the beginnings of two cases, unless the first one takes longer. Both
 versions begin each case at the same time, so that they do not drift apart."""
+
+STAGGER_S = 3e-4
+"""Virtual time between requests at the same time. Otherwise their order would depend on how often
+a version yields to the event loop, and with it random numbers and batches."""
 
 BATCH = 50
 """Cases between two readings of the pages."""
@@ -58,7 +61,8 @@ class Driver:
             await self._until_next()
             self._received.clear()
             self._lines.lines.clear()
-            found = await asyncio.gather(*map(self._perform, case.exchanges))
+            exchanges = enumerate(case.exchanges)
+            found = await asyncio.gather(*(self._perform(e, i * STAGGER_S) for i, e in exchanges))
             await asyncio.sleep(0.1)
             outcome = Outcome(list(found), list(self._received), list(self._lines.lines))
             self.record.outcomes.append(outcome)
@@ -72,7 +76,8 @@ class Driver:
         await asyncio.sleep(INTERVAL_S - LOOP.time() % INTERVAL_S)
         LOOP.clock.now_s = round(LOOP.clock.now_s, 6)
 
-    async def _perform(self, exchange: Exchange) -> Observed:
+    async def _perform(self, exchange: Exchange, delay_s: float = 0.0) -> Observed:
+        await asyncio.sleep(delay_s)
         client, self._last = self._last, None
         if client is None or client.closed or exchange.new:
             if client is not None and not client.closed:
