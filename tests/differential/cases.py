@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -34,6 +35,12 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+
+ENDS_CONNECTION = re.compile(
+    rb"connection: *(close|upgrade)| HTTP/1\.0\r\n|^(BREW|post|TRACE) |^\S+ \*|//", re.IGNORECASE
+)
+"""Requests that end a connection. aiohttp rejects a whole pipeline if another request follows, and
+answers none of the requests before."""
 
 Body = dict[str, Any]
 Option = tuple[float, Callable[[Random], Body]]
@@ -259,7 +266,7 @@ class Generator:
     def _case(self, scenario: str, most: int) -> Case:
         random, kind = self._random, self._random.random()
         if kind < 0.06 and most > 1:
-            parts = [self._request(scenario) for _ in range(min(most, random.randint(2, 4)))]
+            parts = self._pipeline(scenario, min(most, random.randint(2, 4)))
             names, methods = [part[0] for part in parts], [part[1] for part in parts]
             data = b"".join(part[2] for part in parts)
             return Case(f"pipeline: {'; '.join(names)}", scenario, [Exchange(data, methods)])
@@ -279,6 +286,15 @@ class Generator:
             exchange.leave_after = random.choice((1, 150, 400, 700, 1500))
             name += " left by the client"
         return Case(name, scenario, [exchange])
+
+    def _pipeline(self, scenario: str, count: int) -> list[tuple[str, str, bytes]]:
+        """Return requests of which only the last one may end the connection."""
+        parts: list[tuple[str, str, bytes]] = []
+        while len(parts) < count:
+            part = self._request(scenario)
+            if len(parts) == count - 1 or not ENDS_CONNECTION.search(part[2]):
+                parts.append(part)
+        return parts
 
     def _request(self, scenario: str) -> tuple[str, str, bytes]:
         """Return a description, the method and the bytes of a request."""

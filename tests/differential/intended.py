@@ -23,8 +23,19 @@ class Rule(NamedTuple):
 
 
 CLIENT = "upstreams have a client of their own instead of aiohttp's"
+DIRECT = "the gateway reads requests itself instead of aiohttp"
 
 RULES = (
+    Rule(
+        f"number of requests that aiohttp reads: {DIRECT}", "metric draftgate_http_handovers_total"
+    ),
+    Rule(
+        f"an empty query stays in the target: {DIRECT}",
+        "request to the upstream",
+        r"\?",
+        "",
+        r"\? HTTP",
+    ),
     Rule(f"User-Agent: {CLIENT}", "header user-agent to the upstream", after="draftgate/"),
     Rule(
         f"Connection: {CLIENT}", "header connection to the upstream", "cut-at-once", "close", "None"
