@@ -26,9 +26,10 @@ from tests.differential.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "differential"
+BATCH = 50
 
 
-def start(tree: Path, cases: Path, observed: Path) -> subprocess.Popen[bytes]:
+def start(tree: Path, cases: Path, observed: Path, batch: int) -> subprocess.Popen[bytes]:
     """Start to observe a version."""
     variables = {
         "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}",
@@ -36,17 +37,17 @@ def start(tree: Path, cases: Path, observed: Path) -> subprocess.Popen[bytes]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = (sys.executable, "-m", "tests.differential.host", cases, observed)
+    command = (sys.executable, "-m", "tests.differential.host", cases, observed, str(batch))
     return subprocess.Popen(command, cwd=tree, env=os.environ | variables)
 
 
-def observe(trees: list[Path], cases: list[Case]) -> list[dict[str, Record]]:
+def observe(trees: list[Path], cases: list[Case], batch: int = BATCH) -> list[dict[str, Record]]:
     """Return what each version does with the cases."""
     WORK.mkdir(parents=True, exist_ok=True)
     path = WORK / "cases"
     path.write_bytes(msgspec.msgpack.encode(cases))
     places = [WORK / f"observed-{number}" for number in range(len(trees))]
-    started = [start(tree, path, place) for tree, place in zip(trees, places, strict=True)]
+    started = [start(tree, path, place, batch) for tree, place in zip(trees, places, strict=True)]
     statuses = [process.wait() for process in started]
     if any(statuses):
         raise SystemExit("a version failed")
@@ -72,9 +73,10 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the other one (default: this)")
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=BATCH, help="cases between readings of pages")
     args = parser.parse_args()
     cases = Generator(args.seed).cases(args.requests)
-    before, after = observe([args.baseline.resolve(), args.tree.resolve()], cases)
+    before, after = observe([args.baseline.resolve(), args.tree.resolve()], cases, args.batch)
     found = compared(cases, before, after)
     reasons = Counter(intended(difference) for difference in found)
     others = [difference for difference in found if intended(difference) is None]

@@ -376,6 +376,8 @@ class Generator:
     def _some_headers(self, scenario: str) -> list[tuple[str, str]]:
         random = self._random
         found = random.sample(HEADERS, random.choice((0, 0, 0, 1, 1, 2, 5)))
+        if scenario in {"upstream", "faulty"}:  # see `intended`
+            found = [pair for pair in found if pair != ("x-client-rate-tps", "-1")]
         if scenario == "keys" and random.random() < 0.92:
             found = [pair for pair in found if pair[0] not in {"Authorization", "x-api-key"}]
             found.append(random.choices(KEYS, (6, 6, 6, 2, 2, 1, 1, 1, 1))[0])

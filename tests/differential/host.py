@@ -1,6 +1,6 @@
 """Send the cases of a file to one version of the code, and write what was observed.
 
-    python -m tests.differential.host CASES OBSERVATIONS
+    python -m tests.differential.host CASES OBSERVATIONS BATCH
 
 `PYTHONPATH` chooses the version. The process never waits: its time is virtual, its network is in
 memory, and its random numbers only depend on the case.
@@ -34,9 +34,6 @@ STAGGER_S = 3e-4
 """Virtual time between requests at the same time. Otherwise their order would depend on how often
 a version yields to the event loop, and with it random numbers and batches."""
 
-BATCH = 50
-"""Cases between two readings of the pages."""
-
 PAGES = ("/metrics", "/decisions?limit=1000", "/workers", "/v1/models")
 
 
@@ -47,7 +44,8 @@ class Driver:
         record: what was observed.
     """
 
-    def __init__(self, port: int, received: list[bytes], lines: Lines) -> None:
+    def __init__(self, port: int, received: list[bytes], lines: Lines, batch: int) -> None:
+        self._batch = batch
         self.record = Record([], {})
         self._port = port
         self._received = received
@@ -66,7 +64,7 @@ class Driver:
             await asyncio.sleep(0.1)
             outcome = Outcome(list(found), list(self._received), list(self._lines.lines))
             self.record.outcomes.append(outcome)
-            if (number + 1) % BATCH == 0 or number + 1 == len(cases):
+            if (number + 1) % self._batch == 0 or number + 1 == len(cases):
                 await self._until_next()
                 await asyncio.sleep(1.0)
                 pages = {page: await self._perform(_get(page)) for page in PAGES}
@@ -93,11 +91,15 @@ def _get(page: str) -> Exchange:
     return Exchange(head.encode(), ["GET"])
 
 
-async def observe(scenario: str, cases: list[Case]) -> Record:
-    """Run the servers of a scenario, and send the cases to them."""
+async def observe(scenario: str, cases: list[Case], batch: int) -> Record:
+    """Run the servers of a scenario, and send the cases to them.
+
+    Args:
+        batch: number of cases between two readings of the pages.
+    """
     with TemporaryDirectory(dir="/tmp", prefix="draftgate-") as folder:
         async with running(scenario, LOOP, Path(folder)) as (port, received):
-            driver = Driver(port, received, Lines())
+            driver = Driver(port, received, Lines(), batch)
             await driver.send_all(cases)
     return driver.record
 
@@ -109,7 +111,7 @@ def main() -> None:
     found = {}
     for name in names:
         chosen = [case for case in cases if case.scenario == name]
-        found[name] = LOOP.run_until_complete(observe(name, chosen))
+        found[name] = LOOP.run_until_complete(observe(name, chosen, int(sys.argv[3])))
     Path(sys.argv[2]).write_bytes(msgspec.msgpack.encode(found))
 
 
