@@ -177,7 +177,7 @@ def _parsed(data: bytes) -> Head | str:
     for name, reason in _UNUSUAL.items():
         if name in headers:
             return reason
-    if headers.get("Connection", "keep-alive").lower() != "keep-alive":
+    if any(value.lower() != "keep-alive" for value in headers.getall("Connection", ())):
         return "connection"
     if any(len(headers.getall(name, ())) != 1 for name in ("Host", "Content-Length")):
         return "head"

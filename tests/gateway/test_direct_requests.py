@@ -196,6 +196,16 @@ async def test_aiohttp_answers_unusual_requests(sim: Listening, reason: str) -> 
     assert reason in HANDOVERS
 
 
+async def test_every_connection_header_counts(sim: Listening) -> None:
+    """A second `Connection` header that closes the connection is obeyed."""
+    reader, writer = await connect(sim)
+    writer.write(request("Connection: keep-alive", "Connection: close"))
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["connection"]) == (200, "close")
+    assert await is_closed(reader)
+    writer.close()
+
+
 async def test_slow_requests_are_handed_over(
     sim: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
