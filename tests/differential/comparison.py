@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
 from tests.differential.exchange import Answer, Case, Observed, Part
 from tests.differential.record import Outcome, Record
 
-ID = re.compile(r"(?=[0-9]*[a-f])(?<![0-9a-zA-Z])[0-9a-f]{8,}(?![0-9a-zA-Z])|draftgate-\w{8}")
+ID = re.compile(r"(?=[0-9]*[a-f])(?<![0-9a-zA-Z.])[0-9a-f]{8,}(?![0-9a-zA-Z])|draftgate-\w{8}")
 """Random ids, and names of temporary folders."""
 
 OWN_SERIES = re.compile(r"python_|process_|draftgate_event_loop_")
@@ -93,6 +93,11 @@ class Comparison:
             self._body("body", *bodies)
 
     def _events(self, before: list[Part], after: list[Part]) -> None:
+        orders = [list(map(_choice, parts)) for parts in (before, after)]
+        if orders[0] != orders[1]:
+            before, after = _by_choice(before), _by_choice(after)
+            if list(map(_choice, before)) == list(map(_choice, after)):
+                self.compare("order of choices in a step", *orders)
         for first, second in zip_longest(before, after):
             if first is None or second is None:
                 absent = [None if part is None else part.data for part in (first, second)]
@@ -166,6 +171,21 @@ def _equal(before: float | None, after: float | None) -> bool:
     if before is None or after is None:
         return before is after
     return abs(before - after) <= 1e-6 * max(1.0, abs(before))
+
+
+def _choice(part: Part) -> int:
+    """Return the index of the only choice of an event, or -1."""
+    trees = _trees(part.data)
+    choices = trees[0].get("choices") if trees and isinstance(trees[0], dict) else None
+    return choices[0].get("index", -1) if choices and len(choices) == 1 else -1
+
+
+def _by_choice(parts: list[Part]) -> list[Part]:
+    """Return the events with those of the same time ordered by choice."""
+    found: list[Part] = []
+    for _, group in groupby(parts, lambda part: (round(part.at_s, 6), _choice(part) < 0)):
+        found += sorted(group, key=_choice)
+    return found
 
 
 def _headers(answer: Answer) -> dict[str, list[str]]:

@@ -25,7 +25,21 @@ class Rule(NamedTuple):
 CLIENT = "upstreams have a client of their own instead of aiohttp's"
 DIRECT = "the gateway reads requests itself instead of aiohttp"
 
+STEPS = "an idle worker plans no steps"
+ORDER = "the order of choices within a step, and with it their running usage, is not defined"
+
 RULES = (
+    Rule(STEPS, r"/decisions\.decisions\[\]\.load\.steps"),
+    Rule(STEPS, "body", "GET /decisions", '"steps":'),
+    Rule(STEPS, "header content-length", "GET /decisions"),
+    Rule(ORDER, "order of choices in a step"),
+    Rule(
+        ORDER,
+        "^event$",
+        "stream",
+        r'"choices":\[\{"index".*"usage":',
+        r'"choices":\[\{"index".*"usage":',
+    ),
     Rule(
         f"number of requests that aiohttp reads: {DIRECT}", "metric draftgate_http_handovers_total"
     ),
