@@ -36,8 +36,7 @@ from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.rate_limits import QUOTAS
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
-from draftgate.gateway.http.requests.headers import read_stated
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender, read_stated
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.logs import add_about_request

@@ -10,9 +10,9 @@ from draftgate.backends.types import Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import ContextTooLong, invalid
 from draftgate.gateway.http.pooling import pooling_job
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_TOKENS
 from draftgate.gateway.http.requests.prompt_encoding import too_long
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.offload import stop_if_abandoned
 from draftgate.gateway.served_model import ServedModel
 

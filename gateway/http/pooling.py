@@ -9,7 +9,7 @@ from draftgate.backends.token_ids import TokenIds
 from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.http.requests.decoding import RenamedParams
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import SpeculationMode

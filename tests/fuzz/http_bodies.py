@@ -22,8 +22,8 @@ from draftgate.gateway.http.endpoints.rerank import parse_rerank
 from draftgate.gateway.http.requests.anthropic import parse_count_tokens, parse_messages
 from draftgate.gateway.http.requests.conversation import conversation, encode, items_of
 from draftgate.gateway.http.requests.forwarded import changed_fields, read_fields, rewrite_body
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import parse_responses
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
 from draftgate.gateway.served_model import ServedModel
 from tests.fuzz.mutation import JSON

@@ -16,7 +16,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.validation import parse_completion
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.admission.types import AdmissionView, Admitted

@@ -17,7 +17,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
 from draftgate.gateway.errors import Unsupported
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.validation import parse_chat
 from draftgate.gateway.served_model import ServedModel
 from tests.gateway.harness import (

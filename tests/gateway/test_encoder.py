@@ -12,7 +12,7 @@ import pytest_asyncio
 from draftgate.backends.types import ModelCard
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.endpoints.embeddings import parse_embeddings
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.policies.types import BATCH_PRIORITY
 from tests.engine.test_encoder import save_model, write
 from tests.gateway.harness import client, needs_engine, running

@@ -23,7 +23,7 @@ from draftgate.gateway.http.replies.metric_shapes import ResponseMetrics, Specul
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import PromptTokensDetails, Usage
 from draftgate.gateway.http.requests.anthropic import call_input
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.routes import CHAT, COMPLETIONS, RESPONSES
 from draftgate.gateway.served_model import ServedModel

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.gateway.http.requests.infilling import FORMATS
+from draftgate.gateway.http.requests.validation import FORMATS
 from tests.gateway.harness import client, events, needs_engine, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -12,9 +12,9 @@ from draftgate.backends.core.detokenize import TextStream
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
+from draftgate.gateway.http.requests.limits import LEAST_TOKENS
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
-from draftgate.gateway.http.requests.work import LEAST_TOKENS
 from draftgate.gateway.served_model import ServedModel
 
 TOKENIZER = Tokenizer(SHIPPED_MODEL)

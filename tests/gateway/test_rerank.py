@@ -23,8 +23,8 @@ from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.quotas import quota_account
 from draftgate.gateway.http import pairs
 from draftgate.gateway.http.endpoints import rerank
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_DOCUMENTS
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.state.commands import ReadTotals
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.types import BATCH_PRIORITY, ServiceLevel

@@ -14,8 +14,8 @@ from openai.types.responses import InputTokenCountResponse
 
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from draftgate.gateway.app import Listening
+from draftgate.gateway.http.requests.responses import drop_oldest_turns
 from draftgate.gateway.http.requests.schemas import Message
-from draftgate.gateway.http.requests.truncation import drop_oldest_turns
 from tests.conformance.open_responses import check_response
 from tests.gateway.harness import (
     ScriptedBackend,

@@ -13,8 +13,8 @@ from draftgate.backends.types import GrammarKind
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.anthropic import parse_messages
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import parse_responses
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
 from draftgate.gateway.served_model import ServedModel
 

@@ -15,16 +15,16 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.requests.headers import Sender
+from draftgate.gateway.http.requests.limits import LEAST_TOKENS
 from draftgate.gateway.http.requests.responses import ResponsesBody, parse_responses
 from draftgate.gateway.http.requests.sampling import GENERATED_SEED_BITS
 from draftgate.gateway.http.requests.schemas import ChatBody, CompletionBody
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import (
     ServedModel,
     parse_chat,
     parse_completion,
 )
-from draftgate.gateway.http.requests.work import LEAST_TOKENS
 from tests.examples import examples
 from tests.gateway.tool_models import with_template
 

@@ -28,8 +28,8 @@ from draftgate.backends.types import (
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.placement import UNDECIDED
 from draftgate.gateway.http.requests.anthropic import parse_count_tokens, parse_messages
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.reasoning import Reasoning
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, parse_chat
 from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.values import replace

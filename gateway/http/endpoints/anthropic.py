@@ -20,7 +20,7 @@ from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.anthropic import MessageRendering
 from draftgate.gateway.http.replies.anthropic_shapes import MessageTokensReply
 from draftgate.gateway.http.requests.anthropic import PARAMS, parse_count_tokens, parse_messages
-from draftgate.gateway.http.requests.sender import Sender
+from draftgate.gateway.http.requests.headers import Sender
 
 COUNT_PATH: Final = f"{MESSAGES_PATH}/count_tokens"
 

@@ -14,8 +14,8 @@ from draftgate.gateway.http.history import find_previous
 from draftgate.gateway.http.replies.shapes import InputTokensReply
 from draftgate.gateway.http.requests.conversation import items_of
 from draftgate.gateway.http.requests.decoding import RenamedParams
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 
 PATH: Final = "/v1/responses/input_tokens"

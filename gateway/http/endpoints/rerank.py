@@ -31,12 +31,12 @@ from draftgate.gateway.http.pooling import pooled_results
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import PromptUsage, RerankReply, RerankResult
 from draftgate.gateway.http.requests.decoding import decode
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.limits import (
     MAX_RERANKED_DOCUMENTS,
     check_ranges,
 )
 from draftgate.gateway.http.requests.schemas import RerankBody, RerankDocument
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.served_model import ServedModel

@@ -13,8 +13,8 @@ from draftgate.gateway.http.generation import Endpoint, parse_request
 from draftgate.gateway.http.history import find_previous, store_response
 from draftgate.gateway.http.replies.responses import ResponseRendering
 from draftgate.gateway.http.requests.conversation import conversation, items_of
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import PARAMS, ResponsesBody, parse_responses
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel

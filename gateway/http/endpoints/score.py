@@ -32,10 +32,10 @@ from draftgate.gateway.http.pooling import pooled_results, pooling_job
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import PromptUsage, ScoreList, ScoreReply
 from draftgate.gateway.http.requests.decoding import decode
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.limits import MAX_RERANKED_DOCUMENTS, check_ranges
 from draftgate.gateway.http.requests.prompt_encoding import too_long
 from draftgate.gateway.http.requests.schemas import ScoreBody
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload

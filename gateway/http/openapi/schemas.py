@@ -11,6 +11,7 @@ from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.limits import (
     KEYWORDS,
+    LEAST_TOKENS,
     MAX_EMBEDDED_TEXTS,
     RANGES,
     REQUIRED,
@@ -23,7 +24,6 @@ from draftgate.gateway.http.requests.responses import (
 )
 from draftgate.gateway.http.requests.schemas import Body
 from draftgate.gateway.http.requests.tools import CHOICES
-from draftgate.gateway.http.requests.work import LEAST_TOKENS
 from draftgate.gateway.served_model import ServedModel
 
 Schema = dict[str, Any]

@@ -11,7 +11,12 @@ from draftgate.gateway.http.replies.logprobs import key_namer, token_logprobs, t
 from draftgate.gateway.http.replies.metric_shapes import ResponseMetrics
 from draftgate.gateway.http.replies.prompts import PromptReplies, TextOffsets
 from draftgate.gateway.http.replies.reasoning import ReasoningParser
-from draftgate.gateway.http.replies.rendering import Choices, ChunkRendering, WholeChoice
+from draftgate.gateway.http.replies.rendering import (
+    Choices,
+    ChunkRendering,
+    WholeChoice,
+    stop_reason,
+)
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -29,7 +34,6 @@ from draftgate.gateway.http.replies.shapes import (
     Usage,
 )
 from draftgate.gateway.http.replies.steps import step_replies
-from draftgate.gateway.http.replies.stop_reason import stop_reason
 from draftgate.gateway.http.requests.tools import OfferedTools
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.tools.parsing import call_id

@@ -21,6 +21,7 @@ from draftgate.gateway.http.replies.shapes import (
     OptionalUsage,
     PromptField,
     Reply,
+    StopReason,
     Usage,
 )
 from draftgate.gateway.http.requests.validation import ParsedRequest
@@ -251,3 +252,20 @@ def error_event(
 ) -> bytes:
     """Return the event of an error, which has a name only in Anthropic's format."""
     return event(error.body(wanted, request_id), "error" if wanted is ErrorFormat.ANTHROPIC else "")
+
+
+def stop_reason(parsed: ParsedRequest, output: Delta | WholeChoice) -> StopReason:
+    """Return what ended a choice, or None if neither a stop text nor a stop token did.
+
+    The result is unset for a delta that does not end its choice.
+    """
+    if output.finish_reason is None:
+        return UNSET
+    if output.stop_text:
+        return output.stop_text
+    sampling = parsed.job.sampling
+    if output.finish_reason is not FinishReason.STOP or not output.token_ids:
+        return None
+    last = output.token_ids[-1]
+    ends = () if sampling.ignore_eos and parsed.job.grammar is None else parsed.served.eos_ids
+    return last if last in sampling.stop_token_ids and last not in ends else None

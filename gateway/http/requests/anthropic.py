@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.requests.decoding import RenamedParams, decode
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.schemas import (
     CalledFunction,
     ChatBody,
@@ -27,7 +28,6 @@ from draftgate.gateway.http.requests.schemas import (
     ToolCallMessage,
     Wire,
 )
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.structured_outputs import FORMAT_PARAMS
 from draftgate.gateway.http.requests.validation import (
     ParsedRequest,

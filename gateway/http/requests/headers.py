@@ -1,4 +1,4 @@
-"""The request headers that Draftgate reads: latency targets, flows, and what the client states."""
+"""What a request has beside its body: the headers that Draftgate reads, and its sender."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from draftgate.backends.header_numbers import header_count, header_number
+from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.errors import invalid
 from draftgate.policies.types import ANYTIME, ServiceLevel
+from draftgate.policies.values import immutable, replace
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
@@ -140,3 +142,30 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     if not milliseconds:
         raise invalid(name, f"must be a positive number of milliseconds, not {text!r}")
     return milliseconds / 1e3
+
+
+@immutable
+class Sender:
+    """The account, the headers and the id of a request.
+
+    Attributes:
+        request_id: an id that is unique on this node.
+        service: the latency targets in the headers.
+        retries: how often the client has sent the request before, or None if unknown.
+        fingerprint: a hash that is equal for a retry of the same request, or 0 if unknown.
+    """
+
+    request_id: str
+    account: Account = ANONYMOUS
+    service: ServiceLevel = ANYTIME
+    retries: int | None = None
+    fingerprint: int = 0
+
+    def service_level(self, priority: int | None) -> ServiceLevel:
+        """Return the service level of the request, within the bounds of its account.
+
+        Args:
+            priority: the priority in the body, or None.
+        """
+        wanted = replace(self.service, priority=priority) if priority else self.service
+        return self.account.capped(wanted)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -11,13 +12,14 @@ from msgspec import structs
 
 from draftgate.gateway.errors import ContextTooLong, Unsupported, invalid
 from draftgate.gateway.http.requests.decoding import RenamedParams, decode
+from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import template_messages
+from draftgate.gateway.http.requests.messages import ROLES, template_messages
 from draftgate.gateway.http.requests.schemas import (
     AllowedTool,
     AllowedToolChoice,
@@ -42,9 +44,7 @@ from draftgate.gateway.http.requests.schemas import (
     ToolMode,
     Wire,
 )
-from draftgate.gateway.http.requests.sender import Sender
 from draftgate.gateway.http.requests.structured_outputs import FORMAT_PARAMS
-from draftgate.gateway.http.requests.truncation import drop_oldest_turns
 from draftgate.gateway.http.requests.validation import (
     ParsedRequest,
     parse_decoded_chat,
@@ -373,3 +373,33 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             lengths = f"{MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}"
             raise invalid("metadata", f"keys must have at most {lengths}")
+
+
+def drop_oldest_turns(
+    messages: Sequence[Message], fits: Callable[[list[Message]], bool]
+) -> list[Message]:
+    """Return a conversation without the oldest turns that prevent it from fitting.
+
+    A turn begins with a user's message, so calls stay together with their results. System messages
+    and the last turn always stay.
+
+    Args:
+        messages: the whole conversation.
+        fits: whether a conversation fits. The function tries the end of the conversation first, and
+            never more than about twice of what fits, because tokenising a long text takes seconds.
+    """
+    starts = [index for index, message in enumerate(messages) if message.role == "user"]
+
+    def last(turns: int) -> list[Message]:
+        begin = starts[-turns] if turns < len(starts) else 0
+        return [
+            message
+            for index, message in enumerate(messages)
+            if index >= begin or ROLES.get(message.role) == "system"
+        ]
+
+    kept, most = 1, len(starts)
+    while kept < most and fits(last(min(2 * kept, most))):
+        kept = min(2 * kept, most)
+    between = range(kept + 1, min(2 * kept, most))
+    return last(kept + bisect_left(between, True, key=lambda turns: not fits(last(turns))))

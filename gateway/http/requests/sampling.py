@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from draftgate.backends.generation_defaults import GenerationDefaults
+from draftgate.backends.token_ids import TokenIds
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarSpec, SamplingParams
-from draftgate.gateway.errors import invalid
-from draftgate.gateway.http.requests.bad_words import bad_words
-from draftgate.gateway.http.requests.echo import prompt_alternatives
+from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import (
     BIAS,
     LEAST_STOP_CHARACTERS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKENS,
     RANDOM_SEED,
 )
-from draftgate.gateway.http.requests.schemas import GenerationFields
+from draftgate.gateway.http.requests.schemas import CompletionBody, GenerationFields
 from draftgate.gateway.served_model import ServedModel
 
 N = TypeVar("N", int, float)
@@ -146,3 +148,72 @@ def _logit_bias(
         served.check_token_id(token_id, "logit_bias")
         BIAS.check("logit_bias", value)
     return tuple(pairs)
+
+
+def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that the output must not contain.
+
+    As in vLLM, a word is forbidden in the tokens of its own encoding, at the beginning of a text
+    and after a space. Other tokenizations of the word remain possible. Empty words are ignored.
+
+    Raises:
+        InvalidRequest: the words are too many, or a word is too long.
+    """
+    if not words:
+        return ()
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"must have at most {MAX_BAD_WORDS} words, not {len(words)}")
+    if any(len(word) > MAX_BAD_WORD_CHARACTERS for word in words):
+        text = f"each word must have at most {MAX_BAD_WORD_CHARACTERS} characters"
+        raise invalid("bad_words", text)
+    found = dict[tuple[int, ...], None]()  # in the order of the words, without repetitions
+    for word in filter(None, words):
+        alone, spaced = (
+            tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}")
+        )
+        found[alone] = None
+        if spaced[-len(alone) :] != alone:  # otherwise the first sequence forbids both
+            found[spaced] = None
+    return tuple(ids for ids in found if ids)
+
+
+def prompt_alternatives(wire: GenerationFields) -> int | None:
+    """Return the number of alternatives to compute for each token of the prompt.
+
+    Returns:
+        None if the response has no log probabilities of the prompt.
+
+    Raises:
+        Unsupported: a stream cannot contain the log probabilities.
+    """
+    if wire.prompt_logprobs is None and not getattr(wire, "echo", None):
+        return None  # the usual case
+    if wire.prompt_logprobs is not None and wire.stream:
+        raise Unsupported("prompt_logprobs", " together with stream")
+    echoed = wire.logprobs if isinstance(wire, CompletionBody) and wire.echo else None
+    # Only the first choice computes them, and its chunks may follow those of other choices.
+    if echoed is not None and wire.stream and (wire.n or 1) > 1:
+        raise Unsupported("echo", " together with logprobs and stream for n above 1")
+    wanted = [number for number in (wire.prompt_logprobs, echoed) if number is not None]
+    return max(wanted, default=None)
+
+
+def echoed_texts(
+    wire: CompletionBody, prompts: Sequence[TokenIds], tokenizer: Tokenizer
+) -> tuple[str, ...]:
+    """Return the text of each prompt with which its choices begin, or nothing without `echo`.
+
+    Args:
+        prompts: token ids of each prompt.
+    """
+    if not wire.echo:
+        return ()
+    given: Sequence[object] = wire.prompt if isinstance(wire.prompt, list) else (wire.prompt,)
+    if isinstance(given[0], int):  # a single prompt of token ids
+        given = (given,)
+    return tuple(
+        text
+        if isinstance(text, str) and wire.truncate_prompt_tokens is None
+        else tokenizer.decode(ids, skip_special_tokens=False)
+        for text, ids in zip(given, prompts, strict=True)
+    )
