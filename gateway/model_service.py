@@ -215,11 +215,11 @@ class ModelService:
 
     def update_advice(self) -> None:
         """Update the scaling advice and the metrics that depend on it, about once a second."""
+        self.metrics.fold()
         if self.loads():
             self.scaling.update()
         if (advice := self.scaling.advice) is not None:
             self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
-        self.metrics.before_reading()
 
     def loads(self, *, own: bool = False) -> list[WorkerLoad | None]:
         """Return the load of each worker in order, or None for a failed worker.

@@ -6,7 +6,7 @@ changes many metrics. The package prometheus-client provides the metric families
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,15 +79,12 @@ class HistogramSeries:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def observe_all(self, values: Iterable[float]) -> None:
-        """Count values in their buckets, with less work for each than `observe`."""
-        ordered, before = sorted(values), 0
-        for bucket, bound in enumerate(self.bounds):
-            up_to = bisect_right(ordered, bound)
-            self.counts[bucket] += up_to - before
-            before = up_to
-        self.counts[-1] += len(ordered) - before
-        self.total += sum(ordered)
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count values in their buckets."""
+        counts, bounds = self.counts, self.bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
 
     def copy(self) -> HistogramSeries:
         """Return a snapshot."""
@@ -104,8 +101,7 @@ class Metrics:
     Use the object only on the thread of the event loop.
 
     Attributes:
-        recent: values of the last minute, for the live page.
-        before_reading: a callback that makes all values current.
+        folds: callbacks that make all values current.
     """
 
     def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
@@ -117,14 +113,25 @@ class Metrics:
         """
         self._loads = loads
         self._model = model
-        self.recent = Recent()
-        self.before_reading: Callable[[], None] = lambda: None
+        self._recent = Recent()
+        self.folds: list[Callable[[], None]] = []
         self._gauges: dict[tuple[MetricDefinition, Labels], Callable[[], float]] = {}
         self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
         self._scalars: defaultdict[MetricDefinition, dict[Labels, Scalar]] = defaultdict(dict)
         self._histograms: defaultdict[MetricDefinition, dict[Labels, HistogramSeries]] = (
             defaultdict(dict)
         )
+
+    @property
+    def recent(self) -> Recent:
+        """Values of the last minute, for the live page."""
+        self.fold()
+        return self._recent
+
+    def fold(self) -> None:
+        """Make all values current."""
+        for fold in self.folds:
+            fold()
 
     def scalar(self, metric: MetricDefinition, *labels: str) -> Scalar:
         """Return a series of a counter or gauge.
@@ -151,7 +158,10 @@ class Metrics:
 
     def add(self, metric: MetricDefinition, amount: float = 1.0, *labels: str) -> None:
         """Increase a counter."""
-        self.scalar(metric, *labels).value += amount
+        series = self._scalars[metric].get(labels)
+        if series is None:
+            series = self.scalar(metric, *labels)
+        series.value += amount
 
     def set(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Set a gauge."""
@@ -200,7 +210,7 @@ class Metrics:
 
     def _all_rows(self) -> list[tuple[MetricDefinition, Rows]]:
         """Return a snapshot of each series of each metric."""
-        self.before_reading()
+        self.fold()
         for (metric, labels), value in self._gauges.items():
             self.set(metric, float(value()), *labels)
         return [(metric, self._rows(metric)) for metric in METRICS]

@@ -1,27 +1,56 @@
-"""The series of the metrics that most requests change."""
+"""The series of the metrics that most requests change, and what requests report to them.
+
+Requests append to lists, which `fold` counts in the metrics: every second, before the metrics or
+the values of the live page are read, and after `MOST_ENDED` requests. A fold of these takes less
+than a millisecond.
+"""
 
 from __future__ import annotations
 
-from draftgate.backends.types import SpeculationOutcome
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from draftgate.backends.types import FinishReason, Phases, SpeculationOutcome
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.types import SpeculationPlan
+
+T = TypeVar("T")
+
+MOST_ENDED: Final = 64
+"""Requests that are counted together, at most."""
 
 
 class RequestSeries:
-    """The series without labels, which are found once for all requests.
+    """The series without labels, which are found once for all requests, and the lists.
 
     Attributes:
-        metrics: all metrics of the node.
-        new_tokens: number of generated tokens since the metrics were last read.
-        new_gaps_s: times in seconds between deltas of a choice since then.
+        metrics: all metrics of the model.
+        recent: values of the last minute, for the live page.
+        new_tokens: number of generated tokens.
+        new_events: number of tokens for the live page that an upstream generates.
+        new_gaps_s: times in seconds between deltas of a choice.
+        placed: prompts that got their first worker: tokens, and seconds since the arrival.
+        plans: prompts with output: maximum output tokens, and the plan.
+        first_outputs: the operation of a request, and its TTFT in seconds.
+        phases: the phases of choices on their workers.
+        finished: choices that have ended: the reason, and seconds of decoding, if known.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         """Find the series, which start at zero."""
         self.metrics = metrics
-        self.new_tokens = 0
+        self.recent = metrics.recent
+        self.new_tokens = self.new_events = 0
         self.new_gaps_s: list[float] = []
-        metrics.before_reading = self._count_new
+        self.placed: list[tuple[int, float]] = []
+        self.plans: list[tuple[int, SpeculationPlan]] = []
+        self.first_outputs: list[tuple[str, float]] = []
+        self.phases: list[Phases] = []
+        self.finished: list[tuple[FinishReason, float | None]] = []
+        self._ended: list[Callable[[], None]] = []
+        metrics.folds.append(self.fold)
         self.prompt_tokens = metrics.scalar(metric.PROMPT_TOKENS)
         self.cached_tokens = metrics.scalar(metric.CACHED_TOKENS)
         self.generation_tokens = metrics.scalar(metric.GENERATION_TOKENS)
@@ -34,12 +63,41 @@ class RequestSeries:
         self.decode = metrics.histogram(metric.DECODE)
         self.gaps = metrics.histogram(metric.GAPS)
 
-    def _count_new(self) -> None:
-        """Count the deltas since the last call, which is at most a second ago for the live page."""
+    def add_ended(self, count: Callable[[], None]) -> None:
+        """Call a function later, which counts a request that has ended."""
+        self._ended.append(count)
+        if len(self._ended) >= MOST_ENDED:
+            self.fold()
+
+    def fold(self) -> None:
+        """Count what requests have reported since the last call."""
+        metrics, recent = self.metrics, self.recent
         self.generation_tokens.value += self.new_tokens
-        self.metrics.recent.tokens += self.new_tokens
-        self.gaps.observe_all(self.new_gaps_s)
-        self.new_tokens, self.new_gaps_s = 0, []
+        recent.tokens += self.new_tokens + self.new_events
+        self.new_tokens = self.new_events = 0
+        self.gaps.observe_all(_taken(self.new_gaps_s))
+        if placed := _taken(self.placed):
+            lengths, waits_s = zip(*placed, strict=True)
+            self.prompt_tokens.value += sum(lengths)
+            self.prompt_length.observe_all(lengths)
+            self.to_worker.observe_all(waits_s)
+        if plans := _taken(self.plans):
+            self.max_tokens.observe_all([most for most, _ in plans])
+            decided = Counter([(plan.policy, plan.proposer or "none") for _, plan in plans])
+            for labels, count in decided.items():
+                metrics.add(metric.DECISIONS, count, *labels)
+        for operation, ttft_s in _taken(self.first_outputs):
+            metrics.observe(metric.TTFT, ttft_s, operation)
+            recent.add_ttft(ttft_s)
+        if phases := _taken(self.phases):
+            self.worker_queue.observe_all([one.scheduled_s - one.queued_s for one in phases])
+            self.prefill.observe_all([one.first_token_s - one.scheduled_s for one in phases])
+        if finished := _taken(self.finished):
+            for reason, count in Counter([reason for reason, _ in finished]).items():
+                metrics.add(metric.CHOICES, count, reason.value)
+            self.decode.observe_all([one for _, one in finished if one is not None])
+        for count_request in _taken(self._ended):
+            count_request()
 
     def count_speculation(self, outcome: SpeculationOutcome, tenant: str, decode_s: float) -> None:
         """Count the drafts of a request.
@@ -49,7 +107,7 @@ class RequestSeries:
                 finished choices.
         """
         if decode_s:
-            self.metrics.recent.draft_times.add(
+            self.recent.draft_times.add(
                 tenant, outcome.saved_s, decode_s, outcome.num_drafted_tokens
             )
         if outcome.saved_s:
@@ -64,3 +122,10 @@ class RequestSeries:
         for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
             beyond -= steps  # number of steps that accepted more than `position` tokens
             self.metrics.add(metric.ACCEPTED_AT, beyond, str(position))
+
+
+def _taken(items: list[T]) -> list[T]:
+    """Return the items of a list, which is empty afterwards."""
+    taken = items[:]
+    items.clear()
+    return taken

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.types import NO_OUTCOME, Delta, FinishReason, Phases, Task, outcome_of
+from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
@@ -44,7 +44,8 @@ class Ending(StrEnum):
 class RequestWatch:
     """An observer of one request, from its arrival to its last byte.
 
-    The caller must call `end`, and only the first call counts.
+    The caller must call `end`, and only the first call counts. Most of what it observes is counted
+    in the metrics later (`RequestSeries.fold`).
 
     Attributes:
         workers: ids of the workers that ran the request, in order.
@@ -52,6 +53,25 @@ class RequestWatch:
         outcome: the outcome of speculation, summed over the choices that have finished, and after
             the end over all choices.
     """
+
+    prompt_tokens = cached_tokens = output_tokens = 0
+    outcome = NO_OUTCOME
+    plan: SpeculationPlan | None = None
+    tenant: str | None = None
+    _service = ANYTIME
+    _adapter = ""  # the name of its LoRA adapter
+    _ttft_s: float | None = None
+    _decode_s = 0.0  # on the last worker, of the finished choices
+    _generates = False
+    _n = 1  # choices per prompt
+    _choices = 0  # choices of all prompts, 0 before dispatch
+    _output_events = 0  # output events of an upstream
+    _resumes = 0
+    _failure: tuple[Ending, int, BaseException | None] | None = None
+    _ending: Ending | None = None  # once it has ended
+    _seconds = 0.0  # from its arrival to its end
+    _error: type[BaseException] | None = None
+    _refusal: str | None = None  # the kind of a `TooMany`
 
     def __init__(
         self,
@@ -69,41 +89,21 @@ class RequestWatch:
             clock: the clock of the spans.
         """
         self.span = span
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.outcome = NO_OUTCOME
-        self.plan: SpeculationPlan | None = None
         self.workers: list[str] = []
-        self.tenant: str | None = None
-        self._service = ANYTIME
-        self._adapter = ""  # the name of its LoRA adapter
-        self.use(series)
+        self._series = series
         self._endpoint = endpoint
         self._operation = operation
         self._clock = clock
-        self._arrival_s = clock()
-        self._last_s = self._arrival_s  # time of the last output of an upstream
-        self._ttft_s: float | None = None
+        self._arrival_s = self._last_s = clock()  # time of the last output of an upstream
         self._latest_s: dict[int, float] = {}  # time of the last output, by choice
         self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the open choices
         # Times of the first token on each of its workers, by choice, as the workers record them.
-        self._first_tokens_s = defaultdict[int, list[float]](list)
-        self._decode_s = 0.0  # on the last worker, of the finished choices
-        self._generates = False
-        self._n = 1  # choices per prompt
-        self._choices = 0  # choices of all prompts, 0 before dispatch
-        self._output_events = 0  # output events of an upstream
-        self._resumes = 0
+        self._first_tokens_s: dict[int, list[float]] = {}
         self._finish_reasons: list[str] = []
-        self._failure: tuple[Ending, int, BaseException | None] | None = None
-        self._ended = False
 
     def use(self, series: RequestSeries) -> None:
         """Record the request in the metrics of its model."""
         self._series = series
-        self._metrics = series.metrics
-        self._recent = series.metrics.recent
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
         """Record the parameters of the request."""
@@ -113,7 +113,8 @@ class RequestWatch:
         self.prompt_tokens = sum(map(len, job.prompts))
         self.tenant = job.tenant or None
         self._service = job.service
-        self._adapter = model if job.adapter else ""
+        if job.adapter:
+            self._adapter = model
         if self.span.recording:
             self.span.set(
                 {
@@ -141,7 +142,8 @@ class RequestWatch:
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
         self._service = service
-        self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
+        if self.span.recording:
+            self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
         """Record the upstream that responds, and the speculation plan, if any."""
@@ -154,30 +156,27 @@ class RequestWatch:
 
         Span and log show the plan of the first prompt.
         """
-        request, plan = placed.request, placed.request.speculation
-        tokens = len(request.prompt_ids)
-        series = self._series
-        series.prompt_length.observe(tokens)
-        series.to_worker.observe(self._clock() - self._arrival_s)
-        series.prompt_tokens.value += tokens
+        request = placed.request
+        tokens, plan = len(request.prompt_ids), request.speculation
+        self._series.placed.append((tokens, self._clock() - self._arrival_s))
         self._add_worker(placed)
-        if not self._generates:
+        if self._generates:
+            self._series.plans.append((request.sampling.max_tokens, plan))
+            if self.plan is None:
+                self.plan = plan
+                if self.span.recording:
+                    self.span.set(decision_attributes(placed))
+        elif self.span.recording:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
-            return
-        series.max_tokens.observe(request.sampling.max_tokens)
-        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
-        if self.plan is None:
-            self.plan = plan
-            if self.span.recording:
-                self.span.set(decision_attributes(placed))
 
     def resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
         self._add_worker(resume.placed)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
-        self._metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
-        self.span.event("resume", resume_attributes(resume))
+        self._series.metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
+        if self.span.recording:
+            self.span.event("resume", resume_attributes(resume))
         log(
             logging.INFO if resume.cause is Cause.MOVED else logging.WARNING,
             "resumed",
@@ -192,19 +191,21 @@ class RequestWatch:
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
         """Record that a prompt lost its worker and is not resumed."""
-        self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
+        self._series.metrics.add(metric.RESUMES, 1, cause.value, why.value)
 
     def fetched(self, fetch: KvFetch) -> None:
         """Record whether the KV blocks of a prefix were fetched."""
         end = "none" if fetch.end is None else fetch.end.value
-        self._metrics.add(metric.KV_FETCHES, 1, fetch.cause.value, fetch.decision.reason.value, end)
-        self._metrics.add(metric.KV_FETCHED, fetch.num_bytes)
+        self._series.metrics.add(
+            metric.KV_FETCHES, 1, fetch.cause.value, fetch.decision.reason.value, end
+        )
+        self._series.metrics.add(metric.KV_FETCHED, fetch.num_bytes)
 
     def moved(self, move: Move) -> None:
         """Record the end of a move."""
-        self._metrics.add(metric.MOVES, 1, move.reason.value, move.end.value)
+        self._series.metrics.add(metric.MOVES, 1, move.reason.value, move.end.value)
         if move.gap_s is not None:
-            self._metrics.observe(metric.MOVE_GAP, move.gap_s)
+            self._series.metrics.observe(metric.MOVE_GAP, move.gap_s)
         if move.end is MoveEnd.REJECTED:
             log(
                 logging.ERROR,
@@ -218,10 +219,26 @@ class RequestWatch:
     def observe(self, delta: Delta) -> None:
         """Record a delta on its way to the client."""
         self.observe_text(delta)
-        if delta.phases is not None:
-            self._observe_phases(delta.choice, delta.phases)
-        if delta.finish_reason is not None:
-            self._finish_choice(delta, delta.finish_reason, self._latest_s[delta.choice])
+        choice, phases, series = delta.choice, delta.phases, self._series
+        if phases is not None:
+            series.phases.append(phases)
+            self._first_tokens_s.setdefault(choice, []).append(phases.first_token_s)
+        if delta.finish_reason is None:
+            return
+        self._finish_reasons.append(delta.finish_reason)
+        self._drafts.pop(choice, None)
+        if delta.outcome is not None:
+            self.outcome += delta.outcome
+        # The other choices of a prompt share the KV of the first choice.
+        cached = 0 if choice % self._n else delta.cached_tokens
+        self.cached_tokens += cached
+        series.cached_tokens.value += cached
+        firsts_s, decode_s = self._first_tokens_s.get(choice), None
+        if firsts_s:
+            decode_s = self._latest_s[choice] - firsts_s[0]
+            # Only the last worker reports the time that drafts saved.
+            self._decode_s += self._latest_s[choice] - firsts_s[-1]
+        series.finished.append((delta.finish_reason, decode_s))
 
     def observe_text(self, delta: Delta) -> None:
         """Record a delta of nothing but tokens and text, as `observe` does.
@@ -252,7 +269,7 @@ class RequestWatch:
         if not self._generates:
             return
         self._last_s = self._clock()
-        self._recent.tokens += output_events - self._output_events
+        self._series.new_events += output_events - self._output_events
         self._output_events = output_events
         if self._ttft_s is None:
             self._first_output(self._last_s)
@@ -262,16 +279,17 @@ class RequestWatch:
         self._finish_reasons += answer.finish_reasons
         if answer.response_id is not None:
             self.responds(answer.response_id)
-        if answer.model is not None:
+        if answer.model is not None and self.span.recording:
             self.span.set({"gen_ai.response.model": answer.model})
 
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's response, once, after its end."""
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
-        self._series.prompt_tokens.value += usage.prompt
-        self._series.cached_tokens.value += usage.cached
-        self._series.generation_tokens.value += usage.output
-        self._recent.tokens += max(usage.output - self._output_events, 0)
+        series = self._series
+        series.prompt_tokens.value += usage.prompt
+        series.cached_tokens.value += usage.cached
+        series.generation_tokens.value += usage.output
+        series.new_events += max(usage.output - self._output_events, 0)
 
     def fail(self, ending: Ending, status: int, error: BaseException | None) -> None:
         """Keep the first failure for `end`, which is called after the client has been informed."""
@@ -286,107 +304,91 @@ class RequestWatch:
         Args:
             status: the HTTP status.
         """
-        if self._ended:
+        if self._ending is not None:
             return
-        self._ended = True
         if self._failure is not None:
             ending, status, error = self._failure
+            self._failure = None  # frees what the traceback refers to
+        self._ending = ending
         for drafts in self._drafts.values():  # the output of unfinished choices counts as well
             self.outcome += outcome_of(drafts)
-        seconds = self._clock() - self._arrival_s
-        self._count_end(ending, seconds, error)
+        self._seconds = self._clock() - self._arrival_s
+        if error is not None:
+            self._error = type(error)
+            if isinstance(error, TooMany):
+                self._refusal = error.kind
+        self._series.add_ended(self._count)
         if self.span.recording:
             self.span.set(self._end_attributes(ending, status))
             if error is not None and status >= 500:
                 self.span.fail(error)
-        self.span.end()
-        self._log_end(ending, status, seconds, error)
+            self.span.end()
+        self._log_end(ending, status, error)
 
-    def _add_worker(self, placed: Placement) -> None:
-        if placed.worker.worker_id not in self.workers:
-            self.workers.append(placed.worker.worker_id)
-
-    def _first_output(self, now_s: float) -> None:
-        self._ttft_s = now_s - self._arrival_s
-        self._metrics.observe(metric.TTFT, self._ttft_s, self._operation)
-        self._recent.add_ttft(self._ttft_s)
-        self.span.event("first_token", at_s=now_s)
-
-    def _observe_phases(self, choice: int, phases: Phases) -> None:
-        self._series.worker_queue.observe(phases.scheduled_s - phases.queued_s)
-        self._series.prefill.observe(phases.first_token_s - phases.scheduled_s)
-        self._first_tokens_s[choice].append(phases.first_token_s)
-
-    def _finish_choice(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
-        self._finish_reasons.append(reason.value)
-        self._metrics.add(metric.CHOICES, 1, reason.value)
-        # The other choices of a prompt share the KV of the first choice.
-        if delta.choice % self._n == 0:
-            self.cached_tokens += delta.cached_tokens
-            self._series.cached_tokens.value += delta.cached_tokens
-        self._drafts.pop(delta.choice, None)
-        if delta.outcome is not None:
-            self.outcome += delta.outcome
-        first_tokens_s = self._first_tokens_s.get(delta.choice)
-        if first_tokens_s:
-            self._series.decode.observe(now_s - first_tokens_s[0])
-            # Only the last worker reports the time that drafts saved.
-            self._decode_s += now_s - first_tokens_s[-1]
-
-    def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
-        metrics = self._metrics
-        error_type = "" if ending is Ending.FINISHED else ending.value
-        if ending is not Ending.CANCELLED and error is not None:
-            error_type = type(error).__name__
-        metrics.add(metric.REQUESTS, 1, self._endpoint, ending.value)
+    def _count(self) -> None:
+        """Count the request, which has ended, in the metrics."""
+        metrics, series, ending = self._series.metrics, self._series, self._ending
+        assert ending is not None
+        ended = ending.value
+        error_type = "" if ending is Ending.FINISHED else ended
+        if ending is not Ending.CANCELLED and self._error is not None:
+            error_type = self._error.__name__
+        metrics.add(metric.REQUESTS, 1, self._endpoint, ended)
         if self._adapter:
-            metrics.add(metric.ADAPTER_REQUESTS, 1, self._adapter, ending.value)
-        if isinstance(error, TooMany):
-            metrics.add(metric.REFUSED, 1, error.kind)
+            metrics.add(metric.ADAPTER_REQUESTS, 1, self._adapter, ended)
+        if self._refusal is not None:
+            metrics.add(metric.REFUSED, 1, self._refusal)
         tpot_s = self._tpot_s()
-        met: bool | None = None
-        if ending is Ending.FAILED:
-            met = False if self._service.has_targets else None
-        # A response of an upstream that was not streamed has unknown times.
-        elif ending is Ending.FINISHED and not (self._generates and self._ttft_s is None):
-            met = self._service.are_met(self._ttft_s, tpot_s)
+        met = self._met(ending, tpot_s)
         if met is not None:
-            self._recent.add_judged(met=met)
-        elif isinstance(error, Overloaded | QueueTimeout):
-            self._recent.add_judged(met=False)
+            series.recent.add_judged(met=met)
+        elif self._error is not None and issubclass(self._error, Overloaded | QueueTimeout):
+            series.recent.add_judged(met=False)
         if self.tenant is not None:
-            self._count_tenant(self.tenant, ending, seconds, met, error)
-        metrics.observe(metric.DURATION, seconds, self._operation, error_type)
+            self._count_tenant(self.tenant, ending, met)
+        metrics.observe(metric.DURATION, self._seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
         # The finish reasons of a finished request at an upstream are unknown here.
         if unfinished > 0 and ending is not Ending.FINISHED:
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(metric.CHOICES, unfinished, reason)
         if self._generates:
-            self._series.output_length.observe(self.output_tokens)
+            series.output_length.observe(self.output_tokens)
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
-        self._recent.add_ended(tpot_s, self.output_tokens, self.outcome)
-        self._series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
+        series.recent.add_ended(tpot_s, self.output_tokens, self.outcome)
+        series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
 
-    def _count_tenant(
-        self,
-        tenant: str,
-        ending: Ending,
-        seconds: float,
-        met: bool | None,
-        error: BaseException | None,
-    ) -> None:
+    def _add_worker(self, placed: Placement) -> None:
+        if placed.worker.worker_id not in self.workers:
+            self.workers.append(placed.worker.worker_id)
+
+    def _first_output(self, now_s: float) -> None:
+        ttft_s = self._ttft_s = now_s - self._arrival_s
+        self._series.first_outputs.append((self._operation, ttft_s))
+        if self.span.recording:
+            self.span.event("first_token", at_s=now_s)
+
+    def _met(self, ending: Ending, tpot_s: float | None) -> bool | None:
+        """Return whether the request met its targets, or None if it does not count."""
+        if ending is Ending.FAILED:
+            return False if self._service.has_targets else None
+        # A response of an upstream that was not streamed has unknown times.
+        if ending is Ending.FINISHED and not (self._generates and self._ttft_s is None):
+            return self._service.are_met(self._ttft_s, tpot_s)
+        return None
+
+    def _count_tenant(self, tenant: str, ending: Ending, met: bool | None) -> None:
         """Count the tokens, latency, refusal and SLO of a tenant's request."""
-        metrics = self._metrics
+        metrics = self._series.metrics
         used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
         metrics.add(metric.TENANT_TOKENS, used, tenant)
-        if isinstance(error, TooMany):
-            metrics.add(metric.TENANT_REFUSED, 1, tenant, error.kind)
+        if self._refusal is not None:
+            metrics.add(metric.TENANT_REFUSED, 1, tenant, self._refusal)
         if self._ttft_s is not None:
             metrics.observe(metric.TENANT_TTFT, self._ttft_s, tenant)
         if ending is Ending.FINISHED:
-            metrics.observe(metric.TENANT_DURATION, seconds, tenant)
+            metrics.observe(metric.TENANT_DURATION, self._seconds, tenant)
         if met is not None:
             metrics.add(metric.TENANT_SLO, 1, tenant, "met" if met else "missed")
 
@@ -415,12 +417,10 @@ class RequestWatch:
         if self._ttft_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._ttft_s
         if self._finish_reasons:
-            found["gen_ai.response.finish_reasons"] = self._finish_reasons
+            found["gen_ai.response.finish_reasons"] = list(map(str, self._finish_reasons))
         return found
 
-    def _log_end(
-        self, ending: Ending, status: int, seconds: float, error: BaseException | None
-    ) -> None:
+    def _log_end(self, ending: Ending, status: int, error: BaseException | None) -> None:
         level = logging.WARNING if ending is Ending.FAILED else logging.INFO
         if not is_logged(level):
             return
@@ -429,7 +429,7 @@ class RequestWatch:
             "endpoint": self._endpoint,
             "status": status,
             "ending": ending.value,
-            "seconds": seconds,
+            "seconds": self._seconds,
             "ttft_s": self._ttft_s,
             "worker": ",".join(self.workers) or None,
             "resumes": self._resumes or None,

@@ -26,7 +26,7 @@ from draftgate.gateway.telemetry.metrics import (
     Metrics,
     shown_name,
 )
-from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.gateway.telemetry.request_series import MOST_ENDED, RequestSeries
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.gateway.tracing import NO_SPAN
 from draftgate.policies.types import ServiceLevel
@@ -329,6 +329,7 @@ def test_attainment_counts_requests_that_ended_intact_and_in_time(
         clock.now_s += ttft_s
         watch.progressed(1)
     watch.end(ending, 200)
+    metrics.fold()
     counts = {series: one.value for series, one in metrics._scalars[metric.TENANT_SLO].items()}
     assert counts == ({} if outcome is None else {("a", outcome): 1})
 
@@ -354,6 +355,36 @@ def test_refused_requests_miss_their_targets(metrics: Metrics) -> None:
     assert metrics.recent.attainment() == pytest.approx(1 / 3)
 
 
+def test_every_reading_counts_all_that_requests_have_reported(metrics: Metrics) -> None:
+    """Every scrape and every sample of the live page counts what requests have reported before,
+    once, however many requests have ended since the last reading."""
+    series, clock, ended, sent = RequestSeries(metrics), Clock(), 0, 0
+    for number in (1, 0, MOST_ENDED - 1, MOST_ENDED, 3 * MOST_ENDED + 1):
+        open_watches = [RequestWatch(series, NO_SPAN, "/v1/a", "chat", clock) for _ in range(3)]
+        for watch in open_watches:
+            watch.forwarding("m", "", ServiceLevel(), 1, stream=True)
+            clock.now_s += 0.5
+            watch.observe(Delta(0, (1, 2), "ab"))
+            sent += 1
+        for _ in range(number):
+            watch = RequestWatch(series, NO_SPAN, "/v1/a", "chat", clock)
+            watch.forwarding("m", "", ServiceLevel(), 1, stream=True)
+            clock.now_s += 0.5
+            watch.observe(Delta(0, (1, 2), "ab", finish_reason=FinishReason.STOP))
+            watch.end(Ending.FINISHED, 200)
+            ended, sent = ended + 1, sent + 1
+        for _ in range(2):
+            found = samples(metrics)
+            assert total(found, "draftgate_requests_total", endpoint="/v1/a") == ended
+            assert total(found, "draftgate_choices_total", finish_reason="stop") == ended
+            assert total(found, "draftgate_request_duration_seconds_count") == ended
+            assert total(found, "draftgate_generation_tokens_total") == 2 * sent
+            assert total(found, "draftgate_time_to_first_token_seconds_count") == sent
+            assert metrics.recent.requests == ended
+            assert metrics.recent.tokens == 2 * sent
+            assert len(metrics.recent.ttft_s()) == sent
+
+
 def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:
     """Beyond the limit, tenants share the series `other`, and no count is lost."""
     for number in range(3 * MOST_VALUES):
@@ -367,6 +398,7 @@ def test_metrics_of_tenants_have_bounded_series(metrics: Metrics) -> None:
         )
         refused.forwarding("m", f"t{number}", ServiceLevel(0.5, None), 1, stream=True)
         refused.end(Ending.REJECTED, 429, QuotaExceeded("no tokens left", 1.0))
+    metrics.fold()
     for definition in (metric.TENANT_TTFT, metric.TENANT_DURATION):
         assert len(metrics._histograms[definition]) == MOST_VALUES + 1
     counters = {metric.TENANT_SLO: 1, metric.TENANT_REFUSED: 1, metric.TENANT_TOKENS: 5}

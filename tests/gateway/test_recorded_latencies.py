@@ -59,6 +59,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def recorded(gateway: Listening, definition: metric.MetricDefinition) -> int:
     """Return the number of recorded values of a histogram."""
+    gateway.node.metrics.fold()
     histograms = gateway.node.metrics._histograms[definition].values()
     return sum(sum(one.counts) for one in histograms)
 
