@@ -1,4 +1,4 @@
-"""The bounds of request parameters and of a request's work, for validation and for the OpenAPI document.
+"""The bounds of request parameters and of the work of a request, for validation and OpenAPI.
 
 The module `schemas` declares types, and `validation` checks relations between fields.
 """
