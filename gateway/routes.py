@@ -44,7 +44,6 @@ from draftgate.gateway.http.direct import (
     Request,
     Response,
     of_headers,
-    send_whole,
 )
 from draftgate.gateway.http.endpoints import (
     embeddings,
@@ -60,7 +59,6 @@ from draftgate.gateway.http.endpoints import (
 )
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
 from draftgate.gateway.http.endpoints.responses import RESPONSES
-from draftgate.gateway.http.error_responses import convert_http_error, error_response
 from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint, WatchedEndpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
@@ -68,6 +66,7 @@ from draftgate.gateway.http.rate_limits import add_rate_limits
 from draftgate.gateway.http.readers import Readers
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
+from draftgate.gateway.http.sending import convert_http_error, error_response, send_whole
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.logs import AboutRequest, log
 from draftgate.gateway.node import Node

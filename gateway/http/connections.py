@@ -41,7 +41,7 @@ from draftgate.gateway.http.context import (
     request_id_of,
 )
 from draftgate.gateway.http.direct import HOST, Direct, DirectRequest, Request, Response
-from draftgate.gateway.http.error_responses import convert_http_error, error_response
+from draftgate.gateway.http.sending import convert_http_error, error_response
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.audit import AuditLog
 

@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import httptools
 from aiohttp import HttpVersion, HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
 
 MOST_HEAD_BYTES: Final = 16 << 10
@@ -381,59 +380,6 @@ def target_of(request: Request) -> str:
     if isinstance(request, DirectRequest):
         return request.head.target
     return request.rel_url.raw_path_qs
-
-
-class EventResponse(web.StreamResponse):
-    """A response whose headers wait for the first event, so that one packet contains both."""
-
-    _send_headers_immediately = False
-
-
-def new_response(
-    request: Request, headers: Headers, status: int = 200
-) -> EventResponse | DirectResponse:
-    """Return a response of unknown length, which has not begun."""
-    if isinstance(request, DirectRequest):
-        return DirectResponse(request, status, headers)
-    return EventResponse(headers=headers, status=status)
-
-
-async def begin_response(
-    request: Request, response: EventResponse | DirectResponse
-) -> AbstractStreamWriter | DirectResponse:
-    """Complete the headers of a response, and return what writes its body."""
-    if isinstance(response, DirectResponse):
-        return await response.prepare()
-    assert not isinstance(request, DirectRequest)
-    writer = await response.prepare(request)
-    assert writer is not None  # only websockets have no writer
-    return writer
-
-
-def of_aiohttp(response: Response) -> web.StreamResponse:
-    """Return the response to a request that is not direct."""
-    assert not isinstance(response, DirectResponse)
-    return response
-
-
-async def send_whole(
-    request: Request, body: bytes, headers: Headers, status: int = 200
-) -> Response:
-    """Send a whole response from within the handler, and return it.
-
-    The request therefore counts as in flight until the response has been sent.
-
-    Raises:
-        ConnectionResetError: the client has disconnected.
-    """
-    if isinstance(request, DirectRequest):
-        response = DirectResponse(request, status, headers)
-        await response.send(body)
-        return response
-    prepared = web.Response(status=status, headers=headers, body=body)
-    await prepared.prepare(request)
-    await prepared.write_eof()
-    return prepared
 
 
 def response_head(status: int, headers: CIMultiDict[str]) -> bytes:

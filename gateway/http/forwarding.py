@@ -38,16 +38,7 @@ from draftgate.gateway.http.context import (
     read_body,
     request_id_of,
 )
-from draftgate.gateway.http.direct import (
-    Request,
-    Response,
-    begin_response,
-    new_response,
-    of_aiohttp,
-    of_headers,
-    send_whole,
-    target_of,
-)
+from draftgate.gateway.http.direct import Request, Response, of_headers, target_of
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
@@ -63,6 +54,7 @@ from draftgate.gateway.http.requests.headers import (
     TTFT_HEADER,
     read_stated,
 )
+from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload

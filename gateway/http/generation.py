@@ -31,13 +31,14 @@ from draftgate.gateway.http.context import (
     read_body,
     requested_model,
 )
-from draftgate.gateway.http.direct import Request, Response, of_headers, send_whole
+from draftgate.gateway.http.direct import Request, Response, of_headers
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.rate_limits import QUOTAS
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import Sender, read_stated
 from draftgate.gateway.http.requests.validation import ParsedRequest
+from draftgate.gateway.http.sending import send_whole
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.logs import add_about_request
 from draftgate.gateway.model_service import ModelService

@@ -21,15 +21,10 @@ from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.context import request_id_of
-from draftgate.gateway.http.direct import (
-    DirectResponse,
-    EventResponse,
-    Request,
-    begin_response,
-    new_response,
-)
+from draftgate.gateway.http.direct import DirectResponse, Request
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
+from draftgate.gateway.http.sending import EventResponse, begin_response, new_response
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.gateway.http.requests.validation import FORMATS
+from draftgate.gateway.http.requests.prompt_encoding import INFILLING_FORMATS
 from tests.gateway.harness import client, events, needs_engine, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -216,7 +216,7 @@ async def test_best_of_returns_the_likeliest_choices(http: httpx.AsyncClient) ->
         assert ours["logprobs"] is None
 
 
-@pytest.mark.parametrize("tokens", FORMATS, ids=["qwen", "starcoder", "deepseek"])
+@pytest.mark.parametrize("tokens", INFILLING_FORMATS, ids=["qwen", "starcoder", "deepseek"])
 async def test_suffix_follows_the_prompt_in_the_format_of_the_model(
     tmp_path: Path, tokens: tuple[str, str, str]
 ) -> None:

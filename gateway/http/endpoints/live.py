@@ -14,8 +14,8 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
-from draftgate.gateway.http.direct import of_aiohttp
 from draftgate.gateway.http.replies.rendering import event
+from draftgate.gateway.http.sending import of_aiohttp
 from draftgate.gateway.http.stream import EventStream
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.live import SAMPLE_S
