@@ -40,7 +40,7 @@ _FIELDS: Final = msgspec.json.Decoder(_BookingFields)
 _BOOKING_VALUES: Final = 5
 
 
-def exchange_arguments(update: ExchangeNews) -> list[bytes | str | int | float]:
+def exchange_arguments(update: ExchangeNews, _caller: object) -> list[bytes | str | int | float]:
     """Return the arguments of an exchange."""
     args: list[bytes | str | int | float] = [
         update.source,
@@ -62,7 +62,7 @@ def exchange_arguments(update: ExchangeNews) -> list[bytes | str | int | float]:
     return args
 
 
-def news_of(found: Sequence[Any]) -> News:
+def news_of(_command: object, found: Sequence[Any]) -> News:
     """Return the news in the result of the script.
 
     Entries that this version cannot read are omitted.

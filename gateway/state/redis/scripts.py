@@ -72,20 +72,8 @@ class Caller(NamedTuple):
     bounds: Bounds
 
 
-class Script(NamedTuple):
-    """The script of a command.
-
-    Attributes:
-        name: its name in `lua/`.
-        helpers: names of the files with its helpers, in order.
-        arguments: returns the arguments, or None if the command has nothing to do.
-        result: returns the result of the command from that of the script.
-    """
-
-    name: str
-    helpers: tuple[str, ...]
-    arguments: Callable[[Any, Caller], Iterable[Argument] | None]
-    result: Callable[[Any, Any], Any] = lambda _command, _found: None
+def _nothing(_command: object, _found: object) -> None:
+    """Ignore the result of a script."""
 
 
 def _as_bool(_command: object, found: object) -> bool:
@@ -96,8 +84,37 @@ def _as_found(_command: object, found: object) -> object:
     return found
 
 
+def _plain(command: commands.Command[Any], _caller: Caller) -> Iterable[Argument]:
+    """Return the fields of a command, and those of the values in them, in order."""
+    return tuple(_flat(msgspec.structs.astuple(command)))
+
+
+def _flat(value: Any) -> Iterator[Argument]:
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
+
+
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+class Script(NamedTuple):
+    """The script of a command.
+
+    Attributes:
+        name: its name in `lua/`.
+        helpers: names of the files with its helpers, in order.
+        result: returns the result of the command from that of the script.
+        arguments: returns the arguments.
+    """
+
+    name: str
+    helpers: tuple[str, ...]
+    result: Callable[[Any, Any], Any] = _nothing
+    arguments: Callable[[Any, Caller], Iterable[Argument]] = _plain
 
 
 # --- leases ---------------------------------------------------------------------------------------
@@ -107,6 +124,10 @@ def _publish(command: commands.PublishReport, _caller: Caller) -> Iterable[Argum
     report = command.report
     head = (report.worker_id, report.epoch, report.seq)
     return (*head, report.capacity_tokens, report.watermark, msgspec.json.encode(report))
+
+
+def _list(_command: commands.ListWorkers, caller: Caller) -> Iterable[Argument]:
+    return _us(FORGET_S), _us(STALE_S), _us(GATEWAY_S), caller.node_id
 
 
 def _snapshot(_command: commands.ListWorkers, found: Sequence[Any]) -> Snapshot:
@@ -126,15 +147,8 @@ def _view(report: str, age_us: int, *tokens: int) -> WorkerView | None:
 
 
 def _reserve(command: commands.ReserveLease, _caller: Caller) -> Iterable[Argument]:
-    offers = command.offers
-    args: list[Argument] = [
-        command.request_id,
-        command.tokens,
-        _us(command.ttl_s),
-        _us(STALE_S),
-    ]
-    args.append(len(offers))
-    for offer in offers:
+    args = [*_claim_head(command), len(command.offers)]
+    for offer in command.offers:
         args += (offer.worker_id, offer.epoch, offer.watermark)
         args += (float(offer.score), float(offer.score_per_token))
     if command.quota is not None:
@@ -153,15 +167,14 @@ def _reserved(command: commands.ReserveLease, found: Sequence[Any]) -> Reservati
 
 
 def _claim(command: commands.ClaimWorker, _caller: Caller) -> Iterable[Argument]:
-    args: list[Argument] = [
-        command.request_id,
-        command.tokens,
-        _us(command.ttl_s),
-        _us(STALE_S),
-    ]
+    args = _claim_head(command)
     for offer in command.offers:
         args += (offer.worker_id, offer.epoch)
     return args
+
+
+def _claim_head(command: commands.ReserveLease | commands.ClaimWorker) -> list[Argument]:
+    return [command.request_id, command.tokens, _us(command.ttl_s), _us(STALE_S)]
 
 
 def _claimed(command: commands.ClaimWorker, found: Sequence[int] | None) -> Lease | None:
@@ -179,6 +192,10 @@ def _renew(command: commands.RenewLeases, caller: Caller) -> Iterable[Argument]:
     for lease in command.leases:
         args += (lease.request_id, lease.worker_id, lease.epoch, lease.tokens, lease.number)
     return args
+
+
+def _begin_move(command: commands.BeginMove, _caller: Caller) -> Iterable[Argument]:
+    return command.move_id, _us(command.ttl_s), *command.worker_ids
 
 
 # --- quotas ---------------------------------------------------------------------------------------
@@ -205,6 +222,14 @@ def _shortage(reservation: QuotaReservation, found: Sequence[int]) -> Shortage |
     return shortage_of(reservation, _LIMITS[index - 1], None if wait_us < 0 else wait_us)
 
 
+def _reserve_quota(command: commands.ReserveQuota, _caller: Caller) -> Iterable[Argument]:
+    return _us(command.ttl_s), *_reservation(command.reservation)
+
+
+def _quota_reserved(command: commands.ReserveQuota, found: Sequence[int]) -> Shortage | None:
+    return _shortage(command.reservation, found)
+
+
 def _renew_quotas(command: commands.RenewQuotas, caller: Caller) -> Iterable[Argument]:
     args: list[Argument] = [_us(command.ttl_s), _us(GATEWAY_S), caller.node_id]
     for reservation in command.reservations:
@@ -212,10 +237,6 @@ def _renew_quotas(command: commands.RenewQuotas, caller: Caller) -> Iterable[Arg
         args += _reservation_fields(reservation)
         args += (quota.requests_per_minute or 0, quota.tokens_per_minute or 0)
     return args
-
-
-def _settle(command: commands.SettleQuotas, _caller: Caller) -> Iterable[Argument] | None:
-    return [one for used in command.settlements for one in used] or None
 
 
 def _totals(_command: commands.ReadTotals, found: Sequence[int]) -> Totals:
@@ -230,10 +251,8 @@ def _begin_hop(command: commands.BeginHop, _caller: Caller) -> Iterable[Argument
     key, arrival = command.key, command.arrival
     deadline_us = -1 if arrival.deadline_s is None else _us(arrival.deadline_s)
     kind = msgspec.json.encode(arrival.kind)
-    return (
-        *(key.tenant, key.text, kind, _us(arrival.ago_s), deadline_us),
-        *(_us(KEEP_S), MOST_FLOWS, MOST_FLOW_HOPS),
-    )
+    head = (key.tenant, key.text, kind, _us(arrival.ago_s), deadline_us)
+    return (*head, _us(KEEP_S), MOST_FLOWS, MOST_FLOW_HOPS)
 
 
 def _hop(_command: commands.BeginHop, found: Sequence[int] | None) -> FlowHop | None:
@@ -275,10 +294,8 @@ def _put(command: commands.PutResponse, caller: Caller) -> Iterable[Argument]:
     return command.tenant, command.response_id, command.value, _us(ttl_s), capacity_bytes
 
 
-def _response(
-    command: commands.GetResponse | commands.DeleteResponse, _caller: Caller
-) -> Iterable[Argument]:
-    return command.tenant, command.response_id
+def _placed(_command: commands.PutResponse, found: Sequence[int]) -> PutResult:
+    return PutResult(bool(found[0]), found[1])
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -289,80 +306,32 @@ _FLOWS: Final = ("pool", "flows")
 _RESPONSES: Final = ("responses",)
 
 SCRIPTS: Final[Mapping[commands.CommandType, Script]] = {
-    commands.PublishReport: Script("report", _LEASES, _publish, _as_bool),
-    commands.WithdrawWorker: Script(
-        "withdraw", _LEASES, lambda command, _: (command.worker_id, command.epoch, command.seq)
-    ),
-    commands.ListWorkers: Script(
-        "snapshot",
-        _LEASES,
-        lambda _, caller: (
-            _us(FORGET_S),
-            _us(STALE_S),
-            _us(GATEWAY_S),
-            caller.node_id,
-        ),
-        _snapshot,
-    ),
-    commands.ReserveLease: Script("reserve", (*_LEASES, "quotas"), _reserve, _reserved),
-    commands.ClaimWorker: Script("claim_worker", _LEASES, _claim, _claimed),
-    commands.RenewLeases: Script("renew", _LEASES, _renew, lambda _, found: frozenset(found)),
-    commands.ReleaseLeases: Script(
-        "release", _LEASES, lambda command, _: command.request_ids or None
-    ),
-    commands.BeginMove: Script(
-        "begin_move",
-        _LEASES,
-        lambda command, _: (command.move_id, _us(command.ttl_s), *command.worker_ids),
-        _as_bool,
-    ),
-    commands.EndMove: Script(
-        "end_move", _LEASES, lambda command, _: (command.move_id, *command.worker_ids)
-    ),
-    commands.ExchangeNews: Script(
-        "exchange",
-        _LEASES,
-        lambda command, _: exchange_arguments(command),
-        lambda _, found: news_of(found),
-    ),
-    commands.ReserveQuota: Script(
-        "reserve_quota",
-        _QUOTAS,
-        lambda command, _: (_us(command.ttl_s), *_reservation(command.reservation)),
-        lambda command, found: _shortage(command.reservation, found),
-    ),
-    commands.RenewQuotas: Script("renew_quota", _QUOTAS, _renew_quotas, _as_found),
-    commands.SettleQuotas: Script("settle_quota", _QUOTAS, _settle),
-    commands.ReadTotals: Script(
-        "quota_totals", _QUOTAS, lambda command, _: (command.tenant,), _totals
-    ),
-    commands.ReadLevels: Script(
-        "quota_levels",
-        _QUOTAS,
-        lambda command, _: (command.tenant,),
-        lambda _, found: Levels(*map(int, found)),
-    ),
-    commands.BeginHop: Script("begin_hop", _FLOWS, _begin_hop, _hop),
-    commands.EndHop: Script("end_hop", _FLOWS, _end_hop),
-    commands.CancelFlow: Script("cancel_flow", _FLOWS, _flow, _as_bool),
-    commands.TakeFlow: Script("take_flow", _FLOWS, _flow, _taken),
+    commands.PublishReport: Script("report", _LEASES, _as_bool, _publish),
+    commands.WithdrawWorker: Script("withdraw", _LEASES),
+    commands.ListWorkers: Script("snapshot", _LEASES, _snapshot, _list),
+    commands.ReserveLease: Script("reserve", (*_LEASES, "quotas"), _reserved, _reserve),
+    commands.ClaimWorker: Script("claim_worker", _LEASES, _claimed, _claim),
+    commands.RenewLeases: Script("renew", _LEASES, lambda _, found: frozenset(found), _renew),
+    commands.ReleaseLeases: Script("release", _LEASES),
+    commands.BeginMove: Script("begin_move", _LEASES, _as_bool, _begin_move),
+    commands.EndMove: Script("end_move", _LEASES),
+    commands.ExchangeNews: Script("exchange", _LEASES, news_of, exchange_arguments),
+    commands.ReserveQuota: Script("reserve_quota", _QUOTAS, _quota_reserved, _reserve_quota),
+    commands.RenewQuotas: Script("renew_quota", _QUOTAS, _as_found, _renew_quotas),
+    commands.SettleQuotas: Script("settle_quota", _QUOTAS),
+    commands.ReadTotals: Script("quota_totals", _QUOTAS, _totals),
+    commands.ReadLevels: Script("quota_levels", _QUOTAS, lambda _, found: Levels(*map(int, found))),
+    commands.BeginHop: Script("begin_hop", _FLOWS, _hop, _begin_hop),
+    commands.EndHop: Script("end_hop", _FLOWS, _nothing, _end_hop),
+    commands.CancelFlow: Script("cancel_flow", _FLOWS, _as_bool, _flow),
+    commands.TakeFlow: Script("take_flow", _FLOWS, _taken, _flow),
 }
 """The scripts of the state of a pool."""
 
 RESPONSE_SCRIPTS: Final[Mapping[commands.CommandType, Script]] = {
-    commands.PutResponse: Script(
-        "put_response",
-        _RESPONSES,
-        _put,
-        lambda _, found: PutResult(bool(found[0]), found[1]),
-    ),
-    commands.GetResponse: Script("get_response", _RESPONSES, _response, _as_found),
-    commands.DeleteResponse: Script("delete_response", _RESPONSES, _response, _as_bool),
-    commands.ReadUsage: Script(
-        "response_usage",
-        _RESPONSES,
-        lambda _command, _: (),
-        lambda _, found: StoreUsage(*found),
-    ),
+    commands.PutResponse: Script("put_response", _RESPONSES, _placed, _put),
+    commands.GetResponse: Script("get_response", _RESPONSES, _as_found),
+    commands.DeleteResponse: Script("delete_response", _RESPONSES, _as_bool),
+    commands.ReadUsage: Script("response_usage", _RESPONSES, lambda _, found: StoreUsage(*found)),
 }
 """The scripts of the stored responses of a pool."""

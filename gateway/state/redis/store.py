@@ -110,8 +110,9 @@ class RedisStore:
         granted = self._granted
         caller = Caller(self._node_id, granted > self._reported, self._bounds)
         args = codec.arguments(command, caller)
+        is_empty = not args and command.__struct_fields__  # such as no requests to release
         try:
-            found = None if args is None else await script((self._pool,), args)
+            found = None if is_empty else await script((self._pool,), args)
         except (RedisError, OSError, *BROKEN) as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
         result: T = codec.result(command, found)
