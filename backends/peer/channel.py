@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Final
 
-from draftgate.backends.framing import Frames, FrameTooLarge, framed
+from draftgate.backends.framing import FrameChannel, Received, framed
 from draftgate.backends.remote_worker import Codec, WorkerMessage
 
 PREFIX: Final = "/peer/"
@@ -46,21 +46,12 @@ tuned.)"""
 ALIVE_S: Final = 5.0
 """Seconds between two `Alive` of a gateway. (Chosen, not tuned, 2026-11-23.)"""
 
-BROKEN: Final = "the connection broke"
-CLOSED: Final = "it closed the connection"
-INVALID: Final = "a message was invalid"
-TOO_LARGE: Final = "a message was too large"
 
-Received = TypeVar("Received")
-
-
-class PeerChannel(asyncio.Protocol, Generic[Received]):
+class PeerChannel(FrameChannel[Received]):
     """One end of a connection, for use on the event loop's thread.
 
     Attributes:
-        heard: whether bytes have arrived since a watcher of silence has cleared it.
         writable: whether the other end reads as fast as this end sends.
-        reason: why the connection has ended, or None while it is open.
     """
 
     def __init__(
@@ -71,25 +62,17 @@ class PeerChannel(asyncio.Protocol, Generic[Received]):
         lost: Callable[[], None],
         on_writable: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare an end.
+        """Prepare an end, with further arguments of `FrameChannel`.
 
         Args:
             received: type of the messages from the other end.
-            most_bytes: maximum size of such a message.
-            receive: receives each message, and must return immediately.
-            lost: callback for the end of the connection, after `reason` is set.
             on_writable: callback for each time that the channel becomes `writable` again.
         """
         self._codec = Codec[Received](received)
-        self._frames = Frames(most_bytes)
-        self._receive = receive
-        self._lost = lost
+        super().__init__(self._codec.decode, most_bytes, receive, lost)
         self._on_writable = on_writable
-        self._transport: asyncio.Transport | None = None
         self._http: asyncio.BaseProtocol | None = None  # the protocol before this one
-        self.heard = False
         self.writable = True
-        self.reason: str | None = None
 
     def take_over(self, transport: asyncio.Transport) -> None:
         """Use a connection that has changed from HTTP to this protocol."""
@@ -100,30 +83,10 @@ class PeerChannel(asyncio.Protocol, Generic[Received]):
 
     def send(self, *messages: WorkerMessage) -> None:
         """Send messages in one write. They are lost if the connection ends first."""
-        if self.reason is None and self._transport is not None:
-            encode = self._codec.encode
-            self._transport.write(b"".join([framed(encode(message)) for message in messages]))
-
-    def close(self) -> None:
-        """Close the connection when everything has been sent. The call does not wait for it."""
-        if self._transport is not None:
-            self._transport.close()
+        encode = self._codec.encode
+        self.write(b"".join([framed(encode(message)) for message in messages]))
 
     # --- the event loop calls these methods ----------------------------------------------------
-
-    def data_received(self, data: bytes) -> None:
-        """Pass on the messages that are complete."""
-        self.heard = True
-        try:
-            for frame in self._frames.add(data):
-                try:
-                    message = self._codec.decode(frame)
-                except ValueError:
-                    self.fail(INVALID)
-                    return
-                self._receive(message)
-        except FrameTooLarge:
-            self.fail(TOO_LARGE)
 
     def pause_writing(self) -> None:
         """Tell the sender to wait."""
@@ -134,21 +97,8 @@ class PeerChannel(asyncio.Protocol, Generic[Received]):
         self.writable = True
         self._on_writable()
 
-    def fail(self, reason: str) -> None:
-        """End the connection from this side, for a reason."""
-        self._end(reason)
-        if self._transport is not None:
-            self._transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection, also to aiohttp, which closes its side."""
-        self._end(CLOSED if exc is None else BROKEN)
+        super().connection_lost(exc)
         if self._http is not None:
             self._http.connection_lost(exc)
-
-    # -------------------------------------------------------------------------------------------
-
-    def _end(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
-            self._lost()

@@ -20,7 +20,7 @@ from draftgate.gateway.cluster.snapshots import (
 )
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.commands import StoreCommand, T
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
@@ -100,7 +100,7 @@ class Siblings:
         """
         return await self._found(ReadDecisions(self._run, most, tenant))
 
-    async def _found(self, command: Command[list[T]]) -> list[T]:
+    async def _found(self, command: StoreCommand[list[T]]) -> list[T]:
         try:
             return await self._store.call(command)
         except StoreError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from draftgate.gateway.dispatch.decisions import KEPT
-from draftgate.gateway.state.commands import Command
+from draftgate.gateway.state.commands import StoreCommand
 from draftgate.gateway.state.store import InMemory
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots, without_gauges
@@ -39,7 +39,7 @@ class ProcessSnapshot(msgspec.Struct, frozen=True, array_like=True):
     streams: ProcessStreams
 
 
-class ShareSnapshot(Command[None], frozen=True):
+class ShareSnapshot(StoreCommand[None], frozen=True):
     """Replace the snapshot of a process.
 
     Attributes:
@@ -51,23 +51,23 @@ class ShareSnapshot(Command[None], frozen=True):
     snapshot: ProcessSnapshot
 
 
-class ReadMetrics(Command[list[list[Row]]], frozen=True):
+class ReadMetrics(StoreCommand[list[list[Row]]], frozen=True):
     """Return the metrics of all processes, and of runs that have ended."""
 
 
-class ReadActivities(Command[list[Activity]], frozen=True):
+class ReadActivities(StoreCommand[list[Activity]], frozen=True):
     """Return the activities of all other processes."""
 
     process: str
 
 
-class ReadStreams(Command[list[ProcessStreams]], frozen=True):
+class ReadStreams(StoreCommand[list[ProcessStreams]], frozen=True):
     """Return the streams of all other processes."""
 
     process: str
 
 
-class ReadDecisions(Command[list[tuple[float, bytes]]], frozen=True):
+class ReadDecisions(StoreCommand[list[tuple[float, bytes]]], frozen=True):
     """Return the Unix time and the JSON of the latest decisions of all other runs, newest first.
 
     Attributes:

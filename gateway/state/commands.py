@@ -66,7 +66,7 @@ NO_FALLBACK: Final = object()
 """The fallback of commands that fail if the store does not respond."""
 
 
-class Command(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag=True):
+class StoreCommand(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag=True):
     """A command to a store, with a result of the type `T`.
 
     Attributes:
@@ -77,7 +77,7 @@ class Command(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag=True
     fallback: ClassVar[Any] = NO_FALLBACK
 
 
-CommandType: TypeAlias = type[Command[Any]]
+CommandType: TypeAlias = type[StoreCommand[Any]]
 
 
 @cache
@@ -90,7 +90,7 @@ def result_decoder(kind: CommandType) -> msgspec.msgpack.Decoder[Any]:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-class PublishReport(Command[bool], frozen=True):
+class PublishReport(StoreCommand[bool], frozen=True):
     """Replace a worker's report. The result is False for a late report or an old epoch."""
 
     fallback = True
@@ -98,7 +98,7 @@ class PublishReport(Command[bool], frozen=True):
     report: WorkerReport
 
 
-class WithdrawWorker(Command[None], frozen=True):
+class WithdrawWorker(StoreCommand[None], frozen=True):
     """Remove a worker from the pool.
 
     A late call or a call for an old epoch has no effect. The leases of the worker stay until they
@@ -113,13 +113,13 @@ class WithdrawWorker(Command[None], frozen=True):
     seq: int
 
 
-class ListWorkers(Command[Snapshot], frozen=True):
+class ListWorkers(StoreCommand[Snapshot], frozen=True):
     """Return every worker that has reported within `FORGET_S`."""
 
     fallback = Snapshot((), degraded=True)
 
 
-class ReserveLease(Command[Reservation], frozen=True):
+class ReserveLease(StoreCommand[Reservation], frozen=True):
     """Lease tokens of one of the offered workers to a request, in one atomic step.
 
     The store considers live workers of the offered epoch with enough capacity. The lowest value of
@@ -146,7 +146,7 @@ class ReserveLease(Command[Reservation], frozen=True):
     quota: QuotaReservation | None = None
 
 
-class ClaimWorker(Command[Lease | None], frozen=True):
+class ClaimWorker(StoreCommand[Lease | None], frozen=True):
     """Claim the next room of one of the offered workers for a request that waits.
 
     Until the claim ends, the worker grants leases only to the request of its first claim. Its
@@ -170,7 +170,7 @@ class ClaimWorker(Command[Lease | None], frozen=True):
     ttl_s: float
 
 
-class RenewLeases(Command[frozenset[str]], frozen=True):
+class RenewLeases(StoreCommand[frozenset[str]], frozen=True):
     """Extend leases to `ttl_s` seconds from now, and count this gateway as live.
 
     The store adopts a lease that it does not know, or knows differently, even beyond the worker's
@@ -187,7 +187,7 @@ class RenewLeases(Command[frozenset[str]], frozen=True):
     ttl_s: float
 
 
-class ReleaseLeases(Command[None], frozen=True):
+class ReleaseLeases(StoreCommand[None], frozen=True):
     """End the leases and claims of requests. Unknown requests are ignored."""
 
     fallback = None
@@ -195,7 +195,7 @@ class ReleaseLeases(Command[None], frozen=True):
     request_ids: tuple[str, ...]
 
 
-class BeginMove(Command[bool], frozen=True):
+class BeginMove(StoreCommand[bool], frozen=True):
     """Take the move slots of workers for a move, all of them or none.
 
     Each worker has one slot. The move keeps the slots until `EndMove`, or for `ttl_s` seconds. The
@@ -209,7 +209,7 @@ class BeginMove(Command[bool], frozen=True):
     ttl_s: float
 
 
-class EndMove(Command[None], frozen=True):
+class EndMove(StoreCommand[None], frozen=True):
     """Free the slots of workers that a move still has."""
 
     fallback = None
@@ -221,7 +221,7 @@ class EndMove(Command[None], frozen=True):
 # --- quotas ---------------------------------------------------------------------------------------
 
 
-class ReserveQuota(Command[Shortage | None], frozen=True):
+class ReserveQuota(StoreCommand[Shortage | None], frozen=True):
     """Reserve what a request may use, or reserve nothing, in one atomic step.
 
     The reservation ends with `SettleQuotas`, or after `ttl_s` seconds. A repeated command extends
@@ -234,7 +234,7 @@ class ReserveQuota(Command[Shortage | None], frozen=True):
     ttl_s: float
 
 
-class RenewQuotas(Command[int], frozen=True):
+class RenewQuotas(StoreCommand[int], frozen=True):
     """Extend reservations to `ttl_s` seconds from now.
 
     The store restores a reservation that it does not know, even beyond the quota. Such a
@@ -251,7 +251,7 @@ class RenewQuotas(Command[int], frozen=True):
     ttl_s: float
 
 
-class SettleQuotas(Command[None], frozen=True):
+class SettleQuotas(StoreCommand[None], frozen=True):
     """End reservations, charge what their requests have used, and release the rest.
 
     Unknown requests are ignored.
@@ -262,13 +262,13 @@ class SettleQuotas(Command[None], frozen=True):
     settlements: tuple[Settlement, ...]
 
 
-class ReadTotals(Command[Totals], frozen=True):
+class ReadTotals(StoreCommand[Totals], frozen=True):
     """Return the totals of a tenant, which are zero for an unknown tenant."""
 
     tenant: str
 
 
-class ReadLevels(Command[Levels], frozen=True):
+class ReadLevels(StoreCommand[Levels], frozen=True):
     """Return what a tenant uses now."""
 
     tenant: str
@@ -277,7 +277,7 @@ class ReadLevels(Command[Levels], frozen=True):
 # --- flows ----------------------------------------------------------------------------------------
 
 
-class BeginHop(Command[FlowHop | None], frozen=True):
+class BeginHop(StoreCommand[FlowHop | None], frozen=True):
     """Add a hop to a flow, or begin a flow with its first hop.
 
     The result is the place of the hop, or None for an ordinary request: the flow is unknown and the
@@ -290,7 +290,7 @@ class BeginHop(Command[FlowHop | None], frozen=True):
     arrival: HopArrival
 
 
-class EndHop(Command[None], frozen=True):
+class EndHop(StoreCommand[None], frozen=True):
     """Record that the response of a hop has ended. A hop of an unknown flow is ignored."""
 
     fallback = None
@@ -300,7 +300,7 @@ class EndHop(Command[None], frozen=True):
     lengths: HopLengths
 
 
-class CancelFlow(Command[bool], frozen=True):
+class CancelFlow(StoreCommand[bool], frozen=True):
     """End a flow whose first hop was refused, unless another hop has arrived.
 
     The result is whether the flow has ended.
@@ -312,7 +312,7 @@ class CancelFlow(Command[bool], frozen=True):
     hop: FlowHop
 
 
-class TakeFlow(Command[tuple[HopRecord, ...] | None], frozen=True):
+class TakeFlow(StoreCommand[tuple[HopRecord, ...] | None], frozen=True):
     """End the flow of a hop, and return its hops in the order of their arrival.
 
     The result is None if the store does not know the flow.
@@ -327,7 +327,7 @@ class TakeFlow(Command[tuple[HopRecord, ...] | None], frozen=True):
 # --- news -----------------------------------------------------------------------------------------
 
 
-class ExchangeNews(Command[News | None], frozen=True):
+class ExchangeNews(StoreCommand[News | None], frozen=True):
     """Tell the other gateways what this gateway has learned, and get what they have learned.
 
     A repeated exchange has no further effect. Nodes send it with each heartbeat, so no request
@@ -357,7 +357,7 @@ class ExchangeNews(Command[News | None], frozen=True):
 # --- responses ------------------------------------------------------------------------------------
 
 
-class PutResponse(Command[PutResult], frozen=True):
+class PutResponse(StoreCommand[PutResult], frozen=True):
     """Store a value of a tenant by its response id. Ids are unique among all tenants.
 
     A value gets no place if it exceeds the capacity, or if its tenant has the most bytes and the
@@ -371,19 +371,19 @@ class PutResponse(Command[PutResult], frozen=True):
     value: bytes
 
 
-class GetResponse(Command[bytes | None], frozen=True):
+class GetResponse(StoreCommand[bytes | None], frozen=True):
     """Return a value of the tenant, or None if the store does not have it."""
 
     tenant: str
     response_id: str
 
 
-class DeleteResponse(Command[bool], frozen=True):
+class DeleteResponse(StoreCommand[bool], frozen=True):
     """Delete a value of the tenant, and return whether the store had it."""
 
     tenant: str
     response_id: str
 
 
-class ReadUsage(Command[StoreUsage], frozen=True):
+class ReadUsage(StoreCommand[StoreUsage], frozen=True):
     """Return the usage of the store by all tenants and nodes."""

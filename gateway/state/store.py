@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeAlias
 
-from draftgate.gateway.state.commands import NO_FALLBACK, Command, CommandType, T
+from draftgate.gateway.state.commands import NO_FALLBACK, CommandType, StoreCommand, T
 
 
 class StoreError(Exception):
@@ -18,7 +18,7 @@ class StoreError(Exception):
 class RemoteStore(Protocol):
     """A store in another process, which may not respond."""
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Return the result of a command.
 
         Raises:
@@ -41,7 +41,7 @@ class RemoteStore(Protocol):
 class Store(RemoteStore, Protocol):
     """State shared by the gateways and workers of a pool.
 
-    `call` raises StoreError only for a command without a fallback (`Command.fallback`).
+    `call` raises StoreError only for a command without a fallback (`StoreCommand.fallback`).
     """
 
     @property
@@ -54,7 +54,7 @@ class Store(RemoteStore, Protocol):
         """The store itself if it is in memory, to execute commands without waiting."""
         ...
 
-    def post(self, command: Command[None]) -> None:
+    def post(self, command: StoreCommand[None]) -> None:
         """Execute `ReleaseLeases` or `SettleQuotas` soon, and do not wait for it."""
         ...
 
@@ -78,16 +78,16 @@ class InMemory:
         """The store, because it is in memory (`Store.memory`)."""
         return self
 
-    def apply(self, command: Command[T]) -> T:
+    def apply(self, command: StoreCommand[T]) -> T:
         """Execute a command, and return its result."""
         result: T = self.handlers[type(command)](command)
         return result
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Return the result of a command, as `Store.call` describes."""
         return self.apply(command)
 
-    def post(self, command: Command[None]) -> None:
+    def post(self, command: StoreCommand[None]) -> None:
         """Execute a command."""
         self.apply(command)
 
@@ -98,7 +98,7 @@ class InMemory:
         """Do nothing, because the store has no connections."""
 
 
-def fallback(command: Command[T], error: StoreError) -> T:
+def fallback(command: StoreCommand[T], error: StoreError) -> T:
     """Return the result of a command to which the store did not respond.
 
     Raises:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-from draftgate.gateway.state.commands import Command, ListWorkers, ReadTotals, RenewQuotas, T
+from draftgate.gateway.state.commands import ListWorkers, ReadTotals, RenewQuotas, StoreCommand, T
 from draftgate.gateway.state.guarded.store import GuardedStore
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import StoreError
@@ -43,7 +43,7 @@ class FlakyStore:
             raise StoreError(self.failure)
         await asyncio.sleep(self.delay_s)
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         if not isinstance(command, ReadTotals):  # only tests read totals
             self.calls[type(command).__name__] += 1
             await self.warm_up()

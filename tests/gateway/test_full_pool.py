@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.queue import BACKOFF_S
 from draftgate.gateway.state.commands import (
-    Command,
     ListWorkers,
     ReleaseLeases,
     RenewLeases,
     ReserveLease,
+    StoreCommand,
     T,
 )
 from draftgate.gateway.state.memory.store import MemoryStore
@@ -41,7 +41,7 @@ class CountingStore(MemoryStore):
         super().__init__(loop_time_s)
         self.calls = Counter[str]()
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         if not isinstance(command, ReserveLease):
             return self.apply(command)
         await asyncio.sleep(0.001)

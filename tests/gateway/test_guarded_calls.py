@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from draftgate.gateway.state.commands import Command, ReadUsage
+from draftgate.gateway.state.commands import ReadUsage, StoreCommand
 from draftgate.gateway.state.guarded.calls import GuardedCalls
 from draftgate.gateway.state.store import InMemory, StoreError
 from tests.gateway.test_guarded_store import in_virtual_time, now_s
@@ -22,7 +22,7 @@ async def run_cancelled(end: Callable[[], str], when_late: Callable[[], None]) -
     """Cancel a caller in the moment in which its call ends."""
 
     class Ending(InMemory):
-        async def call(self, command: Command[Any]) -> Any:
+        async def call(self, command: StoreCommand[Any]) -> Any:
             await asyncio.sleep(0)
             caller.cancel()
             return end()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.backends.framing import FrameChannel
 from draftgate.gateway.state.commands import (
     ListWorkers,
     PublishReport,
@@ -19,7 +20,6 @@ from draftgate.gateway.state.commands import (
     SettleQuotas,
 )
 from draftgate.gateway.state.local.server import SharedStores, serving_stores
-from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.memory.store import MemoryStore
@@ -47,14 +47,15 @@ async def test_calls_of_one_iteration_wake_the_parent_once(
 ) -> None:
     """Requests that arrive together reserve their leases in one message."""
     received: list[bytes] = []
-    receive = SharedConnection.data_received
+    receive = FrameChannel.data_received
 
-    def record(connection: SharedConnection, data: bytes) -> None:
-        received.append(data)
-        receive(connection, data)
+    def record(channel: FrameChannel, data: bytes) -> None:
+        if channel is not client._channel:
+            received.append(data)
+        receive(channel, data)
 
     async with shared(tmp_path / "stores") as (_, client):
-        monkeypatch.setattr(SharedConnection, "data_received", record)
+        monkeypatch.setattr(FrameChannel, "data_received", record)
         names = [f"r{number}" for number in range(8)]
         found = await asyncio.gather(
             *(client.call(ReserveLease(name, 1, (), 30.0)) for name in names)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.gateway.http.rate_limits import duration
-from draftgate.gateway.state.commands import Command, ReadLevels, T
+from draftgate.gateway.state.commands import ReadLevels, StoreCommand, T
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import StoreError
 from tests.gateway.harness import client, running
@@ -106,7 +106,7 @@ class Broken(MemoryStore):
 
     memory = None
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         if isinstance(command, ReadLevels):
             raise StoreError("unreachable")
         return self.apply(command)

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftgate.gateway.state.commands import (
-    Command,
     DeleteResponse,
     GetResponse,
     PutResponse,
     ReadUsage,
+    StoreCommand,
     T,
 )
 from draftgate.gateway.state.guarded.calls import PATIENCE
 from draftgate.gateway.state.guarded.store import guarded_responses
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.redis.client import open_client
-from draftgate.gateway.state.redis.scripts import Bounds
+from draftgate.gateway.state.redis.scripts import ResponseBounds
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import RemoteStore, StoreError
 from draftgate.lab.sim.virtual_time import run_virtual
@@ -55,7 +55,7 @@ class TimedRedis:
     def __init__(self, url: str, capacity_bytes: int = CAPACITY_BYTES) -> None:
         connected = open_client(url, decode=False)
         self.client = connected.client
-        self.store = RedisStore(connected, POOL, "", CLOCK, Bounds(capacity_bytes, TTL_S))
+        self.store = RedisStore(connected, POOL, "", CLOCK, ResponseBounds(capacity_bytes, TTL_S))
 
     async def begin(self) -> None:
         """Delete all data and set the clock to `BEGIN_US`."""
@@ -285,7 +285,7 @@ class BrokenStore(MemoryResponses):
     broken = True
     calls = 0
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         self.calls += 1
         if self.broken:
             raise StoreError("unreachable")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.backends.framing import FrameChannel
 from draftgate.gateway.state.commands import (
     ListWorkers,
     PublishReport,
@@ -19,7 +20,6 @@ from draftgate.gateway.state.commands import (
     ReserveQuota,
 )
 from draftgate.gateway.state.guarded.store import GuardedStore
-from draftgate.gateway.state.local.server import _Connection as SharedConnection
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
@@ -115,13 +115,14 @@ async def test_a_release_travels_with_the_next_call(
     await one.call(PublishReport(report(capacity_tokens=1000)))
     await granted(one, "a", 1000)
     received: list[bytes] = []
-    receive = SharedConnection.data_received
+    receive = FrameChannel.data_received
 
-    def record(connection: SharedConnection, data: bytes) -> None:
-        received.append(data)
-        receive(connection, data)
+    def record(channel: FrameChannel, data: bytes) -> None:
+        if channel is not one._channel:
+            received.append(data)
+        receive(channel, data)
 
-    monkeypatch.setattr(SharedConnection, "data_received", record)
+    monkeypatch.setattr(FrameChannel, "data_received", record)
     await one.call(ReleaseLeases(("a",)))
     await granted(one, "b", 1000)
     assert len(received) == 1

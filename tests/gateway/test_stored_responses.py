@@ -13,7 +13,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import generation
-from draftgate.gateway.state.commands import Command, ReadUsage, T
+from draftgate.gateway.state.commands import ReadUsage, StoreCommand, T
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import StoreError, fallback
@@ -367,7 +367,7 @@ async def test_metrics_have_the_stored_responses(qwen: ScriptedBackend) -> None:
 class UnreachableStore(MemoryResponses):
     """A store that does not respond, as `guarded_responses` reports this."""
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         return fallback(command, StoreError("unreachable"))
 
 

@@ -13,12 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.delta_reader import generate
-from draftgate.backends.framing import Frames, FrameTooLarge, framed
+from draftgate.backends.framing import CLOSED, INVALID, TOO_LARGE, Frames, FrameTooLarge, framed
 from draftgate.backends.peer.channel import (
-    CLOSED,
-    INVALID,
     MOST_REPORT_BYTES,
-    TOO_LARGE,
     PeerChannel,
 )
 from draftgate.backends.remote_worker import (

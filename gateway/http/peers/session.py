@@ -22,12 +22,11 @@ from draftgate.backends.errors import (
     CheckpointError,
     RequestRejected,
 )
+from draftgate.backends.framing import INVALID, TOO_LARGE
 from draftgate.backends.peer.channel import (
     ALIVE_S,
-    INVALID,
     MOST_COMMAND_BYTES,
     REPORT_S,
-    TOO_LARGE,
     PeerChannel,
 )
 from draftgate.backends.peer.tokenizer import files_digest

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.commands import StoreCommand, T
 from draftgate.gateway.state.store import RemoteStore, StoreError
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
@@ -76,7 +76,7 @@ class GuardedCalls:
     def __init__(
         self,
         remote: RemoteStore,
-        probe: Command[Any],
+        probe: StoreCommand[Any],
         *,
         purpose: str,
         clock: Callable[[], float],
@@ -115,7 +115,9 @@ class GuardedCalls:
         """The reason why the breaker is open, or None while it is closed."""
         return self._breaker.reason
 
-    async def run(self, command: Command[T], when_late: Callable[[], None] = lambda: None) -> T:
+    async def run(
+        self, command: StoreCommand[T], when_late: Callable[[], None] = lambda: None
+    ) -> T:
         """Return the result of a command.
 
         Args:
@@ -142,7 +144,7 @@ class GuardedCalls:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
-    async def _in_turn(self, command: Command[T], begin_s: float) -> T:
+    async def _in_turn(self, command: StoreCommand[T], begin_s: float) -> T:
         """Make a call once fewer than `MOST_CALLS` others are in flight.
 
         Raises:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
-from draftgate.gateway.state.commands import Command
+from draftgate.gateway.state.commands import StoreCommand
 from draftgate.gateway.state.guarded.calls import GuardedCalls
 from draftgate.gateway.state.store import StoreError
 
@@ -21,7 +21,7 @@ class Outbox(Generic[V]):
     def __init__(
         self,
         calls: GuardedCalls,
-        command: Callable[[tuple[V, ...]], Command[None]],
+        command: Callable[[tuple[V, ...]], StoreCommand[None]],
         at_once: int,
         clock: Callable[[], float],
     ) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from draftgate.gateway.state import commands
-from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.commands import StoreCommand, T
 from draftgate.gateway.state.guarded.calls import GuardedCalls
 from draftgate.gateway.state.guarded.outbox import Outbox
 from draftgate.gateway.state.store import StoreError
@@ -88,7 +88,7 @@ class GuardedQuotas:
 
     async def reserve_by(
         self,
-        command: Command[T],
+        command: StoreCommand[T],
         reservation: QuotaReservation,
         when_late: Callable[[], None] = lambda: None,
     ) -> T:

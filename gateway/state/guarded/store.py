@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from draftgate.gateway.state import commands
-from draftgate.gateway.state.commands import Command, T
+from draftgate.gateway.state.commands import StoreCommand, T
 from draftgate.gateway.state.guarded.calls import (
     DEADLINE_S,
     PATIENCE,
@@ -60,8 +60,8 @@ Workers report again within a heartbeat, and the mirror has more data until then
 class BoundedStore:
     """A store with deadlines and a circuit breaker around a remote store.
 
-    Commands to which the remote store does not respond have the result `Command.fallback`, or raise
-    StoreError.
+    Commands to which the remote store does not respond have the result `StoreCommand.fallback`, or
+    raise StoreError.
     """
 
     memory = None
@@ -81,7 +81,7 @@ class BoundedStore:
         with suppress(StoreError):
             await self._remote.warm_up()
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Return the result of a command, as `Store.call` describes."""
         try:
             return await self._calls.run(command)
@@ -154,7 +154,7 @@ class GuardedStore(BoundedStore):
             **GuardedFlows(self._calls, clock).rules,
         }
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Return the result of a command, as `Store.call` describes."""
         result: T
         if (posted := self._posted.get(type(command))) is not None:
@@ -165,7 +165,7 @@ class GuardedStore(BoundedStore):
             result = await super().call(command)
         return result
 
-    def post(self, command: Command[None]) -> None:
+    def post(self, command: StoreCommand[None]) -> None:
         """Execute a command in the background, as `Store.post` describes."""
         self._posted[type(command)](command)
 

@@ -9,16 +9,19 @@ from contextlib import asynccontextmanager
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from draftgate.backends.framing import Frames, framed
+from draftgate.backends.framing import CLOSED, INVALID, FrameChannel, framed
 from draftgate.gateway.logs import log
-from draftgate.gateway.state.commands import Command, ListWorkers, RenewLeases, RenewQuotas
+from draftgate.gateway.state.commands import ListWorkers, RenewLeases, RenewQuotas, StoreCommand
 from draftgate.gateway.state.local.store import MOST_BYTES, NOTICE
 from draftgate.gateway.state.store import Handlers, InMemory
 from draftgate.policies.values import replace
+
+StoreCall: TypeAlias = tuple[int, StoreCommand[Any]]
+"""A number, or `NOTICE`, and a command."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -41,7 +44,7 @@ class SharedStores:
             ),
             RenewQuotas: lambda command: handlers[RenewQuotas](command) and self.gateways,
         }
-        self._gateways: set[_Connection] = set()
+        self._gateways: set[FrameChannel[StoreCall]] = set()
         kinds: Any = reduce(or_, self._handlers)
         self.decoder = msgspec.msgpack.Decoder(tuple[int, kinds])
 
@@ -50,53 +53,25 @@ class SharedStores:
         """Number of gateways that share the stores, but at least 1."""
         return max(1, len(self._gateways))
 
-    def reply(self, number: int, command: Command[Any], caller: _Connection) -> bytes:
-        """Return the framed reply to a call, or nothing for a notice."""
+    def answer(self, call: StoreCall, caller: FrameChannel[StoreCall]) -> None:
+        """Execute the command of a call, and send the reply unless the call is a notice."""
+        number, command = call
         if isinstance(command, RenewLeases):  # only gateways renew leases
             self._gateways.add(caller)
         try:
-            answer = number, self._handlers[type(command)](command), ""
+            reply = number, self._handlers[type(command)](command), ""
         except Exception as error:  # noqa: BLE001 - the client gets every error of its call
             if number == NOTICE:
                 log(logging.ERROR, "a notice to the shared stores failed", error=error)
-            answer = number, None, f"{type(error).__name__}: {error}"
-        return b"" if number == NOTICE else framed(_encode(answer))
+            reply = number, None, f"{type(error).__name__}: {error}"
+        if number != NOTICE:
+            caller.write(framed(_encode(reply)))
 
-    def left(self, caller: _Connection) -> None:
+    def left(self, caller: FrameChannel[StoreCall]) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
         self._gateways.discard(caller)
-
-
-class _Connection(asyncio.Protocol):
-    """The connection of a client, whose calls run in order."""
-
-    def __init__(self, stores: SharedStores, connections: set[_Connection]) -> None:
-        self._stores = stores
-        self._connections = connections
-        self._frames = Frames(MOST_BYTES)
-        self.transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection until it is lost."""
-        self.transport = cast(asyncio.Transport, transport)
-        self._connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the client."""
-        self._connections.discard(self)
-        self._stores.left(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Reply to the calls that are complete."""
-        try:
-            calls = [self._stores.decoder.decode(message) for message in self._frames.add(data)]
-        except msgspec.DecodeError as error:  # the stream has lost its frames
-            log(logging.ERROR, "a client of the shared stores sent no call", error=error)
-            self.transport.close()
-            return
-        replies = b"".join([self._stores.reply(number, command, self) for number, command in calls])
-        if replies:
-            self.transport.write(replies)
+        if caller.reason == INVALID:  # the stream has lost its frames
+            log(logging.ERROR, "a client of the shared stores sent no call")
 
 
 @asynccontextmanager
@@ -109,13 +84,24 @@ async def serving_stores(stores: SharedStores, path: Path) -> AsyncIterator[None
     Raises:
         OSError: the socket cannot be created.
     """
-    connections: set[_Connection] = set()
-    loop = asyncio.get_running_loop()
-    server = await loop.create_unix_server(lambda: _Connection(stores, connections), path)
+    clients: set[FrameChannel[StoreCall]] = set()
+
+    def connect() -> FrameChannel[StoreCall]:
+        def lost() -> None:
+            clients.discard(client)
+            stores.left(client)
+
+        client = FrameChannel[StoreCall](
+            stores.decoder.decode, MOST_BYTES, lambda call: stores.answer(call, client), lost
+        )
+        clients.add(client)
+        return client
+
+    server = await asyncio.get_running_loop().create_unix_server(connect, path)
     try:
         yield
     finally:
         server.close()
-        for connection in tuple(connections):
-            connection.transport.abort()
+        for client in tuple(clients):
+            client.fail(CLOSED)
         await server.wait_closed()

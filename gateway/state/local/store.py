@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from draftgate.backends.framing import Frames, framed
+from draftgate.backends.framing import FrameChannel, framed
 from draftgate.gateway.state.commands import (
-    Command,
     EndMove,
     ReleaseLeases,
     ReserveLease,
     ReserveQuota,
     SettleQuotas,
+    StoreCommand,
     T,
     result_decoder,
 )
@@ -39,8 +39,11 @@ processes on a full worker, which ask again after 50 ms. (Chosen, not tuned, 202
 
 _NOTICES: Final = frozenset({ReleaseLeases, EndMove, SettleQuotas})
 
+StoreReply: TypeAlias = tuple[int, msgspec.Raw, str]
+"""The number of a call, the encoded result, and an error message or an empty string."""
+
 _encode: Final = msgspec.msgpack.Encoder().encode
-_replies: Final = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw, str])
+_replies: Final = msgspec.msgpack.Decoder(StoreReply)
 
 
 def socket_path(address: str) -> Path:
@@ -53,10 +56,9 @@ class LocalStore:
 
     It connects with its first call, and again after the connection was lost. Calls fail only if the
     parent has ended. This process then ends too (`processes.child`), and meanwhile runs requests
-    without leases and limits (`Command.fallback`).
+    without leases and limits (`StoreCommand.fallback`).
 
-    A call has a number and a command, and its reply the number, the result and an error message.
-    All are frames of MessagePack.
+    Calls and replies are frames of MessagePack.
     """
 
     outage = None
@@ -65,15 +67,17 @@ class LocalStore:
     def __init__(self, path: Path) -> None:
         """Use the stores at a socket, without connecting yet."""
         self._path = path
-        self._connection = _Connection()
+        self._channel: FrameChannel[StoreReply] | None = None
         self._connecting = asyncio.Lock()
         self._numbers = NOTICE
-        self._notices: list[bytes] = []  # those without a connection
+        self._open: dict[int, asyncio.Future[StoreReply]] = {}
+        self._waiting: list[bytes] = []  # frames to send together
+        self._sends_soon = False
 
     async def warm_up(self) -> None:
         """Do nothing, because a connection on this machine takes no time."""
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Return the result of a command, as `Store.call` describes.
 
         Raises:
@@ -82,11 +86,8 @@ class LocalStore:
         if type(command) in _NOTICES:
             self.post(command)
             return cast(T, None)
-        self._numbers += 1
-        number = self._numbers
         try:
-            connection = self._connection if self._connection.is_open else await self._connected()
-            result, error = await connection.send(number, framed(_encode((number, command))))
+            _, result, error = await self._reply(command)
             if error:
                 raise StoreError(error)
         except StoreError as error:
@@ -97,22 +98,66 @@ class LocalStore:
         found: T = result_decoder(type(command)).decode(result)
         return found
 
-    def post(self, command: Command[Any]) -> None:
+    def post(self, command: StoreCommand[Any]) -> None:
         """Send a command without a result before every later call, and do not wait for it.
 
-        The command is lost only if the server has ended.
+        It is sent with the next call, or after `NOTICE_S`. Without a connection, it waits for the
+        next call. It is lost only if the server has ended.
         """
-        notice = framed(_encode((NOTICE, command)))
-        if self._connection.is_open:
-            self._connection.add_notice(notice)
-        else:
-            self._notices.append(notice)
+        if not self._waiting and self._is_open:
+            asyncio.get_running_loop().call_later(NOTICE_S, self._send_waiting)
+        self._waiting.append(framed(_encode((NOTICE, command))))
 
     async def close(self) -> None:
-        """Send the notices and close the connection."""
-        self._connection.close()
+        """Send the notices and close the connection, which fails its open calls."""
+        if self._channel is not None:
+            self._send_waiting()
+            self._channel.close()
 
-    def _release_quota(self, command: Command[Any]) -> None:
+    @property
+    def _is_open(self) -> bool:
+        return self._channel is not None and self._channel.is_open
+
+    async def _reply(self, command: StoreCommand[Any]) -> StoreReply:
+        """Send a command, and return its reply.
+
+        All calls of one iteration of the event loop are one write, so that they wake the server
+        only once.
+
+        Raises:
+            StoreError: the server did not respond.
+        """
+        if not self._is_open:
+            await self._connect()
+        self._numbers += 1
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[StoreReply] = loop.create_future()
+        self._open[self._numbers] = reply
+        self._waiting.append(framed(_encode((self._numbers, command))))
+        if not self._sends_soon:
+            self._sends_soon = True
+            loop.call_soon(self._send_waiting)
+        return await reply
+
+    def _send_waiting(self) -> None:
+        if self._waiting and self._channel is not None:
+            self._channel.write(b"".join(self._waiting))
+            self._waiting.clear()
+        self._sends_soon = False
+
+    def _receive(self, reply: StoreReply) -> None:
+        call = self._open.pop(reply[0], None)
+        if call is not None and not call.done():  # its caller may have left
+            call.set_result(reply)
+
+    def _lost(self) -> None:
+        """Fail the open calls."""
+        calls, self._open = self._open, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(StoreError("the connection to the shared store was lost"))
+
+    def _release_quota(self, command: StoreCommand[Any]) -> None:
         """Release what a call reserves whose caller has left."""
         quota = None
         if isinstance(command, ReserveQuota):
@@ -122,84 +167,21 @@ class LocalStore:
         if quota is not None:
             self.post(SettleQuotas((release_of(quota.request_id),)))
 
-    async def _connected(self) -> _Connection:
-        """Connect, unless another call has just connected."""
-        async with self._connecting:
-            if not self._connection.is_open:
-                loop, path = asyncio.get_running_loop(), str(self._path)
-                try:
-                    _, self._connection = await loop.create_unix_connection(_Connection, path)
-                except OSError as error:
-                    raise StoreError(f"the shared store cannot be reached: {error}") from error
-                for notice in self._notices:
-                    self._connection.add_notice(notice)
-                self._notices.clear()
-        return self._connection
+    async def _connect(self) -> None:
+        """Connect, unless another call has just connected.
 
-
-class _Connection(asyncio.Protocol):
-    """A connection to the server, with its open calls."""
-
-    def __init__(self) -> None:
-        self._frames = Frames(MOST_BYTES)
-        self._open: dict[int, asyncio.Future[tuple[msgspec.Raw, str]]] = {}
-        self._waiting: list[bytes] = []
-        self._sends_soon = False
-        self._transport: asyncio.Transport | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the open calls."""
-        self._transport = None
-        calls, self._open = self._open, {}
-        for call in calls.values():
-            if not call.done():
-                call.set_exception(StoreError("the connection to the shared store was lost"))
-
-    def data_received(self, data: bytes) -> None:
-        """Pass each reply to its call."""
-        for message in self._frames.add(data):
-            number, result, error = _replies.decode(message)
-            call = self._open.pop(number, None)
-            if call is not None and not call.done():  # its caller may have left
-                call.set_result((result, error))
-
-    async def send(self, number: int, call: bytes) -> tuple[msgspec.Raw, str]:
-        """Send a framed call, and return its encoded result and its error message.
-
-        All calls of one iteration of the event loop are one write, so that they wake the server
-        only once.
+        Raises:
+            StoreError: the server cannot be reached.
         """
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[tuple[msgspec.Raw, str]] = loop.create_future()
-        if not self._sends_soon:
-            self._sends_soon = True
-            loop.call_soon(self._send_waiting)
-        self._open[number] = found
-        self._waiting.append(call)
-        return await found
-
-    def add_notice(self, notice: bytes) -> None:
-        """Send a framed notice with the next call, or after `NOTICE_S`."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_later(NOTICE_S, self._send_waiting)
-        self._waiting.append(notice)
-
-    def close(self) -> None:
-        """Send the notices and close the connection, which fails its open calls."""
-        if self._transport is not None:
-            self._send_waiting()
-            self._transport.close()
-
-    def _send_waiting(self) -> None:
-        frames, self._waiting, self._sends_soon = self._waiting, [], False
-        if frames and self._transport is not None:
-            self._transport.write(b"".join(frames))
+        async with self._connecting:
+            if self._is_open:
+                return
+            channel = FrameChannel[StoreReply](
+                _replies.decode, MOST_BYTES, self._receive, self._lost
+            )
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.create_unix_connection(lambda: channel, str(self._path))
+            except OSError as error:
+                raise StoreError(f"the shared store cannot be reached: {error}") from error
+            self._channel = channel

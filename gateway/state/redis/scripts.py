@@ -51,7 +51,7 @@ _VIEW_FIELDS: Final = 5
 _HOP_FIELDS: Final = 4
 
 
-class Bounds(NamedTuple):
+class ResponseBounds(NamedTuple):
     """The bytes of all responses of a pool together, and the seconds after which one ends."""
 
     capacity_bytes: int = 0
@@ -69,7 +69,7 @@ class Caller(NamedTuple):
 
     node_id: str
     is_gateway: bool
-    bounds: Bounds
+    bounds: ResponseBounds
 
 
 def _nothing(_command: object, _found: object) -> None:
@@ -84,7 +84,7 @@ def _as_found(_command: object, found: object) -> object:
     return found
 
 
-def _plain(command: commands.Command[Any], _caller: Caller) -> Iterable[Argument]:
+def _plain(command: commands.StoreCommand[Any], _caller: Caller) -> Iterable[Argument]:
     """Return the fields of a command, and those of the values in them, in order."""
     return tuple(_flat(msgspec.structs.astuple(command)))
 

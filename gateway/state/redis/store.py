@@ -8,9 +8,9 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from draftgate.gateway.state.commands import Command, ReadTotals, RenewLeases, T
+from draftgate.gateway.state.commands import ReadTotals, RenewLeases, StoreCommand, T
 from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
-from draftgate.gateway.state.redis.scripts import RESPONSE_SCRIPTS, SCRIPTS, Bounds, Caller
+from draftgate.gateway.state.redis.scripts import RESPONSE_SCRIPTS, SCRIPTS, Caller, ResponseBounds
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.state.values import FORGET_S, Reservation
 
@@ -34,7 +34,7 @@ class RedisStore:
         pool: str,
         node_id: str,
         clock: str = "",
-        responses: Bounds | None = None,
+        responses: ResponseBounds | None = None,
     ) -> None:
         """Use a client, which is closed with this store.
 
@@ -47,7 +47,7 @@ class RedisStore:
         self._client, self._closing = connected.client, connected.closing
         self._pool = f"draftgate:{{{pool}}}:"
         self._node_id = node_id
-        self._bounds = responses or Bounds()
+        self._bounds = responses or ResponseBounds()
         self._granted = self._reported = 0  # leases, in total and before the last renewal
         head = f"{clock or _read_lua('clock')}\nlocal FORGET_MS = {round(FORGET_S * 1000)}\n"
         self._scripts = {
@@ -84,7 +84,7 @@ class RedisStore:
         Raises:
             ValueError: the address is invalid.
         """
-        client, bounds = open_client(address, decode=False), Bounds(capacity_bytes, ttl_s)
+        client, bounds = open_client(address, decode=False), ResponseBounds(capacity_bytes, ttl_s)
         return cls(client, pool, node_id="", responses=bounds)
 
     async def warm_up(self) -> None:
@@ -100,7 +100,7 @@ class RedisStore:
             raise StoreError(f"{type(error).__name__}: {error}") from error
         await asyncio.gather(*(self.call(ReadTotals("")) for _ in range(WARM_CONNECTIONS)))
 
-    async def call(self, command: Command[T]) -> T:
+    async def call(self, command: StoreCommand[T]) -> T:
         """Run the script of a command, and return the result.
 
         Raises:
