@@ -338,7 +338,7 @@ def _tpot_s(reader: ReaderView, path_bytes_s: float | None, held_s: float) -> fl
         rates.append(_carried_tps(reader.text_bytes, path_bytes_s, held_s) / gain)
     if not rates or (reader.full_tps and min(rates) >= reader.full_tps):
         return 0.0
-    return min(1.0 / min(rates), LONGEST_TPOT_S)
+    return 1.0 / max(min(rates), 1.0 / LONGEST_TPOT_S)  # a rate may be 0
 
 
 def _carried_tps(text_bytes: float, path_bytes_s: float, held_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftgate.policies.pacing import (
@@ -118,6 +118,7 @@ def test_paused_reader_resumes_after_draining() -> None:
 
 
 @given(readers, pacings)
+@example(ReaderView(0, 0.0, 82, 5e-324, 1.0), Pacing(Pace.FULL, suspected=True))
 def test_pacing_stays_within_its_bounds(reader, previous) -> None:
     """Holds and times between tokens are bounded, and only sparing requests have the latter."""
     chosen = next_pacing(reader, previous)
