@@ -266,7 +266,7 @@ class Phases(NamedTuple):
     """The times at which a choice reached each phase on its worker.
 
     Times are those of `time.monotonic`, or of the event loop in a simulation. Times of another
-    machine are converted to this machine's clock on arrival (`backends.peer.clock`).
+    machine are converted to this machine's clock on arrival (`backends.peer.link`).
 
     Attributes:
         queued_s: arrival at the worker.

@@ -32,7 +32,7 @@ from draftgate.policies.protocols import (
 )
 from draftgate.policies.rescheduling.least_time import LeastTime
 from draftgate.policies.rescheduling.llumnix import Llumnix
-from draftgate.policies.rescheduling.off import Off as NoRescheduling
+from draftgate.policies.rescheduling.types import NoMoves
 from draftgate.policies.routing.least_cost import LeastCost
 from draftgate.policies.routing.scoring import (
     least_loaded,
@@ -204,7 +204,7 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
 _RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
     "rescheduling",
     {
-        "off": without_argument(NoRescheduling),
+        "off": without_argument(NoMoves),
         "llumnix": _llumnix,
         "least_time": without_argument(LeastTime),
     },

@@ -19,8 +19,7 @@ from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import MOST_FIXED
-from draftgate.policies.speculation.long_run import LongRunSpeedup
-from draftgate.policies.speculation.price import rate, slot_price, step_s
+from draftgate.policies.speculation.price import LongRunSpeedup, rate, slot_price, step_s
 from draftgate.policies.speculation.revision import (
     MOST_REVISIONS,
     PlanRevision,

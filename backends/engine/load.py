@@ -37,6 +37,7 @@ from draftgate.backends.engine.load_draft import (
     draft_proposer,
     find_draft,
     load_draft,
+    read_tokenizer,
 )
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
@@ -74,7 +75,6 @@ from draftgate.backends.engine.startup_cache import (
     startup_cache,
 )
 from draftgate.backends.engine.taps import Taps
-from draftgate.backends.engine.vocabulary import read_tokenizer
 from draftgate.backends.engine.warmup import (
     TOKEN_BUCKETS,
     measure_step_cost,

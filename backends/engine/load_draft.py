@@ -14,7 +14,6 @@ from draftgate.backends.engine.eagle.config import check_target, is_head, read_h
 from draftgate.backends.engine.eagle.head import EagleHead
 from draftgate.backends.engine.eagle.weights import load_head_weights
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.vocabulary import read_tokenizer
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import Tokenizer
@@ -151,3 +150,19 @@ def _window(config: WorkerConfig) -> int | None:
     if config.draft_window_tokens is not None or config.draft_model is not None:
         return config.draft_window_tokens
     return SHIPPED_DRAFT_WINDOW
+
+
+def read_tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Raises:
+        CheckpointError: the tokenizer is missing or damaged, or has ids beyond the model's
+            vocabulary.
+    """
+    tokenizer = Tokenizer(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'}: the tokenizer's largest id is "
+            f"{tokenizer.vocab_size - 1}, but config.json has vocab_size {model.vocab_size}"
+        )
+    return tokenizer

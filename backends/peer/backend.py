@@ -24,9 +24,7 @@ from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.kv_transfer.transfer import TransferOutcome
 from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
-from draftgate.backends.peer.clock import RemoteClock
-from draftgate.backends.peer.link import Link, PeerChanged, linked
-from draftgate.backends.peer.link_ids import LinkIds
+from draftgate.backends.peer.link import Link, LinkIds, PeerChanged, RemoteClock, linked
 from draftgate.backends.peer.proof import SharedSecret, secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.backends.peer.upgrade import CONNECT_S, PeerRefused

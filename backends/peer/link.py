@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Final
 
 import aiohttp
@@ -23,6 +25,7 @@ from draftgate.backends.remote_worker import (
     TokenizerFiles,
     Update,
 )
+from draftgate.backends.types import Phases
 
 TOKENIZER_S: Final = 60.0
 """Timeout of the files of a tokenizer in seconds: 35 MiB at 5 Mbit/s."""
@@ -30,6 +33,10 @@ TOKENIZER_S: Final = 60.0
 CHECKS: Final = 6
 """Number of consecutive checks that must find silence. However long our own event loop stalls, only
 one check is late, and messages that arrived meanwhile are read before the next check."""
+
+DRIFT: Final = 1e-3
+"""Maximum relative drift of two clocks. It is ten times that of quartz and of NTP at its usual slew
+rate, and only 0.1 ms in the 0.1 s between two reports."""
 
 
 class PeerChanged(PeerRefused):
@@ -189,3 +196,73 @@ async def _ready(link: Link) -> Ready:
     if not isinstance(ready, Ready):
         raise BackendFailed("it sent an unexpected message")
     return ready
+
+
+class RemoteClock:
+    """Converts times of a peer to this machine's clock.
+
+    Each report contains the time at which it was sent. Its age on arrival is the offset of the
+    clocks plus the transfer time. So the smallest age is the best estimate of the offset. Older
+    ages count less, because clocks drift. Converted times are late by the fastest transfer.
+    Therefore no request begins before it was sent, and no event is later than the arrival of its
+    report.
+    """
+
+    def __init__(self) -> None:
+        self._offset_s = math.inf
+        self._heard_s = 0.0
+
+    def add_report(self, sent_s: float, now_s: float) -> None:
+        """Record a report.
+
+        Args:
+            sent_s: time of sending, by the peer's clock in seconds.
+            now_s: time of arrival, by this machine's clock in seconds.
+        """
+        drifted_s = self._offset_s + DRIFT * (now_s - self._heard_s)
+        self._offset_s = min(now_s - sent_s, drifted_s)
+        self._heard_s = now_s
+
+    def to_local_s(self, peer_s: float) -> float:
+        """Return a peer's time on this machine's clock, if a report has arrived."""
+        return peer_s + self._offset_s
+
+    def to_local_phases(self, phases: Phases) -> Phases:
+        """Return the phases of a choice on this machine's clock."""
+        return phases._replace(
+            queued_s=self.to_local_s(phases.queued_s),
+            scheduled_s=self.to_local_s(phases.scheduled_s),
+            chunks=tuple((self.to_local_s(end_s), tokens) for end_s, tokens in phases.chunks),
+            first_token_s=self.to_local_s(phases.first_token_s),
+        )
+
+
+class LinkIds:
+    """Ids of the running requests on one connection, each of which is used once."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self._id_of: dict[str, str] = {}
+        self._request_of: dict[str, str] = {}
+
+    def new_id(self, request_id: str) -> str:
+        """Return a new id for a request without an id."""
+        link_id = str(next(self._next))
+        self._id_of[request_id] = link_id
+        self._request_of[link_id] = request_id
+        return link_id
+
+    def id_of(self, request_id: str) -> str | None:
+        """Return the id of a request, or None if it no longer runs."""
+        return self._id_of.get(request_id)
+
+    def request_of(self, link_id: str) -> str | None:
+        """Return the request with this id, or None if it no longer runs."""
+        return self._request_of.get(link_id)
+
+    def forget(self, request_id: str) -> str | None:
+        """Forget a request that no longer runs, and return its id."""
+        link_id = self._id_of.pop(request_id, None)
+        if link_id is not None:
+            del self._request_of[link_id]
+        return link_id

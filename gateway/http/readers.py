@@ -35,8 +35,8 @@ from draftgate.policies.pacing import (
     ReaderView,
     check_interval_s,
     next_pacing,
+    path_reason,
 )
-from draftgate.policies.path_reason import path_reason
 
 BUFFER_BYTES: Final = 16 << 10
 """Buffer of a stream's connection, for about 70 chunks of one token."""

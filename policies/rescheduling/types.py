@@ -206,3 +206,13 @@ def release_rate(worker: WorkerState, left_tokens: float) -> float:
     """
     left_s = left_tokens * worker.load.speed.tpot_s
     return worker.used_tokens / left_s if left_s > 0.0 else 0.0
+
+
+class NoMoves:
+    """Moves no stream. Streams still move from a worker that is leaving (`policies.moves`)."""
+
+    name = "off"
+    reschedules = False
+
+    def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
+        return ()

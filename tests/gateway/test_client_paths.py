@@ -23,8 +23,7 @@ import pytest
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.tcp_info import tcp_info
-from draftgate.policies.pacing import PAUSED_S, Pacing, ReaderView
-from draftgate.policies.path_reason import path_reason
+from draftgate.policies.pacing import PAUSED_S, Pacing, ReaderView, path_reason
 from draftgate.policies.types import Pace
 from tests.gateway.certificates import make_certificate
 from tests.gateway.emulated_network import (

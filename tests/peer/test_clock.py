@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.backends.peer.clock import DRIFT, RemoteClock
+from draftgate.backends.peer.link import DRIFT, RemoteClock
 from draftgate.backends.types import Phases
 
 OFFSETS = st.floats(-1e6, 1e6)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends import token_ids
 from draftgate.backends.engine.channel import SocketChannel
-from draftgate.backends.peer.link_ids import LinkIds
+from draftgate.backends.peer.link import LinkIds
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.remote_worker import (
     Cancel,

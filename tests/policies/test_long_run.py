@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.speculation.long_run import LongRunSpeedup
+from draftgate.policies.speculation.price import LongRunSpeedup
 
 STEPS = st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(0.1, 100.0)), max_size=30)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.policies.pacing import Pacing, PathState, ReaderView
-from draftgate.policies.path_reason import path_reason
+from draftgate.policies.pacing import Pacing, PathState, ReaderView, path_reason
 from draftgate.policies.types import Pace
 
 SLOW = Pacing(path_bytes_s=4350.0, state=PathState.SLOW, hold_s=0.106)
