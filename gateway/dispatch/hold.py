@@ -74,6 +74,14 @@ class Owner(Protocol):
         ...
 
 
+class Holder(Owner, Protocol):
+    """A prompt (`prompt.Prompt`)."""
+
+    run: Run
+    index: int
+    output: Output
+
+
 class Hold:
     """What a prompt holds on one worker: capacity, claim, lease, blocks, span and deltas.
 
@@ -109,35 +117,39 @@ class Hold:
     def __init__(
         self,
         parts: Parts,
-        run: Run,
-        index: int,
+        prompt: Holder,
         request: GenerationRequest,
         need: CapacityNeed,
         routed: Routed,
-        output: Output,
-        prompt: Owner,
     ) -> None:
         """Hold a reserved worker.
 
         Args:
+            prompt: gets the deltas, which are added to its output before.
             request: the request for the prompt, or for the rest of the prompt.
             need: the capacity that it needs.
             routed: the reserved worker (`CentralQueue.turn`).
-            output: the output of the prompt, to which the deltas are added.
-            prompt: gets the deltas after that.
         """
         self.worker = routed.worker
-        self.run = run
+        self.run = prompt.run
         self.routed = routed
         self._parts = parts
-        self._index = index
+        self._index = prompt.index
         self._request = request
         self._need = need
-        self._output = output
-        self._prompt = self._owner = prompt
+        self._output = prompt.output
+        self._prompt: Owner = prompt
+        self._owner: Owner = prompt
+
+    def start_now(self) -> bool:
+        """Start as `start` does if nothing has to wait, and return whether it did."""
+        if self._splice is None:
+            return False
+        self._take_over(self._splice)
+        return True
 
     async def start(self) -> None:
-        """Send the request, or give the prompt the deltas of a request that was sent early.
+        """Lease the worker and send the request.
 
         Call `close` after any error, too.
 
@@ -146,9 +158,6 @@ class Hold:
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
             BackendFailed: the worker has failed or rejects the request.
         """
-        if self._splice is not None:
-            self._take_over(self._splice)
-            return
         if self._reservation is None:
             await self._lease()
             if self._request.resumed:

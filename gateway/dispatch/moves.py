@@ -238,8 +238,7 @@ class Moves:
             routed = await self._room(stream, request, move.chosen)
         if routed is None:
             return MoveEnd.NO_ROOM
-        place = self._parts, stream.run, stream.index
-        successor = Hold(*place, request, need_of(request), routed, stream.output, stream)
+        successor = Hold(self._parts, stream, request, need_of(request), routed)
         try:
             await successor.prepare()
         except NoCapacity:

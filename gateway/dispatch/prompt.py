@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from enum import Enum, auto
 from itertools import count
 from typing import Final, Protocol
 
@@ -26,7 +27,6 @@ from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.output import Output
 from draftgate.gateway.dispatch.placement import Placement, need_of
-from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.recovery import cause_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
@@ -67,12 +67,26 @@ class Mover(Protocol):
         ...
 
 
+class PromptState(Enum):
+    """The states of a prompt.
+
+    WAITS -> SEATED -> RUNS -> ENDED
+    SEATED or RUNS -> WAITS, after the loss of a worker or a refusal of the store
+    """
+
+    WAITS = auto()  # it has no worker
+    SEATED = auto()  # it holds the capacity of a worker, which does not have the request yet
+    RUNS = auto()  # the worker has the request, and the prompt may move to another worker
+    ENDED = auto()
+
+
 class Prompt:
     """A prompt of a job.
 
     Attributes:
+        state: its state.
         output: the output so far.
-        waiting: the place of its first dispatch in the queue.
+        waiting: its first place in the queue.
         hold: the present worker, or the last one between two workers.
         successor: the hold with which a prompt that moves continues.
         copied: whether the present move of the prompt has copied its blocks.
@@ -83,16 +97,14 @@ class Prompt:
         retry_s: earliest time of its next move.
     """
 
-    waiting: Waiting
     hold: Hold
     successor: Hold | None = None
     copied = hands_over = False
     failures = moves = 0
     retry_s = 0.0
     moved_s = -math.inf
-    _begun = _ended = _woken = False
-    _runs = False  # whether it holds a worker
-    _may_move = False  # whether `Mover` watches it
+    state = PromptState.WAITS
+    _woken = False
     _lost: Placement | None = None  # the last placement that it has lost
     _error: BackendFailed  # the reason of that loss
     _end_of_move: Callable[[MoveEnd], None] | None = None  # of a move that got the prompt
@@ -107,6 +119,7 @@ class Prompt:
         self.run = run
         self.index = index
         self.output = run.outputs[index] = Output(run.requests[index])
+        self.waiting = self._place = parts.admission.waiting(run.entry, index)
         self._parts = parts
         self._mover = mover
         self._request = run.requests[index]  # what the next worker gets
@@ -186,10 +199,19 @@ class Prompt:
             OutputCut: the grammar of the prompt allows no continuation of an incomplete output.
             Exception: the sink of the run has raised this error.
         """
-        while not self._ended:
+        while self.state is not PromptState.ENDED:
             try:
-                if not self._runs:
-                    await self._start()
+                if self.state is PromptState.WAITS:
+                    # The straight path awaits nothing until the worker has the request.
+                    if not self._take_seat():
+                        self._take(self._hold_on(await self._turn()))
+                elif self.state is PromptState.SEATED:
+                    if not self.hold.start_now():
+                        await self.hold.start()
+                    self.state = PromptState.RUNS
+                    self._mover.add(self)
+                    if self._lost is not None:
+                        self._record_resume(self._lost, self.hold.placed)
                 elif self._woken:
                     self._woken = False
                     return True
@@ -206,41 +228,34 @@ class Prompt:
 
     async def aclose(self) -> None:
         """Cancel the prompt, unless it has ended."""
-        if not self._ended:
-            await self._end(GeneratorExit())
+        await self._end(GeneratorExit())
 
-    async def _start(self) -> None:
-        """Get a worker and send the request there, or continue with the successor."""
-        run, parts, queue = self.run, self._parts, self._parts.queue
-        if not self._begun:
-            self._begun = True
-            self.waiting = self._place = parts.admission.waiting(run.entry, self.index)
-        self._since_s = queue.now_s()
+    def _take_seat(self) -> bool:
+        """Hold the successor or a worker with capacity, or return False if none has capacity."""
+        run, parts = self.run, self._parts
+        self._since_s = parts.queue.now_s()
         hold, self.successor = self.successor, None
         if hold is not None:
             hold.extend()
+        elif run.span.recording or self._must_spare():
+            return False
         else:
-            routed = None if run.span.recording else queue.seat(self._place, self._view)
-            if routed is None or self._must_spare():
-                routed = await self._turn(routed)
-            del self._place.view  # ends a cycle of references
-            hold = Hold(
-                parts,
-                run,
-                self.index,
-                self._request,
-                self._place.need,
-                routed,
-                self.output,
-                self,
-            )
-        self.hold, self._runs = hold, True  # from here on, a failure loses the worker
+            routed = parts.queue.seat(self._place, self._view)
+            if routed is None:
+                return False
+            hold = self._hold_on(routed)
+        self._take(hold)
+        return True
+
+    def _hold_on(self, routed: Routed) -> Hold:
+        """Return the hold of a reserved worker."""
+        del self._place.view  # ends a cycle of references
+        return Hold(self._parts, self, self._request, self._place.need, routed)
+
+    def _take(self, hold: Hold) -> None:
+        """Hold a worker, whose failure loses it from here on."""
+        self.hold, self.state = hold, PromptState.SEATED
         self._tokens_before = self.output.tokens
-        await hold.start()
-        self._may_move = True
-        self._mover.add(self)
-        if self._lost is not None:
-            self._record_resume(self._lost, hold.placed)
 
     async def _stop(self, error: BaseException) -> None:
         """Release the worker after an error.
@@ -251,9 +266,9 @@ class Prompt:
             BaseException: the error, or another one that follows from it.
         """
         try:
-            if not self._runs:
+            if self.state in (PromptState.WAITS, PromptState.ENDED):
                 raise error  # there was no worker to lose
-            error = await self._leave(error) or error
+            error = await self._leave(error, PromptState.WAITS) or error
             if isinstance(error, NoCapacity):
                 if self._lost is None:
                     self._parts.queue.back_off()
@@ -268,11 +283,10 @@ class Prompt:
             await self._end(final)
             raise
 
-    async def _leave(self, error: BaseException | None) -> BaseException | None:
+    async def _leave(self, error: BaseException | None, after: PromptState) -> BaseException | None:
         """Release the worker, and return the error, or a cancellation meanwhile."""
-        self._runs = False
-        if self._may_move:
-            self._may_move = False
+        ran, self.state = self.state is PromptState.RUNS, after
+        if ran:
             move = self._mover.remove(self)
             if move is not None:
                 try:
@@ -284,13 +298,13 @@ class Prompt:
 
     async def _end(self, error: BaseException | None = None) -> None:
         """End the prompt, and release all that it holds."""
-        if self._ended:
+        if self.state is PromptState.ENDED:
             return
-        self._ended = True
         try:
-            if self._runs:
-                await self._leave(error)
+            if self.state is not PromptState.WAITS:
+                await self._leave(error, PromptState.ENDED)
         finally:
+            self.state = PromptState.ENDED
             self.run.entry.output_tokens += self.output.tokens
             self._end_move(MoveEnd.ENDED)
             if self.successor is not None:
@@ -339,13 +353,10 @@ class Prompt:
         """Return the routing policy's view of the prompt, or of its rest."""
         return self._parts.route_view(self.run, self.index, self._request)
 
-    async def _turn(self, routed: Routed | None) -> Routed:
-        """Reserve a worker, but not the last one for a suspect.
+    async def _turn(self) -> Routed:
+        """Wait for a worker and reserve it, but not the last one for a suspect.
 
         Other workers may be lost while a suspect waits for its turn.
-
-        Args:
-            routed: a worker that is reserved, or None to wait for one.
 
         Raises:
             QueueTimeout, BackendFailed: no worker had capacity in time, no worker is left, or no
@@ -354,12 +365,10 @@ class Prompt:
         """
         parts, request_id = self._parts, self._request.request_id
         while True:
-            if routed is None:
-                routed = await self._wait()
+            routed = await self._wait()
             if not self._must_spare():
                 return routed
             routed.release(request_id)
-            routed = None
             parts.queue.claims.end(request_id)
             parts.queue.dispatch_waiting()
             if not await wait_for(parts.fleet, lambda: not self._must_spare()):
