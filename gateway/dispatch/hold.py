@@ -143,9 +143,19 @@ class Hold:
 
     def start_now(self) -> bool:
         """Start as `start` does if nothing has to wait, and return whether it did."""
-        if self._splice is None:
-            return False
-        self._take_over(self._splice)
+        if self._splice is not None:
+            self._take_over(self._splice)
+            return True
+        if self._reservation is None:
+            run, request = self.run, self._request
+            if run.span.recording or request.resumed or self.routed.cached_blocks:
+                return False
+            found = self._parts.leases.reserve_at_once(run.entry.quota)
+            if found is None:
+                return False
+            self._accept(found)
+            self._decide(found)
+        self._send()
         return True
 
     async def start(self) -> None:
@@ -158,14 +168,12 @@ class Hold:
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
             BackendFailed: the worker has failed or rejects the request.
         """
-        if self._reservation is None:
-            await self._lease()
-            if self._request.resumed:
-                await self._parts.kv.fetch_resumed(self.run, self.placed)
-            elif self.routed.cached_blocks:
-                cached_blocks = self.routed.cached_blocks
-                await self._parts.kv.fetch_new(self.run, self.placed, cached_blocks)
-        self.run.place(self._index, self.placed)
+        await self._lease()
+        if self._request.resumed:
+            await self._parts.kv.fetch_resumed(self.run, self.placed)
+        elif self.routed.cached_blocks:
+            cached_blocks = self.routed.cached_blocks
+            await self._parts.kv.fetch_new(self.run, self.placed, cached_blocks)
         self._send()
 
     async def prepare(self) -> None:
@@ -176,7 +184,7 @@ class Hold:
         try:
             await self._lease()
         except BaseException as error:
-            await self.close(error)
+            self.close(error)
             raise
         self.worker.await_blocks(self._request.request_id)
 
@@ -290,35 +298,44 @@ class Hold:
             NoCapacity: other gateways have filled the workers.
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         """
-        parts, run, entry, request = self._parts, self.run, self.run.entry, self._request
-        leases, claims, recording = parts.leases, parts.queue.claims, run.span.recording
+        leases, entry, request = self._parts.leases, self.run.entry, self._request
+        span, recording = self.run.span, self.run.span.recording
         if recording:
-            record_route(run.span, self.routed)
-        with run.span.child("reserve") if recording else NO_SPAN as span:
-            claimed = request.request_id in claims
+            record_route(span, self.routed)
+        with span.child("reserve") if recording else NO_SPAN as child:
             found = leases.reserve_at_once(entry.quota)
             if found is None:
                 tokens = lease_tokens(request, entry.expected_tokens)
                 # A refusal says nothing about claimed workers and about quotas.
+                claimed = request.request_id in self._parts.queue.claims
                 reserve = leases.reserve if claimed or entry.quota else leases.reserve_new
                 found = await reserve(request.request_id, tokens, self.routed, entry.quota)
-            if entry.quota is not None:
-                parts.admission.record_quota(entry, found.shortage)
-            if leases.must_wait(found):
-                raise NoCapacity
-            if claimed:
-                claims.end(request.request_id, leased=found.lease is not None)
+            self._accept(found)
             if recording:
-                describe_reservation(span, found)
+                describe_reservation(child, found)
+        with span.child("decide") if recording else NO_SPAN as child:
+            self._decide(found)
+            if recording:
+                describe_decision(child, self.placed.view, self.placed.load)
+
+    def _accept(self, found: Reservation) -> None:
+        """Record what the store has reserved, with the errors of `_lease`."""
+        parts, entry, request_id = self._parts, self.run.entry, self._request.request_id
+        if entry.quota is not None:
+            parts.admission.record_quota(entry, found.shortage)
+        if parts.leases.must_wait(found):
+            raise NoCapacity
+        if request_id in parts.queue.claims:
+            parts.queue.claims.end(request_id, leased=found.lease is not None)
+
+    def _decide(self, found: Reservation) -> None:
+        """Decide how far the prompt may speculate on the worker of its lease."""
         if found.lease is not None and found.lease.worker_id != self.worker.worker_id:
             self._move_to(found.lease.worker_id)
         self._reservation = found
-        with run.span.child("decide") if recording else NO_SPAN as span:
-            self.placed = parts.placer.place(
-                run.job, self._index, request, self.routed, found, self._need
-            )
-            if recording:
-                describe_decision(span, self.placed.view, self.placed.load)
+        self.placed = self._parts.placer.place(
+            self.run.job, self._index, self._request, self.routed, found, self._need
+        )
 
     def _move_to(self, worker_id: str) -> None:
         """Reserve another worker that the router offered."""
@@ -333,6 +350,8 @@ class Hold:
     def _send(self) -> None:
         """Send the request to its worker."""
         run, worker, request = self.run, self.worker, self.placed.request
+        if self._owner is self._prompt:
+            run.place(self._index, self.placed)
         if run.span.recording:
             placed: Attributes = {
                 "draftgate.prompt": self._index,
@@ -359,7 +378,7 @@ class Hold:
             self.set_pace(self.run.pace, self.run.tpot_s)
         self._further = splice.continued(self._observe)
 
-    async def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End the deltas and the spans, release the worker, and dispatch the next request.
 
         Only the first call has an effect.

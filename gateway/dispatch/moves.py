@@ -264,7 +264,7 @@ class Moves:
             return end
         finally:
             if stream.successor is not successor:
-                await successor.close()
+                successor.close()
 
     async def _room(
         self, stream: Prompt, request: GenerationRequest, chosen: ChosenMove | None

@@ -45,8 +45,6 @@ from draftgate.policies.resilience.failover import (
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.values import replace
 
-_MOVED: Final = "the stream moved to another worker"
-
 _ONLY_ONE_LEFT: Final = (
     "the request may have made several workers fail, and only one worker is left; try again when "
     "other workers have restarted"
@@ -60,6 +58,10 @@ class Mover(Protocol):
 
     def add(self, prompt: Prompt) -> None:
         """Watch a prompt that runs."""
+        ...
+
+    def is_moving(self, prompt: Prompt) -> bool:
+        """Return whether a move of a prompt is under way."""
         ...
 
     def remove(self, prompt: Prompt) -> asyncio.Task[None] | None:
@@ -78,6 +80,9 @@ class PromptState(Enum):
     SEATED = auto()  # it holds the capacity of a worker, which does not have the request yet
     RUNS = auto()  # the worker has the request, and the prompt may move to another worker
     ENDED = auto()
+
+
+WAITS, SEATED, RUNS, ENDED = PromptState
 
 
 class Prompt:
@@ -103,7 +108,7 @@ class Prompt:
     failures = moves = 0
     retry_s = 0.0
     moved_s = -math.inf
-    state = PromptState.WAITS
+    state: PromptState = WAITS
     _woken = False
     _lost: Placement | None = None  # the last placement that it has lost
     _error: BackendFailed  # the reason of that loss
@@ -155,7 +160,7 @@ class Prompt:
         """
         self.successor, self._end_of_move = successor, end_of_move
         successor.on_delta = self._observe_first
-        self.hold.fail(StreamMoved(_MOVED))
+        self.hold.fail(StreamMoved("the stream moved to another worker"))
 
     def _observe_first(self, delta: Delta) -> None:
         """End the move with the first new token of the destination."""
@@ -174,6 +179,10 @@ class Prompt:
             delta = delta._replace(choice=self.index * self.run.job.n + delta.choice)
         self.run.sink(delta)
         if self.output.is_complete:
+            if not self._mover.is_moving(self):
+                self._mover.remove(self)
+                self.hold.close()
+                self._settle()
             self.notify()
 
     def wake(self) -> None:
@@ -188,33 +197,24 @@ class Prompt:
             news.set_result(None)
 
     async def wait(self) -> bool:
-        """Run until all choices have ended, or until `wake` is called.
-
-        Returns:
-            Whether choices may be left.
-
-        Raises:
-            QueueTimeout: the prompt waited too long for its first worker.
-            BackendFailed: the prompt has no worker and cannot continue.
-            OutputCut: the grammar of the prompt allows no continuation of an incomplete output.
-            Exception: the sink of the run has raised this error.
-        """
-        while self.state is not PromptState.ENDED:
+        """Run until all choices have ended, or until `wake` is called, as `Run.wait` does."""
+        while self._woken or self.state is not ENDED:
             try:
-                if self.state is PromptState.WAITS:
+                if self._woken:
+                    self._woken = False
+                    return True
+                if self.state is WAITS:
                     # The straight path awaits nothing until the worker has the request.
                     if not self._take_seat():
-                        self._take(self._hold_on(await self._turn()))
-                elif self.state is PromptState.SEATED:
+                        self.hold, self.state = self._hold_on(await self._turn()), SEATED
+                elif self.state is SEATED:
+                    self._tokens_before = self.output.tokens
                     if not self.hold.start_now():
                         await self.hold.start()
-                    self.state = PromptState.RUNS
+                    self.state = RUNS
                     self._mover.add(self)
                     if self._lost is not None:
                         self._record_resume(self._lost, self.hold.placed)
-                elif self._woken:
-                    self._woken = False
-                    return True
                 elif self.output.is_complete:
                     await self._end()
                 elif self.hold.error is not None:
@@ -244,18 +244,13 @@ class Prompt:
             if routed is None:
                 return False
             hold = self._hold_on(routed)
-        self._take(hold)
+        self.hold, self.state = hold, SEATED
         return True
 
     def _hold_on(self, routed: Routed) -> Hold:
         """Return the hold of a reserved worker."""
         del self._place.view  # ends a cycle of references
         return Hold(self._parts, self, self._request, self._place.need, routed)
-
-    def _take(self, hold: Hold) -> None:
-        """Hold a worker, whose failure loses it from here on."""
-        self.hold, self.state = hold, PromptState.SEATED
-        self._tokens_before = self.output.tokens
 
     async def _stop(self, error: BaseException) -> None:
         """Release the worker after an error.
@@ -266,9 +261,9 @@ class Prompt:
             BaseException: the error, or another one that follows from it.
         """
         try:
-            if self.state in (PromptState.WAITS, PromptState.ENDED):
+            if self.state in (WAITS, ENDED):
                 raise error  # there was no worker to lose
-            error = await self._leave(error, PromptState.WAITS) or error
+            error = await self._leave(error, WAITS) or error
             if isinstance(error, NoCapacity):
                 if self._lost is None:
                     self._parts.queue.back_off()
@@ -285,30 +280,33 @@ class Prompt:
 
     async def _leave(self, error: BaseException | None, after: PromptState) -> BaseException | None:
         """Release the worker, and return the error, or a cancellation meanwhile."""
-        ran, self.state = self.state is PromptState.RUNS, after
-        if ran:
-            move = self._mover.remove(self)
-            if move is not None:
-                try:
-                    await asyncio.wait({move})
-                except asyncio.CancelledError as cancelled:
-                    error = cancelled
-        await self.hold.close(error)
+        ran, self.state = self.state is RUNS, after
+        move = self._mover.remove(self) if ran else None
+        if move is not None:
+            try:
+                await asyncio.wait({move})
+            except asyncio.CancelledError as cancelled:
+                error = cancelled
+        self.hold.close(error)
         return error
 
     async def _end(self, error: BaseException | None = None) -> None:
         """End the prompt, and release all that it holds."""
-        if self.state is PromptState.ENDED:
+        if self.state is ENDED:
             return
         try:
-            if self.state is not PromptState.WAITS:
-                await self._leave(error, PromptState.ENDED)
+            if self.state is not WAITS:
+                await self._leave(error, ENDED)
         finally:
-            self.state = PromptState.ENDED
-            self.run.entry.output_tokens += self.output.tokens
-            self._end_move(MoveEnd.ENDED)
-            if self.successor is not None:
-                await self.successor.close()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Record the end."""
+        self.state = ENDED
+        self.run.entry.output_tokens += self.output.tokens
+        self._end_move(MoveEnd.ENDED)
+        if self.successor is not None:
+            self.successor.close()
 
     async def _lose(self, error: BackendFailed) -> None:
         """Prepare the continuation on another worker.
