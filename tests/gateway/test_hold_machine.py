@@ -25,7 +25,7 @@ from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.state.commands import ReleaseLeases, ReserveLease
+from draftgate.gateway.state.commands import ListWorkers, ReleaseLeases, ReserveLease
 from draftgate.gateway.state.values import LeaseCandidate
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from draftgate.policies.quotas import Quota
@@ -107,17 +107,17 @@ clients = st.integers(0, MOST_JOBS - 1)
 
 
 class HoldMachine(RuleBasedStateMachine):
-    """Requests for two small workers that another gateway uses, too."""
+    """Requests for two small workers that another gateway uses, too, or of a node alone."""
 
-    @initialize()
-    def start_workers(self) -> None:
+    @initialize(shared=st.booleans())
+    def start_workers(self, *, shared: bool) -> None:
         self.patch = pytest.MonkeyPatch()
         self.held: list[Hold] = []
         self.released = Counter[Hold]()
         self._count_holds()
         self.clients: list[Client] = []
         self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self.do(self._start())
+        self.do(self._start(shared))
 
     def _count_holds(self) -> None:
         begin, release = Hold.__init__, Hold._release
@@ -133,20 +133,20 @@ class HoldMachine(RuleBasedStateMachine):
         self.patch.setattr(Hold, "__init__", count_begin)
         self.patch.setattr(Hold, "_release", count_release)
 
-    async def _start(self) -> None:
+    async def _start(self, shared: bool) -> None:
         self.closing = asyncio.Event()
         started = asyncio.get_running_loop().create_future()
-        self.hosting = asyncio.create_task(self._host(started))
+        self.hosting = asyncio.create_task(self._host(started, shared))
         self.dispatched: Dispatched = await started
 
-    async def _host(self, started: asyncio.Future[Dispatched]) -> None:
+    async def _host(self, started: asyncio.Future[Dispatched], shared: bool) -> None:
         config = structs.replace(CONFIG, max_num_seqs=4)
         async with dispatching(
             *(Hanging, WORKERS),
             config=config,
             timeout_s=QUEUE_TIMEOUT_S,
             quotas=QUOTAS,
-            shared=True,
+            shared=shared,
         ) as dispatched:
             started.set_result(dispatched)
             await self.closing.wait()
@@ -238,6 +238,8 @@ class HoldMachine(RuleBasedStateMachine):
         assert all(one.reading.done() for one in self.clients)
         for place in range(WORKERS):
             await self.dispatched.store.call(ReleaseLeases((f"elsewhere-{place}",)))
+        views = (await self.dispatched.store.call(ListWorkers())).workers
+        assert all(view.leased_tokens == view.claimed_tokens == 0 for view in views)
         await eventually(self.dispatched.is_idle)
         dispatcher = self.dispatched.dispatcher
         assert dispatcher.queue.claims.open == dispatcher.admission.quotas.open == 0
