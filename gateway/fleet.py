@@ -343,8 +343,9 @@ class Fleet:
         For upstreams, this is the card of the first upstream that responded.
         """
         for worker in self.workers:
-            if worker.backend.card.model_id:
-                return worker.backend.card  # the usual case
+            card = worker.backend.card
+            if card.model_id:
+                return card  # the usual case
         return self.any.backend.card
 
     @property

@@ -29,8 +29,8 @@ class SentRequests:
             self._sequences,
             self._started,
             self._unstarted_prompt_tokens,
-            min(self._promised.values(), default=None),
-            arriving_tokens=sum(self._arriving.values()),
+            min(self._promised.values()) if self._promised else None,
+            arriving_tokens=sum(self._arriving.values()) if self._arriving else 0,
         )
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:

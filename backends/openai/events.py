@@ -161,22 +161,28 @@ def usage_in(text: bytes) -> TokenUsage | None:
 
     Text inside a string cannot match, because its quotation marks are escaped.
     """
-    found = list(_USAGE.finditer(text))
-    if not found:
+    found, end = None, len(text)
+    while found is None and (end := text.rfind(b'"usage"', 0, end)) >= 0:
+        found = _USAGE.match(text, end)
+    if found is None:
         return None
     try:
-        value, _ = _json.raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
+        value, _ = _json.raw_decode(text[found.end() :].decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
-    named = value.keys() & {"input_tokens", "output_tokens"}
-    prompt, output = ("input", "output") if named else ("prompt", "completion")
-    if not value.keys() & {f"{prompt}_tokens", f"{output}_tokens"}:
+    prompt, output = "prompt", "completion"
+    if "input_tokens" in value or "output_tokens" in value:
+        prompt, output = "input", "output"
+    elif "prompt_tokens" not in value and "completion_tokens" not in value:
         # The usage of a rerank request in Jina's format.
         return TokenUsage(_count(value.get("total_tokens")), 0, 0)
     details = value.get(f"{prompt}_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
-    # Anthropic's input tokens include neither tokens from the cache nor tokens that it stores.
-    read, stored = (_count(value.get(f"cache_{way}_input_tokens")) for way in ("read", "creation"))
+    read = stored = 0
+    if "cache_read_input_tokens" in value or "cache_creation_input_tokens" in value:
+        # Anthropic's input tokens include neither tokens from the cache nor those that it stores.
+        read = _count(value.get("cache_read_input_tokens"))
+        stored = _count(value.get("cache_creation_input_tokens"))
     return TokenUsage(
         _count(value.get(f"{prompt}_tokens")) + read + stored,
         cached + read,

@@ -17,7 +17,7 @@ from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import EventScan, StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
-from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor
+from draftgate.backends.openai.monitor import POLL_S, PROBE_S, ListedModel, UpstreamMonitor
 from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.types import Capabilities, ModelCard
@@ -68,6 +68,8 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url, config.upstream_max_pause_s)
         self._load = UpstreamLoad(config.upstream_concurrency, config.upstream_speculates)
         self._sent = 0  # sequences
+        self._card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
+        self._described: ListedModel | None = None  # the model of the card
         self._connections: Connections | None = None
         self._monitor: UpstreamMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,11 +79,11 @@ class OpenAIUpstream:
     def card(self) -> ModelCard:
         """The first model in the upstream's list, without a name until the upstream was reached."""
         model = None if self._monitor is None else self._monitor.model
-        if model is None:
-            return ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
-        return ModelCard(
-            model.model_id, self.url, model.max_model_len, None, model.created_s, _CAPABILITIES
-        )
+        if model is not None and model is not self._described:
+            self._described = model
+            sizes = model.max_model_len, None, model.created_s
+            self._card = ModelCard(model.model_id, self.url, *sizes, _CAPABILITIES)
+        return self._card
 
     @property
     def models(self) -> frozenset[str] | None:
@@ -101,10 +103,10 @@ class OpenAIUpstream:
     @property
     def pause(self) -> UpstreamPause | None:
         """The requested pause, or the time until the next probe during an outage."""
-        failure = self.failure
-        if failure is None and not self._pauses.requested:
+        pauses = self._pauses
+        if not (pauses.requested or pauses.breaker.reason or self.excluded or self._stopped):
             return None  # the usual case
-        return self._pauses.pause(failure, self._clock())
+        return pauses.pause(self.failure, self._clock())
 
     def load(self) -> WorkerLoad:
         """Return the load from this gateway's counts and from the upstream's metrics."""
@@ -201,10 +203,14 @@ class OpenAIUpstream:
         usage = exchange.usage()
         prompt_tokens = usage.prompt or body_bytes / BYTES_PER_TOKEN
         mean_running = (running + self._load.running(self._sent, self._clock())) / 2
-        speed = self._load.speed
-        speed.add_first_byte(exchange.first_s - begin_s, prompt_tokens)
-        seconds = exchange.last_s - exchange.first_s
-        speed.add_stream(seconds, usage.output, scan.finished, mean_running)
+        self._load.observe_stream(
+            exchange.first_s - begin_s,
+            prompt_tokens,
+            exchange.last_s - exchange.first_s,
+            usage.output,
+            scan.finished,
+            mean_running,
+        )
 
     async def _probe_forever(self) -> None:
         while True:

@@ -22,6 +22,9 @@ STALE_S: Final = 5 * POLL_S
 """Age in seconds from which metrics are ignored, because the counted requests of other clients have
 ended by then."""
 
+KNOWN_S: Final = 0.1
+"""Seconds for which a load is used again, because only its age has changed."""
+
 UPSTREAM_PROPOSER: Final = "upstream"
 """Proposer name of an upstream, which a gateway cannot choose."""
 
@@ -141,6 +144,8 @@ class UpstreamLoad:
         self._metrics = EngineMetrics()
         self._updated_s = -math.inf
         self._others = 0
+        self._known: dict[int, WorkerLoad] = {}  # until `_known_until_s`, by sequences
+        self._known_until_s = -math.inf
 
     def update(self, metrics: EngineMetrics, sent: int, now_s: float) -> None:
         """Apply new metrics.
@@ -148,6 +153,7 @@ class UpstreamLoad:
         Args:
             sent: number of sequences of this gateway at that time, which the metrics include.
         """
+        self._known = {}
         running, waiting = metrics.running, metrics.waiting
         self._metrics, self._updated_s = metrics, now_s
         self._others = max(running + waiting - sent, 0)
@@ -161,6 +167,21 @@ class UpstreamLoad:
     def set_slots(self, slots: int) -> None:
         """Set the number of slots that the upstream reports outside its metrics."""
         self._slots = slots
+        self._known = {}
+
+    def observe_stream(
+        self,
+        first_byte_s: float,
+        prompt_tokens: float,
+        seconds: float,
+        tokens: int,
+        choices: int,
+        running: float,
+    ) -> None:
+        """Learn from a complete stream, as `ObservedSpeed` does."""
+        self.speed.add_first_byte(first_byte_s, prompt_tokens)
+        self.speed.add_stream(seconds, tokens, choices, running)
+        self._known = {}
 
     def running(self, sent: int, now_s: float) -> int:
         """Return the number of running sequences, as `load` does."""
@@ -169,11 +190,23 @@ class UpstreamLoad:
         return max(sent + self._others - self._metrics.waiting, 0)
 
     def load(self, sent: int, now_s: float) -> WorkerLoad:
-        """Return the load.
+        """Return the load, whose age may be `KNOWN_S` more than it says.
 
         Args:
             sent: present number of sequences of this gateway on the upstream.
         """
+        if now_s > self._known_until_s:
+            self._known = {}
+        known = self._known.get(sent)
+        if known is None:
+            if not self._known:
+                stale_s = self._updated_s + STALE_S
+                fresh = now_s <= stale_s
+                self._known_until_s = min(now_s + KNOWN_S, stale_s) if fresh else math.inf
+            known = self._known[sent] = self._load(sent, now_s)
+        return known
+
+    def _load(self, sent: int, now_s: float) -> WorkerLoad:
         metrics, others, age_s = self._metrics, self._others, now_s - self._updated_s
         fresh = age_s <= STALE_S
         if not fresh:

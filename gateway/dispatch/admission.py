@@ -300,21 +300,21 @@ class AdmissionController:
             sheddable,
             request.retries,
             pool,
-            self._queue_view(ticket, now_s, self._pool_scale(totals) / pool.share),
+            self._empty_queue
+            if ticket is None
+            else self._queue_view(ticket, now_s, self._pool_scale(totals) / pool.share),
         )
 
-    def _queue_view(self, ticket: Ticket | None, now_s: float, scale: float) -> QueueView:
-        """Return the queue as seen by a request, which needs no ticket if the queue is empty.
+    def _queue_view(self, ticket: Ticket, now_s: float, scale: float) -> QueueView:
+        """Return the queue as seen by a request.
 
         Args:
             scale: seconds of the pool for each second of the tickets' work.
         """
-        queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
-        if ticket is None:
-            return self._empty_queue
+        queue, ordering = self._queue, self._queue.ordering
         return QueueView(
             length=len(queue),
-            capacity=most,
+            capacity=self._bounds.most,
             tenant_length=ordering.queued_of(ticket.tenant),
             work_s=ordering.work_s * scale,
             ahead_s=ordering.ahead_s(ticket, now_s) * scale,

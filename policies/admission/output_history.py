@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Final
 
 MOST_TENANTS: Final = 4096
 """Maximum number of tenants. The least recently used tenant is forgotten first."""
@@ -17,17 +17,20 @@ PRIOR_SEQUENCES: Final = 5.0
 `max_tokens`, has the same weight in the mean of all tenants."""
 
 
-class _Ratio(NamedTuple):
+class _Ratio:
     """The decaying number of sequences, and the decaying sum of output / max_tokens."""
 
-    sequences: float = 0.0
-    used: float = 0.0
+    __slots__ = ("sequences", "used")
+
+    def __init__(self) -> None:
+        self.sequences = self.used = 0.0
 
     def shrunk(self, to: float) -> float:
         return (self.used + PRIOR_SEQUENCES * to) / (self.sequences + PRIOR_SEQUENCES)
 
-    def plus(self, used: float) -> _Ratio:
-        return _Ratio(self.sequences * FORGETTING + 1.0, self.used * FORGETTING + used)
+    def add(self, used: float) -> None:
+        self.sequences = self.sequences * FORGETTING + 1.0
+        self.used = self.used * FORGETTING + used
 
 
 class OutputHistory:
@@ -40,16 +43,20 @@ class OutputHistory:
 
     def expected_tokens(self, tenant: str, max_tokens: int) -> float:
         """Return the expected output tokens of a tenant's sequence."""
-        ratio = self._tenants.get(tenant, _Ratio())
-        return max_tokens * ratio.shrunk(self._all.shrunk(1.0))
+        share, ratio = self._all.shrunk(1.0), self._tenants.get(tenant)
+        return max_tokens * (share if ratio is None else ratio.shrunk(share))
 
     def add_sequence(self, tenant: str, output_tokens: int, max_tokens: int) -> None:
         """Count a sequence that reached its end or its token limit."""
         if max_tokens < 1:
             return
         used = min(max(output_tokens / max_tokens, 0.0), 1.0)
-        self._tenants[tenant] = self._tenants.get(tenant, _Ratio()).plus(used)
-        self._tenants.move_to_end(tenant)
-        if len(self._tenants) > self._most:
-            self._tenants.popitem(last=False)
-        self._all = self._all.plus(used)
+        ratio = self._tenants.get(tenant)
+        if ratio is None:
+            ratio = self._tenants[tenant] = _Ratio()
+            if len(self._tenants) > self._most:
+                self._tenants.popitem(last=False)
+        else:
+            self._tenants.move_to_end(tenant)
+        ratio.add(used)
+        self._all.add(used)

@@ -50,6 +50,7 @@ class RetryBudget:
         self._free = least_per_s * window_s
         self._slot_s = window_s / SLOTS
         self._slots: dict[int, list[int]] = {}  # slot number -> [requests, retries]
+        self._last = -1  # number of the last slot
 
     def count_request(self, now_s: float) -> None:
         """Count a request, once for all of its attempts."""
@@ -66,6 +67,9 @@ class RetryBudget:
     def _slot(self, now_s: float) -> list[int]:
         """Return the present slot, and forget the slots outside the window."""
         number = int(now_s // self._slot_s)
+        if number == self._last:
+            return self._slots[number]
+        self._last = number
         for old in [slot for slot in self._slots if slot <= number - SLOTS]:
             del self._slots[old]
         return self._slots.setdefault(number, [0, 0])

@@ -82,6 +82,7 @@ class ForwardedRequest:
         entry: the request at admission, with estimates of its tokens, or None.
         worker: the upstream that has reserved capacity for it, or None.
         status, headers: those of the response.
+        is_error: whether the status is an error.
         streaming: whether the response is a stream of events.
         body: the whole body of the response if it has arrived, or None. It is read with `read`.
         worker_id: id of the upstream that responded.
@@ -90,11 +91,12 @@ class ForwardedRequest:
 
     __slots__ = (
         "_call", "_call_span", "_first", "_forwarder", "_pool", "_span", "_view", "_waiting",
-        "body", "entry", "exchange", "headers", "plan", "state", "status", "streaming", "worker",
-        "worker_id",
+        "body", "entry", "exchange", "headers", "is_error", "plan", "state", "status", "streaming",
+        "worker", "worker_id",
     )  # fmt: skip
 
     status: int
+    is_error: bool
     headers: Mapping[str, str]
     streaming: bool
     body: bytes | None
@@ -127,11 +129,6 @@ class ForwardedRequest:
         self._waiting: Waiting | None = None
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the status is an error."""
-        return self.status >= FIRST_ERROR_STATUS
 
     def usage(self) -> TokenUsage:
         """Return the reported or estimated tokens of the response so far.
@@ -216,9 +213,10 @@ class ForwardedRequest:
         forwarder, entry = self._forwarder, self.entry
         try:
             if state is ForwardState.ANSWERED and entry is not None:
-                usage = self.usage()
+                usage, exchange = self.usage(), self.exchange
                 entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
-                if not (self.is_error or self.exchange is None or self.exchange.error_sent):
+                failed = self.streaming and exchange is not None and exchange.error_sent
+                if not (self.is_error or failed):
                     entry.ended = entry.sequences
             await self._leave(error)
         finally:
@@ -318,6 +316,7 @@ class ForwardedRequest:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
+        self.is_error = exchange.status >= FIRST_ERROR_STATUS
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
         if self.status >= _FIRST_REDIRECT and self.status not in _PASSED_ON:

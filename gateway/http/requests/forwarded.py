@@ -27,10 +27,13 @@ MOST_CHOICES: Final = 1024
 """Maximum choices of all prompts. The upstream reports a number that it does not accept."""
 
 
+_NO_PROMPT: Final = msgspec.Raw()
+
+
 class _Fields(msgspec.Struct):
     model: Any = None
     stream: Any = None
-    prompt: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = _NO_PROMPT
     n: Any = None
     best_of: Any = None
     max_tokens: Any = None
@@ -89,8 +92,15 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
         fields = _fields.decode(body)
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         is_object, fields = False, _Fields()
-    prompts = min(_num_prompts(fields.prompt), MOST_CHOICES)
-    n = max(_number("n", fields.n) or 1, _number("best_of", fields.best_of) or 1)
+    # Most requests set few of the fields.
+    prompts = n = 1
+    if fields.prompt is not _NO_PROMPT:
+        prompts = min(_num_prompts(fields.prompt), MOST_CHOICES)
+    if fields.n is not None or fields.best_of is not None:
+        n = max(_number("n", fields.n) or 1, _number("best_of", fields.best_of) or 1)
+    mode, max_draft_tokens = SpeculationMode.AUTO, None
+    if fields.speculation is not None:
+        mode, max_draft_tokens = _speculation(fields.speculation)
     return ForwardedFields(
         is_object,
         fields.model if isinstance(fields.model, str) else None,
@@ -99,10 +109,11 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
         min(n, MOST_CHOICES // prompts),
         -(-len(body) // BYTES_PER_TOKEN),
         min(_most_tokens(fields), max_model_len or MOST_OUTPUT_TOKENS),
-        _number("priority", fields.priority) or 0,
+        0 if fields.priority is None else _number("priority", fields.priority) or 0,
         fields.priority,
-        _temperature(fields.temperature),
-        *_speculation(fields.speculation),
+        1.0 if fields.temperature is None else _temperature(fields.temperature),
+        mode,
+        max_draft_tokens,
     )
 
 
@@ -180,7 +191,8 @@ def _first_byte(value: msgspec.Raw) -> bytes:
 
 def _most_tokens(fields: _Fields) -> int:
     for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        given = _number(name, getattr(fields, name))
+        value = getattr(fields, name)
+        given = None if value is None else _number(name, value)
         if given is not None and given >= 0:
             return given
     return DEFAULT_OUTPUT_TOKENS
