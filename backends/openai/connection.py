@@ -170,6 +170,7 @@ class Response:
             self._wake(self._reader)
 
     def _wake(self, reader: asyncio.Future[None]) -> None:
+        self._reader = None
         if not reader.done():
             reader.set_result(None)
 

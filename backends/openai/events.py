@@ -38,6 +38,7 @@ _NAMED_END: Final = re.compile(
 _MESSAGE_START: Final = re.compile(rb"(?:\A|[\r\n])event: ?message_start(?=[\r\n])")
 _RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=[\r\n])")
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_DONE: Final = b"data: [DONE]\n\n"
 _json: Final = json.JSONDecoder()
 
 
@@ -114,17 +115,30 @@ class EventScan:
         return pending[:end]
 
     def _up_to_ending(self, whole: bytes) -> bytes:
-        """Check each event, and return the events up to the ending."""
+        """Check the events, and return those up to the ending."""
+        if b'"error"' not in whole and whole.count(b"[DONE]") == 1:
+            # Servers usually send the ending in this form. To check each event takes far longer.
+            begin = whole.find(_DONE)
+            if begin == 0 or (begin > 0 and whole.endswith(b"\n\n", 0, begin)):
+                self._observe(whole[:begin])
+                return self._end(self._done(), whole, begin, begin + len(_DONE))
         begin = 0
         for match in _EVENT.finditer(whole):
             event, end = match[0], match.end()
             ending = self._ending_of(event)
             if ending is not None:
-                self.ending, self._held = ending, b""
-                return whole[: begin if ending is StreamEnding.UNFINISHED else end]
+                return self._end(ending, whole, begin, end)
             self._observe(event)
             begin = end
         return whole
+
+    def _end(self, ending: StreamEnding, whole: bytes, begin: int, end: int) -> bytes:
+        """End the stream with the event between two places, and return the events that pass."""
+        self.ending, self._held = ending, b""
+        return whole[: begin if ending is StreamEnding.UNFINISHED else end]
+
+    def _done(self) -> StreamEnding:
+        return StreamEnding.DONE if self.finished else StreamEnding.UNFINISHED
 
     def _observe(self, events: bytes) -> None:
         self.outputs += events.startswith(b"data:")
@@ -150,7 +164,7 @@ class EventScan:
     def _ending_of(self, event: bytes) -> StreamEnding | None:
         data = b"\n".join(_data_lines(event))
         if data.strip() == b"[DONE]":
-            return StreamEnding.DONE if self.finished else StreamEnding.UNFINISHED
+            return self._done()
         if b'"error"' in data and (_has_error(data) or _RESPONSE_FAILED.search(event)):
             return StreamEnding.ERROR
         return None
