@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
+
+import msgspec
 
 from draftgate.gateway.dispatch.pool_totals import PoolReader, PoolTotals
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
@@ -28,9 +29,10 @@ from draftgate.policies.quotas import QuotaReservation, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 from draftgate.policies.values import immutable, replace
 
+_NOT_ADMITTED: Final = Admitted(0.0, 0.0, 0.0, ANYTIME, "")
 
-@dataclass(slots=True, eq=False)
-class Entry:
+
+class Entry(msgspec.Struct, eq=False):
     """A request at admission, and its accounting once it is admitted.
 
     Attributes:
@@ -65,7 +67,7 @@ class Entry:
     retries: int | None = None
     judged: ServiceLevel | None = None
     continues: bool = False
-    predicted: Admitted = field(init=False)  # this and the next fields once it is admitted
+    predicted: Admitted = _NOT_ADMITTED  # this and the next fields once it is admitted
     since_s: float = 0.0
     expected_tokens: float = 0.0
     ticket_s: float = 0.0

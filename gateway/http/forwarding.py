@@ -388,13 +388,16 @@ def _call(
     Args:
         service, wanted: the service level of the account, and that of the client.
     """
-    given = request.headers
-    headers = {name: given[name] for name in _PASSED_ON if name in given}
+    headers = {**of_headers(request, _passed_on), REQUEST_ID_HEADER: request[REQUEST_ID]}
     if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
         headers[TTFT_HEADER] = header_text(service.ttft_s * 1e3)
     if service.tpot_s is not None and service.tpot_s != wanted.tpot_s:
         headers[TPOT_HEADER] = header_text(service.tpot_s * 1e3)
-    headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     path, mark, query = target_of(request).partition("?")
     path = f"{path.rstrip('/')}{mark}{query}"
     return UpstreamCall(request.method, path, headers, body, sequences)
+
+
+def _passed_on(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers that the upstream gets."""
+    return {name: headers[name] for name in _PASSED_ON if name in headers}
