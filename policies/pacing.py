@@ -27,11 +27,11 @@ busy and its rate measurable.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 from draftgate.policies.types import Pace
+from draftgate.policies.values import immutable, replace
 
 UNTOUCHED_BYTES: Final = 16 * 1024
 """Backlog in bytes that is always allowed without TCP statistics. A hundred chunks of 160 bytes are
@@ -119,7 +119,7 @@ class PathState(StrEnum):
     """The system has no TCP statistics for the connection."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ReaderView:
     """The state of a stream's reader.
 
@@ -224,7 +224,7 @@ class ReaderView:
         return self._beyond_usual_s(least_bytes) > RESUME_SHARE * self.sparing_s
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Pacing:
     """How a request runs and how its tokens are sent, after a check of its reader.
 

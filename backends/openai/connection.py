@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, Protocol, cast
 
 import httptools
@@ -44,6 +45,15 @@ _OF_GATEWAY: Final = frozenset({
     b"set-cookie",
 })  # fmt: skip
 """Headers that no client of the gateway gets."""
+
+
+@lru_cache(maxsize=256)
+def _name(name: bytes) -> tuple[bytes, str | None]:
+    """Return the name of a header in lower case, and the name for clients, or None."""
+    lower = name.lower()
+    # The gateway itself decides which pages may read its responses.
+    is_passed = lower not in _OF_GATEWAY and not lower.startswith(b"access-control-")
+    return lower, name.decode("latin-1") if is_passed else None
 
 
 class Response:
@@ -127,20 +137,18 @@ class Response:
         """Read the head, whose fields are names and values."""
         passed, coding = [], b"identity"
         for name, value in fields:
-            lower = name.lower()
-            if lower in _OF_GATEWAY:
-                if lower == b"content-length":
-                    self.length, self.ends_with_connection = int(value), False
-                elif lower == b"transfer-encoding":
-                    self.ends_with_connection = False
-                elif lower == b"content-encoding":
-                    coding = value.strip().lower()
-            # The gateway itself decides which pages may read its responses.
-            elif not lower.startswith(b"access-control-"):
+            lower, passed_name = _name(name)
+            if passed_name is not None:
                 text = value.decode("utf-8", "surrogateescape")
-                passed.append((name.decode("latin-1"), text))
+                passed.append((passed_name, text))
                 if lower == b"content-type":
                     self.content_type = text.partition(";")[0].strip().lower()
+            elif lower == b"content-length":
+                self.length, self.ends_with_connection = int(value), False
+            elif lower == b"transfer-encoding":
+                self.ends_with_connection = False
+            elif lower == b"content-encoding":
+                coding = value.strip().lower()
         self.headers = CIMultiDict(passed)
         if coding in {b"gzip", b"x-gzip", b"deflate"}:  # against the request's Accept-Encoding
             self._decoder = zlib.decompressobj(32 + zlib.MAX_WBITS)

@@ -13,7 +13,8 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from draftgate.gateway.dispatch.admission import (
@@ -174,7 +175,8 @@ class Flows:
         later = self.history.later(*place)
         # The wait depends on the deadline of the hop, which depends on the wait. Two rounds do.
         unloaded = targets(divide(remaining_s, own, later, pool.speed), own, pool.speed, anytime)
-        urgent = replace(request, service=unloaded)
+        urgent = copy(request)
+        urgent.service = unloaded
         _, predicted = admission.outlook(urgent)
         promised_s = self._promised[hop.tag.kind.model].others_s(hop.key, self._now_s())
         _, with_promised = admission.outlook(urgent, promised_s)

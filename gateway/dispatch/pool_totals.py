@@ -71,9 +71,10 @@ class PoolReader:
 
     def read(self) -> PoolTotals:
         """Return the present totals, or those of a large pool that were read shortly before."""
-        workers, now_s = self._fleet.workers, self._now_s()
+        workers = self._fleet.workers
         if len(workers) <= SMALL_POOL:
             return PoolTotals(self._fleet)
+        now_s = self._now_s()
         if self._last is not None:
             totals, read, until_s = self._last
             if read is workers and now_s < until_s:

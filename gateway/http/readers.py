@@ -16,7 +16,6 @@ import logging
 import socket
 import termios
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from aiohttp.abc import AbstractStreamWriter
@@ -37,6 +36,7 @@ from draftgate.policies.pacing import (
     next_pacing,
     path_reason,
 )
+from draftgate.policies.values import replace
 
 BUFFER_BYTES: Final = 16 << 10
 """Buffer of a stream's connection, for about 70 chunks of one token."""

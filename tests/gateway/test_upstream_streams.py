@@ -249,6 +249,23 @@ async def test_disconnect_during_comments_counts_as_cancelled(
     assert 'outcome="failed"} 1.0' not in metrics
 
 
+@pytest.mark.parametrize("handler", [cut_after(TOKEN), held(TOKEN)], ids=["cut", "cancelled"])
+async def test_output_that_was_cut_off_does_not_count_as_its_length(handler: Handler) -> None:
+    """Admission learns lengths only from outputs that ended by themselves."""
+    async with upstream(handler) as engine, forwarding(engine) as gateway:
+        outputs = gateway.node.models[0].dispatcher.admission._outputs
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
+        await reader.readuntil(TOKEN)
+        assert writer.transport is not None
+        writer.transport.abort()
+        await until(lambda: is_idle(gateway.node))
+        assert outputs.expected_tokens("", 100) == 100.0
+        engine.handler = stream_of(TOKEN, LAST, DONE)
+        async with client(gateway) as http:
+            await http.post("/v1/completions", json=STREAM)
+        assert outputs.expected_tokens("", 100) < 100.0
+
+
 async def test_forwarded_tokens_reach_the_live_page() -> None:
     """The samples of the live page contain the tokens and the TTFT of forwarded streams."""
     handler = stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)

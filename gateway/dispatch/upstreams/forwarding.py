@@ -215,8 +215,9 @@ class ForwardedRequest:
             if state is ForwardState.ANSWERED and entry is not None:
                 usage, exchange = self.usage(), self.exchange
                 entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
-                failed = self.streaming and exchange is not None and exchange.error_sent
-                if not (self.is_error or failed):
+                # The length of an output that was cut off says nothing about later requests.
+                cut = error is not None or (self.streaming and exchange and exchange.error_sent)
+                if not (self.is_error or cut):
                     entry.ended = entry.sequences
             await self._leave(error)
         finally:
