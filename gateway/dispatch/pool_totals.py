@@ -34,7 +34,7 @@ class PoolTotals:
 
     def __init__(self, fleet: Fleet) -> None:
         """Read the loads of a fleet."""
-        self._loads = list[WorkerLoad]()
+        self._loads: list[WorkerLoad] = []
         self.max_sequences = own = others = 0
         for worker in fleet.workers:
             if worker.backend.failure is not None:

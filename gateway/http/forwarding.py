@@ -16,10 +16,7 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import (
-    ForwardedRequest,
-    ForwardState,
-)
+from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
 from draftgate.gateway.errors import (
     ErrorFormat,
     UpstreamBroken,
@@ -181,7 +178,7 @@ async def _ended(
         error = raised
         raise
     finally:
-        if watch is not None and sent.state is ForwardState.ANSWERED:
+        if watch is not None and sent.state is ANSWERED:
             watch.settled(sent.usage())
         await sent.end(error)
 
@@ -194,7 +191,7 @@ async def _send_events(
     Returns:
         The response if it was sent whole because it has no events, or None.
     """
-    if sent.state is ForwardState.NEW:
+    if sent.state is NEW:
         with Heartbeats(events) as beats:
             await sent.start()
             await beats.sent()

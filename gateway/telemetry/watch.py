@@ -96,7 +96,7 @@ class RequestWatch:
         self._clock = clock
         self._arrival_s = self._last_s = clock()  # time of the last output of an upstream
         self._latest_s: dict[int, float] = {}  # time of the last output, by choice
-        self._drafts = defaultdict[int, list[tuple[int, int]]](list)  # of the open choices
+        self._drafts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of the open choices
         # Times of the first token on each of its workers, by choice, as the workers record them.
         self._first_tokens_s: dict[int, list[float]] = {}
         self._finish_reasons: list[str] = []

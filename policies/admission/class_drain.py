@@ -185,4 +185,6 @@ class ClassFlows:
 
 
 def _clamp(priority: int) -> int:
-    return min(max(priority, -_PRIORITIES), _PRIORITIES)
+    if -_PRIORITIES <= priority <= _PRIORITIES:
+        return priority  # the usual case
+    return _PRIORITIES if priority > 0 else -_PRIORITIES

@@ -136,7 +136,7 @@ def pool_of(
             limit the number of sequences. 0 ignores memory.
         share: this gateway's share of the sequences on the workers.
     """
-    limits = list[float]()
+    limits: list[float] = []
     running = prompt_tokens = timed = timed_prompts = 0
     tpot_s = prompt_token_s = sequence_s = 0.0
     for load in loads:
@@ -157,9 +157,9 @@ def pool_of(
         running=running,
         prompt_tokens=prompt_tokens,
         speed=WorkerSpeed(
-            tpot_s / max(timed, 1),
-            prompt_token_s / max(timed_prompts, 1),
-            sequence_s / max(timed, 1),
+            tpot_s / (timed or 1),
+            prompt_token_s / (timed_prompts or 1),
+            sequence_s / (timed or 1),
         ),
         share=share,
     )
