@@ -12,7 +12,6 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.http import stream
-from draftgate.gateway.logs import _fields
 from tests.gateway.clients import anthropic_client, openai_client
 from tests.gateway.harness import client
 from tests.gateway.upstreams import Handler, after, forwarding, refusal, upstream, whole
@@ -237,7 +236,7 @@ async def test_a_key_that_an_upstream_refuses_is_not_that_of_the_client(
     assert "sk-o" not in response.text
     assert "www-authenticate" not in response.headers
     (line,) = [one for one in caplog.records if one.message == "an upstream denies access"]
-    assert _fields(line).items() >= {"upstream": engine.url, "status": status}.items()
+    assert line.draftgate_fields.items() >= {"upstream": engine.url, "status": status}.items()
 
 
 async def test_a_client_does_not_take_a_denied_gateway_for_a_wrong_key() -> None:
