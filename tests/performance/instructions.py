@@ -205,7 +205,6 @@ def measure() -> dict[str, int]:
         with _upstream() as upstream, nodes((*upstream, *SHARED, *QUIET)) as node:
             proxy = node.instructions(Chat())
             proxied = node.instructions(Chat(stream=True))
-            longer_proxied = node.instructions(Chat(CHUNKS, stream=True))
     counts = {
         "chat": chat,
         "stream of one chunk": stream,
@@ -214,7 +213,6 @@ def measure() -> dict[str, int]:
         "chat with a key, a quota and a log line": quota,
         "chat as a proxy": proxy,
         "stream of one chunk as a proxy": proxied,
-        "further chunk as a proxy": (longer_proxied - proxied) / (CHUNKS - 1),
     }
     return {name: round(count) for name, count in counts.items()}
 
