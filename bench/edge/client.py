@@ -158,6 +158,7 @@ async def send(load: Load) -> Measured:
     body = wire.request_body(load.tokens, stream=load.stream, pace_ms=load.pace_ms)
     head = (
         f"POST {wire.PATH} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\n"
+        f"Authorization: {wire.AUTHORIZATION}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     request = head.encode() + body

@@ -106,7 +106,7 @@ def _targets(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, console.status("starting") as status:
         folder = Path(scratch)
         with open_bench(folder, two_cores()) as bench:
-            wanted = [*in_process(folder), *proxies(bench.upstream)]
+            wanted = [*in_process(folder, bench.upstream), *proxies(folder, bench.upstream)]
             if args.rivals is not None:
                 wanted += rivals(args.rivals, bench.upstream, folder)
             for target in wanted:

@@ -74,6 +74,12 @@ async def respond_ok(_request: web.Request) -> web.Response:
     return web.json_response({"status": "ok", "model_path": wire.MODEL, "model_id": wire.MODEL})
 
 
+async def _take_traces(request: web.Request) -> web.Response:
+    """Accept traces (OTLP over HTTP)."""
+    await request.read()
+    return web.Response(content_type="application/x-protobuf")
+
+
 def application(upstream: str | None) -> web.Application:
     """Return the server, or return the proxy if `upstream` is given."""
     app = web.Application()
@@ -88,6 +94,7 @@ def application(upstream: str | None) -> web.Application:
     app.add_routes(
         [
             web.post(wire.PATH, answer if upstream is None else forward),
+            web.post("/v1/traces", _take_traces),
             web.get("/v1/models", list_models),
             web.get("/{anything:.*}", respond_ok),
         ]

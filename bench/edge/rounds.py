@@ -161,7 +161,8 @@ class Bench:
         process = start(command, core, self._log(name), variables)
         self._stack.callback(stop, process)
         url = f"http://127.0.0.1:{port}{wire.PATH}"
-        wait_until_up(process, url, wire.request_body(1, stream=False))
+        body = wire.request_body(1, stream=False)
+        wait_until_up(process, url, body, authorization=wire.AUTHORIZATION)
         return port, process.pid
 
     def _log(self, name: str) -> Path:

@@ -60,9 +60,27 @@ class Target:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _draftgate_command(*flags: str) -> tuple[str, ...]:
-    shared = ("--served-model-name", wire.MODEL, "--speculation", "off", "--log-level", "warning")
+def _draftgate_command(*flags: str, log_level: str = "warning") -> tuple[str, ...]:
+    shared = ("--served-model-name", wire.MODEL, "--speculation", "off", "--log-level", log_level)
     return (*_SERVE, *shared, *flags)
+
+
+def _with_features(
+    name: str, kind: Kind, flags: Sequence[str], folder: Path, upstream: str
+) -> Target:
+    """Return Draftgate with keys, quotas, a log line per request and traces of 1% of requests.
+
+    Args:
+        upstream: URL of the mock, which also takes the traces.
+    """
+    keys = folder / "keys.yaml"
+    limits = {"requests_per_minute": 10**7, "tokens_per_minute": 10**10}
+    keys.write_text(json.dumps({"keys": [{"name": "edge", "key": wire.KEY, **limits}]}))
+    keys.chmod(0o600)
+    features = ("--api-keys-file", str(keys), "--otlp-endpoint", upstream)
+    command = _draftgate_command(*features, *flags, log_level="info")
+    variables = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"}
+    return Target(name, kind, command, variables=variables)
 
 
 def paced_profile(folder: Path) -> Path:
@@ -77,11 +95,12 @@ SEVERAL: Final = (2, 4)
 """Numbers of processes that are measured in addition to a single process."""
 
 
-def in_process(folder: Path) -> list[Target]:
+def in_process(folder: Path, upstream: str) -> list[Target]:
     """Return the servers that generate their tokens in process.
 
     Args:
-        folder: folder for the profile of a device that takes `PACE_MS` per step.
+        folder: folder for the profile of a device that takes `PACE_MS` per step, and for keys.
+        upstream: URL of the mock.
     """
     sim = ("--backend", "sim", "--profile")
     instant = _draftgate_command(*sim, str(INSTANT))
@@ -90,6 +109,9 @@ def in_process(folder: Path) -> list[Target]:
         Target("mock", Kind.DIRECT, None),
         Target("bare handler", Kind.IN_PROCESS, _MOCK),
         Target("draftgate sim", Kind.IN_PROCESS, instant, paced_command=paced),
+        _with_features(
+            "draftgate sim, all features", Kind.IN_PROCESS, (*sim, str(INSTANT)), folder, upstream
+        ),
         *(
             Target(
                 f"draftgate sim, {count} processes",
@@ -102,12 +124,19 @@ def in_process(folder: Path) -> list[Target]:
     ]
 
 
-def proxies(upstream: str) -> list[Target]:
-    """Return Draftgate and the minimal proxy, both in front of an upstream."""
+def proxies(folder: Path, upstream: str) -> list[Target]:
+    """Return Draftgate and the minimal proxy, both in front of an upstream.
+
+    Args:
+        folder: folder for keys.
+    """
     found = [Target("bare proxy", Kind.PROXY, (*_MOCK, "--upstream", upstream))]
     if "openai" in backend_names():
-        command = _draftgate_command("--backend", "openai", "--upstream", upstream)
+        flags = ("--backend", "openai", "--upstream", upstream)
+        command = _draftgate_command(*flags)
         found.append(Target("draftgate proxy", Kind.PROXY, command))
+        name = "draftgate proxy, all features"
+        found.append(_with_features(name, Kind.PROXY, flags, folder, upstream))
         found += [
             Target(
                 f"draftgate proxy, {count} processes",

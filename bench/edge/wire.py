@@ -10,6 +10,9 @@ from typing import Final
 import msgspec
 
 MODEL: Final = "mock"
+KEY: Final = "sk-edge"
+AUTHORIZATION: Final = f"Bearer {KEY}"
+"""The key of all requests, which most servers ignore."""
 PATH: Final = "/v1/chat/completions"
 PACE: Final = "pace_ms="
 """A message `pace_ms=5` requests a chunk every 5 ms from the mock. The pace is in a message,

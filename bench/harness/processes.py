@@ -135,17 +135,23 @@ def answer_lines(question_type: type[Q], answer: Callable[[Q], msgspec.Struct]) 
 
 
 def wait_until_up(
-    process: subprocess.Popen[bytes], url: str, body: bytes | None, timeout_s: float = START_S
+    process: subprocess.Popen[bytes],
+    url: str,
+    body: bytes | None,
+    timeout_s: float = START_S,
+    authorization: str = "",
 ) -> None:
     """Wait until a server responds to a request.
 
     Args:
         body: the body to post, or None to get the URL.
+        authorization: the header of this name.
 
     Raises:
         RuntimeError: the server ended, or did not respond in time.
     """
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+    headers = {"Content-Type": "application/json", "Authorization": authorization}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310 - our own server
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s and process.poll() is None:
         with (
