@@ -14,7 +14,7 @@ from typing import Final
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract, inject
+from opentelemetry.propagate import extract, get_global_textmap, inject
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.sdk.resources import (
     SERVICE_NAME,
@@ -24,6 +24,8 @@ from opentelemetry.sdk.resources import (
 )
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
 from draftgate import __version__
 from draftgate.gateway.errors import as_gateway_error
@@ -50,6 +52,21 @@ class _HeaderGetter(Getter[Mapping[str, str]]):
 _HEADERS: Final = _HeaderGetter()
 
 
+class _TraceIds(RandomIdGenerator):
+    """Random ids, after a trace id that has been drawn before.
+
+    Attributes:
+        drawn: the id of the next trace, or None.
+    """
+
+    drawn: int | None = None
+
+    def generate_trace_id(self) -> int:
+        """Return the drawn id, or a random one."""
+        found, self.drawn = self.drawn, None
+        return super().generate_trace_id() if found is None else found
+
+
 class OtelTracing(Tracing):
     """Tracing that records with a provider of its own.
 
@@ -60,12 +77,24 @@ class OtelTracing(Tracing):
         """Pass ended spans to the processor."""
         of_environment = OTELResourceDetector().detect().attributes
         ours = {SERVICE_NAME: "draftgate", SERVICE_VERSION: __version__}
-        self._provider = TracerProvider(resource=Resource.create({**ours, **of_environment}))
+        resource = Resource.create({**ours, **of_environment})
+        self._ids = _TraceIds()
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("draftgate", __version__)
+        self._fields = get_global_textmap().fields  # headers that may name a parent
+        sampler = self._provider.sampler
+        root = getattr(sampler, "_root", sampler)  # of `ParentBased`, which has no public name
+        self._bound = root.bound if isinstance(root, TraceIdRatioBased) else None
 
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Start a child span of the client's span, or return `NO_SPAN` if not sampled."""
+        # The SDK makes about thirty calls to find that a request without a parent is not sampled.
+        if self._bound is not None and not any(name in headers for name in self._fields):
+            drawn = self._ids.generate_trace_id()
+            if drawn & TraceIdRatioBased.TRACE_ID_LIMIT >= self._bound:
+                return NO_SPAN
+            self._ids.drawn = drawn
         start_ns = time.time_ns()
         offset_ns = start_ns - time.monotonic_ns()
         parent = extract(headers, getter=_HEADERS)

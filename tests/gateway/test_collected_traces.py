@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -280,6 +281,30 @@ async def test_sampling_follows_the_environment_and_the_client(
             headers,
         )
     assert {span.name for span in collector.spans} == names
+
+
+@pytest.mark.parametrize("sampler", ["traceidratio", "parentbased_traceidratio"])
+def test_the_configured_share_of_requests_is_sampled(
+    monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    """A share of the requests without a parent is recorded, and each with a sampled parent."""
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from draftgate.gateway.telemetry.otel import OtelTracing
+
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.25")
+    random.seed(1)
+    tracing, number = OtelTracing(SimpleSpanProcessor(InMemorySpanExporter())), 4000
+    spans = [tracing.server("x", {}, {}) for _ in range(number)]
+    found = [span for span in spans if span.recording]
+    assert abs(len(found) - number / 4) < 4 * (number * 0.25 * 0.75) ** 0.5
+    assert len({span.trace_id for span in found}) == len(found)
+    if sampler == "parentbased_traceidratio":
+        child = tracing.server("x", {"traceparent": f"00-{TRACE}-{PARENT}-01"}, {})
+        assert child.trace_id == TRACE
+    tracing.shutdown()
 
 
 async def test_environment_sets_service_name_endpoint_and_headers(
