@@ -382,6 +382,7 @@ class ForwardedRequest:
     async def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""
         exchange, span = self.exchange, self._call_span
+        self.exchange = None
         try:
             if exchange is not None:
                 if error is None and exchange.streaming:
