@@ -31,7 +31,7 @@ from draftgate.gateway.dispatch.recovery import cause_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.dispatch.span_attributes import describe_claim
-from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import (
@@ -215,6 +215,8 @@ class Prompt:
                     self._mover.add(self)
                     if self._lost is not None:
                         self._record_resume(self._lost, self.hold.placed)
+                elif isinstance(self.hold.error, OutputCut):
+                    raise self.hold.error  # although all choices may have ended
                 elif self.output.is_complete:
                     await self._end()
                 elif self.hold.error is not None:

@@ -102,13 +102,13 @@ async def test_only_new_texts_reach_a_worker(gateway: Listening) -> None:
     node = gateway.node
     submitted: list[str] = []
     backend = node.fleet.workers[0].backend
-    generate = backend.generate
+    submit = backend.submit
 
-    def counted(request):
+    def counted(request, sink):
         submitted.append(request.request_id)
-        return generate(request)
+        submit(request, sink)
 
-    backend.generate = counted
+    backend.submit = counted
     first = await embedded(gateway, "a", ["w5", "w6", "w5"])
     assert (len(submitted), first[0]) == (2, first[2])
     assert await embedded(gateway, "a", ["w6", "w5"]) == [first[1], first[0]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from itertools import pairwise
 
 from hypothesis import example, given
@@ -33,12 +31,12 @@ def deltas_of(tokens: list[int], cuts: list[int], end: int, *, ended: bool) -> l
     return found
 
 
-async def joined(splice: Splice, rest: list[Delta]) -> list[Delta]:
-    async def deltas() -> AsyncGenerator[Delta, None]:
-        for delta in rest:
-            yield delta
-
-    return [delta async for delta in splice.continued(deltas())]
+def joined(splice: Splice, rest: list[Delta]) -> list[Delta]:
+    client: list[Delta] = []
+    take = splice.continued(client.append)
+    for delta in rest:
+        take(delta)
+    return client
 
 
 outputs = st.lists(st.integers(0, 3), min_size=1, max_size=30)
@@ -61,7 +59,7 @@ def test_join_loses_and_repeats_nothing(
         splice.add_sink(whole[read])
         read += 1
     assert not splice.differs
-    client += asyncio.run(joined(splice, whole[read:]))
+    client += joined(splice, whole[read:])
     assert [token for delta in client for token in delta.token_ids] == tokens
     assert "".join(delta.text for delta in client) == text_of(tokens, 0, len(tokens))
     found = [one.logprob for delta in client for one in delta.logprobs]
@@ -108,5 +106,5 @@ def test_a_choice_that_the_source_has_ended_is_dropped() -> None:
     splice.add_sink(Delta(1, (2,), "b"))
     assert splice.caught_up
     assert not splice.differs
-    rest = asyncio.run(joined(splice, [Delta(1, (3,), "c", finish_reason=end)]))
+    rest = joined(splice, [Delta(1, (3,), "c", finish_reason=end)])
     assert [delta for delta in rest if delta.token_ids] == [Delta(1, (3,), "c", finish_reason=end)]
