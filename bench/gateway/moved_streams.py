@@ -22,13 +22,12 @@ from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Move, Resume
+from draftgate.gateway.dispatch.run import Event, Move, Resume
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.resilience.failover import Cause, GivenUp
 
 OUTPUT_TOKENS: Final = 500
 BEGUN_TOKENS: Final = 40
@@ -54,11 +53,19 @@ class Observed:
     _held_blocks: dict[str, int] = field(default_factory=dict)  # by worker, since the last switch
     _switched: int = 0  # number of deltas before the last switch
 
-    def placed(self, placed: Placement) -> None:
-        """Record the first worker."""
-        self.worker = self.worker or placed.worker
+    def __call__(self, event: Event) -> None:
+        """Record the first worker, a switch, a fetch or a move."""
+        match event:
+            case Placement():
+                self.worker = self.worker or event.worker
+            case Resume():
+                self._resumed(event)
+            case KvFetch():
+                self._fetched(event)
+            case Move():
+                self._moved(event)
 
-    def resumed(self, resume: Resume) -> None:
+    def _resumed(self, resume: Resume) -> None:
         """Record a switch."""
         worker = resume.placed.worker
         self.resumes.append(resume)
@@ -68,15 +75,12 @@ class Observed:
         self.computed_tokens += known - (0 if form is None else blocks * form.block_tokens)
         self._held_blocks.clear()
 
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Ignore the end of a prompt, which raises an error."""
-
-    def fetched(self, fetch: KvFetch) -> None:
+    def _fetched(self, fetch: KvFetch) -> None:
         """Record a transfer."""
         self._held_blocks[fetch.sink] = fetch.known_blocks + fetch.blocks
         self.copied_s = loop_time_s()
 
-    def moved(self, move: Move) -> None:
+    def _moved(self, move: Move) -> None:
         """Record a move."""
         self.moves.append(move)
 

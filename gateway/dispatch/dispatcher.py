@@ -21,7 +21,7 @@ from draftgate.gateway.dispatch.prompts import Prompts
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
-from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
+from draftgate.gateway.dispatch.run import Run, Watch, ignore
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.span_attributes import admission_attributes, flow_attributes
 from draftgate.gateway.dispatch.suspects import Suspects
@@ -109,12 +109,12 @@ class Dispatcher:
         """
         return self._counted
 
-    def run(self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED) -> RunningJob:
+    def run(self, job: Job, span: Span = NO_SPAN, watch: Watch = ignore) -> RunningJob:
         """Return a context in which a job runs.
 
         Args:
             span: the parent of the spans of its stages.
-            watch: an observer of the placements of its prompts.
+            watch: takes the events of its prompts.
         """
         return RunningJob(self._parts, self.moves, self.flows, job, span, watch)
 

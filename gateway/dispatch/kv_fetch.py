@@ -159,7 +159,7 @@ async def reported(run: Run, fetching: Coroutine[None, None, KvFetch]) -> KvFetc
     with run.span.child("kv.transfer") as span:
         fetch = await fetching
         describe_kv_fetch(span, fetch)
-    run.watch.fetched(fetch)
+    run.watch(fetch)
     return fetch
 
 

@@ -81,7 +81,7 @@ class Migration:
         self._placer.record_move(run.job, move.index, self._source, _record(move))
         describe_move(self._span, move)
         self._span.end()
-        run.watch.moved(move)
+        run.watch(move)
 
 
 def _record(move: Move) -> MoveRecord:

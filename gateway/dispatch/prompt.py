@@ -29,7 +29,7 @@ from draftgate.gateway.dispatch.output import Output
 from draftgate.gateway.dispatch.placement import Placement, need_of
 from draftgate.gateway.dispatch.recovery import cause_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.dispatch.run import NotResumed, Resume, Run
 from draftgate.gateway.dispatch.span_attributes import describe_claim
 from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
@@ -373,9 +373,8 @@ class Prompt:
             parts.queue.dispatch_waiting()
             if not await wait_for(parts.fleet, lambda: not self._must_spare()):
                 lost = self._lost is not None
-                self.run.watch.given_up(
-                    cause_of(self._error) if lost else Cause.FAILED, GivenUp.LAST_WORKER
-                )
+                cause = cause_of(self._error) if lost else Cause.FAILED
+                self.run.watch(NotResumed(cause, GivenUp.LAST_WORKER))
                 raise BackendFailed(_ONLY_ONE_LEFT) from (self._error if lost else None)
 
     def _must_spare(self) -> bool:
@@ -409,7 +408,7 @@ class Prompt:
                             continue
                         if not lost:
                             raise
-                        self.run.watch.given_up(cause_of(self._error), GivenUp.NO_WORKER)
+                        self.run.watch(NotResumed(cause_of(self._error), GivenUp.NO_WORKER))
                         raise BackendFailed(f"{self._error}; afterwards: {error}") from error
         finally:
             place.since_s = since_s
@@ -428,7 +427,7 @@ class Prompt:
             return
         if why is None:
             return
-        self.run.watch.given_up(cause_of(error), why)
+        self.run.watch(NotResumed(cause_of(error), why))
         if is_suspect(losses):
             parts.suspects.add(self.run.job.fingerprint)
         if len(losses) < 2:

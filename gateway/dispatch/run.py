@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol, TypeAlias
 
 from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta, GenerationRequest
@@ -81,50 +81,20 @@ class Move:
     chosen: ChosenMove | None = None
 
 
-class Watch(Protocol):
-    """An observer of the placements of a job's prompts."""
+@immutable
+class NotResumed:
+    """A prompt has lost its worker, or its turn, and cannot continue."""
 
-    def placed(self, placed: Placement) -> None:
-        """Record that a prompt goes to its first worker."""
-        ...
-
-    def resumed(self, resume: Resume) -> None:
-        """Record that a prompt continues on another worker."""
-        ...
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Record that a prompt has lost its worker and cannot continue."""
-        ...
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Record whether the KV blocks of a prefix were fetched."""
-        ...
-
-    def moved(self, move: Move) -> None:
-        """Record the end of a move."""
-        ...
+    cause: Cause
+    why: GivenUp
 
 
-class _NoWatch:
-    """An observer that ignores everything."""
+Event: TypeAlias = Placement | Resume | NotResumed | KvFetch | Move
+"""What happens to a prompt: it gets its first worker, continues on another one or cannot, may fetch
+the KV blocks of its prefix, or ends an attempt to move."""
 
-    def placed(self, placed: Placement) -> None:
-        """Ignore a placement."""
-
-    def resumed(self, resume: Resume) -> None:
-        """Ignore a resume."""
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Ignore the end of a prompt."""
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Ignore a fetch."""
-
-    def moved(self, move: Move) -> None:
-        """Ignore a move."""
-
-
-UNWATCHED: Final[Watch] = _NoWatch()
+Watch: TypeAlias = Callable[[Event], None]
+"""A function that takes the events of a job, and returns at once."""
 
 
 class Running(Protocol):
@@ -143,8 +113,8 @@ class Running(Protocol):
         ...
 
 
-def _ignore(delta: Delta) -> None:
-    """Ignore a delta."""
+def ignore(_: object) -> None:
+    """Ignore a delta or an event."""
 
 
 class Run:
@@ -153,7 +123,7 @@ class Run:
     Attributes:
         requests: a sized request for each prompt.
         entry: the admission of the job.
-        watch: the observer of its placements.
+        watch: takes its events.
         placements: the latest placement of each prompt, or None before the first.
         outputs: the output of each prompt that has begun, by its index.
         resumes: the resumes of its prompts, in order.
@@ -182,7 +152,7 @@ class Run:
         self.job = job
         self.span = span
         self.watch = watch
-        self.sink = _ignore
+        self.sink = ignore
         self.resumes: list[Resume] = []
         self.outputs: dict[int, Output] = {}
 
@@ -261,7 +231,7 @@ class Run:
         finally:
             # These end cycles of references, which only a collection would free.
             del self._running
-            self._reader, self.sink = None, _ignore
+            self._reader, self.sink = None, ignore
 
     def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of all sequences of the job, as `Backend.set_pace`."""
@@ -300,9 +270,9 @@ class Run:
             self.entry.prompt_tokens += len(placement.request.prompt_ids)
             if self.hop is not None:
                 self.hop.start()
-            self.watch.placed(placement)
+            self.watch(placement)
 
     def resume(self, resume: Resume) -> None:
         """Record that a prompt continues at its latest placement."""
         self.resumes.append(resume)
-        self.watch.resumed(resume)
+        self.watch(resume)

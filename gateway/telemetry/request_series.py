@@ -7,13 +7,18 @@ than a millisecond.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
 
 from draftgate.backends.types import FinishReason, Phases, SpeculationOutcome
+from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.run import Move, NotResumed
+from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import SpeculationPlan
 
 T = TypeVar("T")
@@ -68,6 +73,31 @@ class RequestSeries:
         self._ended.append(count)
         if len(self._ended) >= MOST_ENDED:
             self.fold()
+
+    def record(self, event: NotResumed | KvFetch | Move) -> None:
+        """Count an event of the dispatcher that does not change what is known of its request."""
+        metrics = self.metrics
+        match event:
+            case NotResumed():
+                metrics.add(metric.RESUMES, 1, event.cause.value, event.why.value)
+            case KvFetch():
+                end = "none" if event.end is None else event.end.value
+                reason = event.decision.reason.value
+                metrics.add(metric.KV_FETCHES, 1, event.cause.value, reason, end)
+                metrics.add(metric.KV_FETCHED, event.num_bytes)
+            case Move():
+                metrics.add(metric.MOVES, 1, event.reason.value, event.end.value)
+                if event.gap_s is not None:
+                    metrics.observe(metric.MOVE_GAP, event.gap_s)
+                if event.end is MoveEnd.REJECTED:
+                    log(
+                        logging.ERROR,
+                        "a worker computed other tokens than the source of a move",
+                        prompt=event.index,
+                        from_worker=event.source,
+                        to_worker=event.sink,
+                        verified_tokens=event.verified_tokens,
+                    )
 
     def fold(self) -> None:
         """Count what requests have reported since the last call."""

@@ -11,9 +11,8 @@ from enum import StrEnum
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Move, Resume
+from draftgate.gateway.dispatch.run import Event, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -27,8 +26,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.tracing import Attributes, AttributeValue, Span
-from draftgate.policies.moves import MoveEnd
-from draftgate.policies.resilience.failover import Cause, GivenUp
+from draftgate.policies.resilience.failover import Cause
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 
 
@@ -151,7 +149,17 @@ class RequestWatch:
         if plan is not None and self.span.recording:
             self.span.set(plan_attributes(plan))
 
-    def placed(self, placed: Placement) -> None:
+    def __call__(self, event: Event) -> None:
+        """Record an event of the dispatcher."""
+        match event:
+            case Placement():
+                self._placed(event)
+            case Resume():
+                self._resumed(event)
+            case _:
+                self._series.record(event)
+
+    def _placed(self, placed: Placement) -> None:
         """Record the first worker of a prompt.
 
         Span and log show the plan of the first prompt.
@@ -169,7 +177,7 @@ class RequestWatch:
         elif self.span.recording:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
 
-    def resumed(self, resume: Resume) -> None:
+    def _resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
         self._add_worker(resume.placed)
@@ -188,33 +196,6 @@ class RequestWatch:
             kept_tokens=resume.kept_tokens,
             same_numerics_class=resume.same_numerics_class,
         )
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Record that a prompt lost its worker and is not resumed."""
-        self._series.metrics.add(metric.RESUMES, 1, cause.value, why.value)
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Record whether the KV blocks of a prefix were fetched."""
-        end = "none" if fetch.end is None else fetch.end.value
-        self._series.metrics.add(
-            metric.KV_FETCHES, 1, fetch.cause.value, fetch.decision.reason.value, end
-        )
-        self._series.metrics.add(metric.KV_FETCHED, fetch.num_bytes)
-
-    def moved(self, move: Move) -> None:
-        """Record the end of a move."""
-        self._series.metrics.add(metric.MOVES, 1, move.reason.value, move.end.value)
-        if move.gap_s is not None:
-            self._series.metrics.observe(metric.MOVE_GAP, move.gap_s)
-        if move.end is MoveEnd.REJECTED:
-            log(
-                logging.ERROR,
-                "a worker computed other tokens than the source of a move",
-                prompt=move.index,
-                from_worker=move.source,
-                to_worker=move.sink,
-                verified_tokens=move.verified_tokens,
-            )
 
     def observe(self, delta: Delta) -> None:
         """Record a delta on its way to the client."""

@@ -25,7 +25,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import UNWATCHED, Watch
+from draftgate.gateway.dispatch.run import Watch, ignore
 from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
@@ -89,7 +89,7 @@ def simulate(
     requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
-    watch: Watch = UNWATCHED,
+    watch: Watch = ignore,
 ) -> list[Record]:
     """Return the records of the requests in the order of the plan.
 
@@ -97,7 +97,7 @@ def simulate(
         requests: the plan, with an arrival time `at_s` for each request.
         on_record: a callback that receives each record when its request ends.
         to_job: a function that converts a planned request to a job.
-        watch: an observer of the placements and moves of all requests.
+        watch: takes the events of all requests.
 
     Raises:
         ValueError: a setting is wrong.
@@ -162,14 +162,14 @@ async def send(
     to_job: Callable[[PlannedRequest], Job],
     on_record: Callable[[Record], None] = lambda _record: None,
     pop_deliveries: Callable[[str], Deliveries] | None = None,
-    watch: Watch = UNWATCHED,
+    watch: Watch = ignore,
 ) -> list[Record]:
     """Send each request at its time `at_s`, counted from now, and return the records.
 
     Args:
         pop_deliveries: a function that returns the logged deliveries of a request. If it is None,
             `send` times the deltas itself.
-        watch: an observer of the placements and moves of all requests.
+        watch: takes the events of all requests.
     """
     records, start_s = list[Record](), loop_time_s()
     open_requests = set[asyncio.Task[Record]]()

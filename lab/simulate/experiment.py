@@ -17,9 +17,7 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import BINDINGS
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Move, Resume, Watch
+from draftgate.gateway.dispatch.run import Event, Move, Watch
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.exact_replay import ExactReplay
 from draftgate.lab.sim.recorded_run import RecordedRun, RunTokens, request_id
@@ -35,7 +33,6 @@ from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record, RequestSpec, Slo
 from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
-from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.types import Role
 
@@ -92,21 +89,10 @@ class MoveCounts:
     def __init__(self) -> None:
         self.ends = Counter[str]()
 
-    def placed(self, placed: Placement) -> None:
-        """Ignore a placement."""
-
-    def resumed(self, resume: Resume) -> None:
-        """Ignore a resume."""
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Ignore the end of a prompt."""
-
-    def fetched(self, fetch: KvFetch) -> None:
-        """Ignore a fetch."""
-
-    def moved(self, move: Move) -> None:
+    def __call__(self, event: Event) -> None:
         """Count a move."""
-        self.ends[f"{move.reason.value} {move.end.value}"] += 1
+        if isinstance(event, Move):
+            self.ends[f"{event.reason.value} {event.end.value}"] += 1
 
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)

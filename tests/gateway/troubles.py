@@ -44,8 +44,9 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
+from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.quotas import quota_account
-from draftgate.gateway.dispatch.run import UNWATCHED, Move, Resume, Run, Watch
+from draftgate.gateway.dispatch.run import Event, Move, NotResumed, Resume, Run, Watch, ignore
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.commands import ListWorkers, ReadTotals
@@ -324,20 +325,18 @@ class RecordingWatch:
     fetches: list[KvFetch] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
 
-    def placed(self, placed) -> None:
-        self.workers.append(placed.worker.worker_id)
-
-    def resumed(self, resume: Resume) -> None:
-        self.resumes.append(resume)
-
-    def given_up(self, cause: Cause, why: GivenUp) -> None:
-        self.losses.append((cause, why))
-
-    def fetched(self, fetch: KvFetch) -> None:
-        self.fetches.append(fetch)
-
-    def moved(self, move: Move) -> None:
-        self.moves.append(move)
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Placement():
+                self.workers.append(event.worker.worker_id)
+            case Resume():
+                self.resumes.append(event)
+            case NotResumed():
+                self.losses.append((event.cause, event.why))
+            case KvFetch():
+                self.fetches.append(event)
+            case Move():
+                self.moves.append(event)
 
 
 @dataclass
@@ -360,7 +359,7 @@ class Choice:
         self.finish_reason, self.outcome = delta.finish_reason, delta.outcome
 
 
-async def run_job(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> list[Choice]:
+async def run_job(dispatcher: Dispatcher, job: Job, watch: Watch = ignore) -> list[Choice]:
     """Run a job to its end and return its choices, each with a finish reason."""
     async with dispatcher.run(job, watch=watch) as run:
         choices = [Choice() for _ in range(job.n * len(job.prompts))]
