@@ -41,7 +41,7 @@ _ids = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ChoiceOutput:
     """The output of one choice."""
 
     token_ids: tuple[int, ...]
@@ -91,7 +91,7 @@ def make_request(
     return GenerationRequest(_id(), prompt_ids, sampling, speculation, n)
 
 
-async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]:
+async def collect(backend: Backend, request: GenerationRequest) -> list[ChoiceOutput]:
     """Run a request to its end, check the form of the deltas, and return its choices.
 
     Raises:
@@ -414,9 +414,9 @@ async def _until_idle(backend: Backend) -> None:
             await asyncio.sleep(1e-3)
 
 
-def _outcome(deltas: list[Delta]) -> Outcome:
+def _outcome(deltas: list[Delta]) -> ChoiceOutput:
     assert deltas, "every choice must have deltas"
     reason = deltas[-1].finish_reason
     assert reason is not None, "every choice must have a finish reason"
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    return Outcome(token_ids, "".join(delta.text for delta in deltas), reason)
+    return ChoiceOutput(token_ids, "".join(delta.text for delta in deltas), reason)

@@ -44,7 +44,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplicaTarget:
     """A worker that could get a copy.
 
     Attributes:
@@ -96,7 +96,7 @@ def is_cool(holders: Sequence[Holder]) -> bool:
     return own <= COOL_SHARE * sum(holder.sequences for holder in holders)
 
 
-def choose_target(targets: Sequence[Target], num_bytes: int) -> str | None:
+def choose_target(targets: Sequence[ReplicaTarget], num_bytes: int) -> str | None:
     """Return the worker that gets a copy, or None if no worker has room for it.
 
     A worker that is itself half full would soon be as busy as the holders. A copy that takes more

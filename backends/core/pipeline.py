@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from draftgate.backends.core.accounting import Emission
-from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
+from draftgate.backends.core.steps import Executor, StepLauncher, StepPlan, StepResult
 from draftgate.backends.types import Delta
 
 
@@ -116,7 +116,7 @@ class Pipeline:
         worker: StepWorker,
         executor: Executor,
         deliver: Deliver,
-        launcher: Launcher | None = None,
+        launcher: StepLauncher | None = None,
         now_s: Callable[[], float | None] = lambda: None,
         turns: Turns = OWN_DEVICE,
     ) -> None:
@@ -150,7 +150,7 @@ class Pipeline:
             self._render(emissions)
         return plan is not None
 
-    def _overlap(self, launcher: Launcher) -> bool:
+    def _overlap(self, launcher: StepLauncher) -> bool:
         """Launch the next step and finish the step in progress."""
         if self._under_way is None:
             if self._turns.take():
@@ -187,7 +187,9 @@ class Pipeline:
         self._deliver(self._worker.render(emissions))
 
 
-def _launched(launcher: Launcher, plan: StepPlan | None, previous: Any = None) -> _Launched | None:
+def _launched(
+    launcher: StepLauncher, plan: StepPlan | None, previous: Any = None
+) -> _Launched | None:
     return None if plan is None else (plan, launcher.launch(plan, previous))
 
 

@@ -277,7 +277,7 @@ class Executor(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class StepLauncher(Protocol):
     """Runs steps in two parts, on a device that works asynchronously.
 
     Steps start and end in order.

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
+from draftgate.backends.core.steps import Executor, StepLauncher, StepPlan, StepResult
 from draftgate.backends.engine import logprobs, pooling, prompt_logprobs
 from draftgate.backends.engine.inputs import (
     Feed,
@@ -52,7 +52,7 @@ class ModelRunner(Executor, Protocol):
     """The interface of a runner for loading, warming up and a worker's loop."""
 
     @property
-    def launcher(self) -> Launcher | None:
+    def launcher(self) -> StepLauncher | None:
         """The launcher of asynchronous steps, None if the device is synchronous."""
         ...
 

@@ -22,7 +22,7 @@ from bench.harness.provenance import bench_parser, simulated_provenance, write_r
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.recording import Recording, load_recording
-from draftgate.lab.simulate.experiment import Outcome, Setup, run_experiment
+from draftgate.lab.simulate.experiment import ExperimentOutcome, Setup, run_experiment
 from draftgate.lab.simulate.intervals import differences, estimate
 from draftgate.lab.simulate.report import compared, estimates
 from draftgate.loadgen.planning.plan import Load
@@ -122,7 +122,7 @@ class Study:
         return Setup(load, self.config, tuple(policies), repeat=seeds, recording=recording)
 
 
-def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+def findings(outcomes: dict[str, ExperimentOutcome]) -> dict[str, Any]:
     """Return the comparison of `auto` with each other policy, and its share of the oracle's gain.
 
     `to_envelope` is the difference of `auto` to the best fixed length, and `relative` is the ratio
@@ -146,7 +146,7 @@ def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
     }
 
 
-def shares_of_oracle(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+def shares_of_oracle(outcomes: dict[str, ExperimentOutcome]) -> dict[str, Any]:
     """Return each policy's share of the gain of the oracle over `off`, with its interval."""
     samples = {name: one.samples[COMPARED_METRIC] for name, one in outcomes.items()}
     gains = differences(samples["off"], samples["oracle"])
@@ -164,7 +164,7 @@ def _no_worse(difference: dict[str, Any], within: float) -> bool:
     return difference["relative"] <= within or (interval is not None and interval[0] <= 0.0)
 
 
-def _figures(outcome: Outcome) -> dict[str, Any]:
+def _figures(outcome: ExperimentOutcome) -> dict[str, Any]:
     return {figure: value.as_dict() for figure, value in estimates(outcome).items()}
 
 

@@ -18,7 +18,7 @@ from draftgate.policies.kv_transfer import decide_pull
 from draftgate.policies.replication import (
     CopyBudget,
     Holder,
-    Target,
+    ReplicaTarget,
     choose_target,
     is_cool,
     is_filled,
@@ -151,10 +151,10 @@ class Replicator:
         blocks: Mapping[str, int],
         most: int,
         form: KvFormat,
-    ) -> Target:
+    ) -> ReplicaTarget:
         load, known = sink.backend.load(), blocks.get(sink.worker_id, 0)
         view = self._pulls.view(source, sink, form, known, most)
-        return Target(
+        return ReplicaTarget(
             sink.worker_id,
             load.running + load.waiting,
             load.max_sequences,

@@ -11,7 +11,7 @@ from typing import Any
 from draftgate.lab.plan.goodput import speculation_of
 from draftgate.lab.plan.planner import Planner
 from draftgate.lab.plan.simulated import latency_charts, summary_of
-from draftgate.lab.planning.deployments import Deployment, Layout, Measured, Search
+from draftgate.lab.planning.deployments import Deployment, DeploymentSearch, Layout, Measured
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.report.charts import Chart, colour, scatter
 from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
@@ -19,7 +19,7 @@ from draftgate.loadgen.types import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanAnswer:
     """The result of a search.
 
     Attributes:
@@ -32,7 +32,7 @@ class Answer:
 
     question: str
     planner: Planner
-    search: Search
+    search: DeploymentSearch
     deployment: Deployment | None
     rate_rps: float | None
     records: Sequence[Record] = ()
@@ -138,7 +138,7 @@ class Answer:
         yield "<h2>The question</h2>" + html_settings(settings)
 
 
-def search_as_json(search: Search) -> dict[str, Any]:
+def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
     """Return the measured deployments, and the bounds of the others."""
     return {
         "complete": search.complete,
@@ -160,7 +160,7 @@ def search_as_json(search: Search) -> dict[str, Any]:
     }
 
 
-def goodput_chart(search: Search) -> Chart:
+def goodput_chart(search: DeploymentSearch) -> Chart:
     """Return the goodput of the measured deployments, with intervals, for each layout."""
     known = [one for one in _ranked(search) if one.rate_rps and one.high_rps < math.inf]
     data = []
@@ -202,7 +202,7 @@ def _machines(deployment: Deployment, files: Mapping[str, str]) -> list[dict[str
     ]
 
 
-def _ranked(search: Search) -> list[Measured]:
+def _ranked(search: DeploymentSearch) -> list[Measured]:
     return sorted(search.measured, key=lambda one: -one.value)
 
 

@@ -43,7 +43,7 @@ def placement(
     Goodput is the highest rate at which the share of requests meets both targets. Simulations
     measure it. With --rate, the plan has as many copies of the deployment as serve the rate.
     """
-    from draftgate.lab.plan.answer import Answer
+    from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import PLACEMENT
     from draftgate.lab.plan.planner import planner_of
     from draftgate.lab.planning.deployments import Budget, deployments
@@ -54,7 +54,7 @@ def placement(
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         every = deployments(tuple(prices), budgets, max_machines)
         found = planner.search(planner.candidates(every, prices), flags.max_simulations)
-        answer = Answer("placement", planner, found, None, flags.rate, per="USD")
+        answer = PlanAnswer("placement", planner, found, None, flags.rate, per="USD")
         if found.best is not None:
             answer = replace(answer, deployment=found.best.candidate.deployment)
             if flags.rate is not None:
@@ -89,7 +89,7 @@ def pools(
 
     A simulation decides whether the share of requests meets both targets.
     """
-    from draftgate.lab.plan.answer import Answer
+    from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import POOLS
     from draftgate.lab.plan.planner import planner_of
     from draftgate.lab.planning.deployments import Budget, deployments, maximal
@@ -111,11 +111,11 @@ def pools(
                 raise ValueError(f"--objective {objective} needs --rate")
             each = machines.prices if objective is Objective.COST else machines.powers
             found = planner.search_least(planner.candidates(every, each), rate, most)
-        answer = Answer("pools", planner, found, None, rate)
+        answer = PlanAnswer("pools", planner, found, None, rate)
         if found.best is not None and found.best.rate_rps:
             deployment, served_rps = found.best.candidate.deployment, rate or found.best.rate_rps
             records = planner.records(deployment, served_rps)
-            answer = Answer("pools", planner, found, deployment, served_rps, records)
+            answer = PlanAnswer("pools", planner, found, deployment, served_rps, records)
         answer.show()
         files.write(answer.as_plan(), answer.page)
     except (OSError, ValueError) as error:

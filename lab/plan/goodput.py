@@ -16,7 +16,13 @@ from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.plan.machines import AUTO, CONFIG, OFF
 from draftgate.lab.plan.sources import Requests, Source
-from draftgate.lab.planning.deployments import Candidate, Deployment, Layout, Measured, Outcome
+from draftgate.lab.planning.deployments import (
+    Deployment,
+    DeploymentCandidate,
+    Layout,
+    Measured,
+    Outcome,
+)
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.loadgen.measuring.slo import meets_slo
@@ -93,7 +99,9 @@ class Simulation:
         )
         return simulate(cluster, requests.planned, on_record, requests.to_job)
 
-    def measure(self, candidate: Candidate, goal: SearchGoal, beat_rps: float = 0.0) -> Measured:
+    def measure(
+        self, candidate: DeploymentCandidate, goal: SearchGoal, beat_rps: float = 0.0
+    ) -> Measured:
         """Return the highest rate at which the share of a goal meets its targets.
 
         Args:

@@ -12,7 +12,7 @@ from msgspec import structs
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.plan.sources import Requests
-from draftgate.lab.planning.bounds import Bounds, Lengths, bounds
+from draftgate.lab.planning.bounds import MeanLengths, RateBounds, bounds
 from draftgate.lab.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.lab.sim.draft_points import recorded_drafts
 from draftgate.lab.sim.environment import SimEnvironment
@@ -175,8 +175,8 @@ class MachineTypes:
         return found
 
     def bounds(
-        self, lengths: Lengths, targets: Targets, classes: Collection[str] = ()
-    ) -> dict[str, Bounds]:
+        self, lengths: MeanLengths, targets: Targets, classes: Collection[str] = ()
+    ) -> dict[str, RateBounds]:
         """Return the bounds of one machine of each type.
 
         Args:

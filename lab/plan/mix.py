@@ -26,7 +26,7 @@ from draftgate.lab.plan.options import (
     limits,
 )
 from draftgate.lab.plan.solver import require_solver, silent_solver
-from draftgate.lab.planning.mix import MachineType, Workload, cheapest_mix
+from draftgate.lab.planning.mix import BucketRates, MachineType, cheapest_mix
 
 Matrix = tuple[tuple[float, ...], ...]
 """A number for each range of input lengths (row) and output lengths (column)."""
@@ -143,7 +143,7 @@ def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class GivenGpu(msgspec.Struct, frozen=True):
     """A type of machine in the file of throughputs.
 
     Attributes:
@@ -164,7 +164,7 @@ class Throughputs(msgspec.Struct, frozen=True):
         slice_factor: number of parts of a bucket that different types may serve.
     """
 
-    gpu_info: dict[str, Gpu]
+    gpu_info: dict[str, GivenGpu]
     workload_distribution: Matrix
     total_request_rate: float
     slice_factor: float = 1
@@ -175,7 +175,7 @@ class Throughputs(msgspec.Struct, frozen=True):
         rows = enumerate(self.workload_distribution)
         return [(row, column) for row, shares in rows for column in range(len(shares))]
 
-    def workload(self) -> Workload:
+    def workload(self) -> BucketRates:
         """Return the rates of all buckets.
 
         Raises:
@@ -188,7 +188,7 @@ class Throughputs(msgspec.Struct, frozen=True):
         if not total > 0.0:
             raise ValueError("workload_distribution must have a positive sum")
         rates = tuple(self.total_request_rate * share / total for share in shares)
-        return Workload(rates, int(self.slice_factor))
+        return BucketRates(rates, int(self.slice_factor))
 
     def types(self, limits: Mapping[str, int]) -> dict[str, MachineType]:
         """Return the types of machines.

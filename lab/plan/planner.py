@@ -16,14 +16,14 @@ from draftgate.lab.plan.goodput import CHECKED, Simulation
 from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation
 from draftgate.lab.plan.options import DeploymentFlags
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
-from draftgate.lab.planning.bounds import Bounds, Lengths
+from draftgate.lab.planning.bounds import MeanLengths, RateBounds
 from draftgate.lab.planning.deployments import (
-    Candidate,
     Deployment,
+    DeploymentCandidate,
+    DeploymentSearch,
     Layout,
     Measured,
     Outcome,
-    Search,
     bound_rps,
     find_best,
     find_least,
@@ -75,9 +75,9 @@ class Planner:
     machines: MachineTypes
     simulation: Simulation
     targets: Targets
-    bounds: Mapping[str, Bounds]
+    bounds: Mapping[str, RateBounds]
     goal: SearchGoal
-    draft_bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    draft_bounds: Mapping[str, RateBounds] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ class Planner:
             link: link between the machines.
             phases: the phases policy of each layout.
         """
-        lengths = Lengths.of(lengths_of(source), targets.share)
+        lengths = MeanLengths.of(lengths_of(source), targets.share)
         goal = SearchGoal(
             start_rps=1.0,
             limit_s=_finite(targets.ttft_s),
@@ -113,7 +113,7 @@ class Planner:
     def with_drafts(self, proposer: str) -> Planner:
         """Return a planner that compares each deployment without and with drafts."""
         source = self.simulation.source
-        lengths = Lengths.of(lengths_of(source), self.targets.share)
+        lengths = MeanLengths.of(lengths_of(source), self.targets.share)
         config = structs.replace(CONFIG, proposer=proposer)
         return replace(
             self,
@@ -121,14 +121,14 @@ class Planner:
             draft_bounds=self.machines.bounds(lengths, self.targets, classes_of(source)),
         )
 
-    def candidate(self, deployment: Deployment, weight: float) -> Candidate:
+    def candidate(self, deployment: Deployment, weight: float) -> DeploymentCandidate:
         """Return a deployment with its bound."""
         bounds = self.draft_bounds if deployment.drafts else self.bounds
-        return Candidate(deployment, bound_rps(deployment, bounds), weight)
+        return DeploymentCandidate(deployment, bound_rps(deployment, bounds), weight)
 
     def candidates(
         self, found: Iterable[Deployment], each: Mapping[str, float] | None = None
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[DeploymentCandidate]:
         """Yield deployments without drafts, and with drafts if deployments may speculate.
 
         Args:
@@ -141,7 +141,7 @@ class Planner:
             if self.draft_bounds:
                 yield self.candidate(replace(deployment, drafts=True), weight)
 
-    def search(self, candidates: Iterable[Candidate], most: int) -> Search:
+    def search(self, candidates: Iterable[DeploymentCandidate], most: int) -> DeploymentSearch:
         """Simulate candidates briefly, and then those that may be the best precisely.
 
         The simulations run in parallel processes.
@@ -158,7 +158,9 @@ class Planner:
                 most,
             )
 
-    def search_least(self, candidates: Iterable[Candidate], rate_rps: float, most: int) -> Search:
+    def search_least(
+        self, candidates: Iterable[DeploymentCandidate], rate_rps: float, most: int
+    ) -> DeploymentSearch:
         """Simulate candidates in the order of their weights until one serves a rate.
 
         Args:
@@ -166,17 +168,17 @@ class Planner:
         """
         return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
 
-    def test(self, candidate: Candidate, rate_rps: float) -> Outcome:
+    def test(self, candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         """Return whether a candidate serves a rate, by a short simulation."""
         with without_full_gc():
             return self.simulation.test(candidate.deployment, self.goal, rate_rps)
 
-    def measure(self, candidate: Candidate, beat_rps: float = 0.0) -> Measured:
+    def measure(self, candidate: DeploymentCandidate, beat_rps: float = 0.0) -> Measured:
         """Return the goodput of a candidate (`Simulation.measure`)."""
         with without_full_gc():
             return self.simulation.measure(candidate, self.goal, beat_rps)
 
-    def holds(self, candidate: Candidate, rate_rps: float) -> bool:
+    def holds(self, candidate: DeploymentCandidate, rate_rps: float) -> bool:
         """Return whether a deployment serves a rate, by one simulation."""
         with without_full_gc():
             return self.simulation.holds(candidate.deployment, self.goal, rate_rps)
@@ -204,8 +206,8 @@ class Planner:
 
 
 def _columns(
-    pairs: Sequence[tuple[Candidate, float]],
-) -> tuple[Iterator[Candidate], Iterator[float]]:
+    pairs: Sequence[tuple[DeploymentCandidate, float]],
+) -> tuple[Iterator[DeploymentCandidate], Iterator[float]]:
     return (one for one, _ in pairs), (rate_rps for _, rate_rps in pairs)
 
 

@@ -30,7 +30,7 @@ HALVINGS: Final = 40
 
 
 @immutable
-class Lengths:
+class MeanLengths:
     """The lengths of a workload.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lengths:
     longest_prompt: int
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[int, int]], share: float) -> Lengths:
+    def of(cls, requests: Sequence[tuple[int, int]], share: float) -> MeanLengths:
         """Return the lengths of requests.
 
         Args:
@@ -73,7 +73,7 @@ class Lengths:
 
 
 @immutable
-class Bounds:
+class RateBounds:
     """The highest rates of a machine, in requests per second.
 
     Attributes:
@@ -95,8 +95,8 @@ class Bounds:
 
 
 def bounds(
-    machine: Machine, lengths: Lengths, targets: Targets, drafts: Iterable[DraftPoint] = ()
-) -> Bounds:
+    machine: Machine, lengths: MeanLengths, targets: Targets, drafts: Iterable[DraftPoint] = ()
+) -> RateBounds:
     """Return the bounds of a machine for a workload.
 
     Args:
@@ -117,11 +117,11 @@ def bounds(
     each = [_outputs(machine, lengths, targets, point) for point in (NO_DRAFTS, *drafts)]
     decode_rps = max(outputs_rps for outputs_rps, _ in each)
     free = max(share for _, share in each)
-    return Bounds(prefill_rps, decode_rps, min(prefill_rps, free / service_s))
+    return RateBounds(prefill_rps, decode_rps, min(prefill_rps, free / service_s))
 
 
 def _outputs(
-    machine: Machine, lengths: Lengths, targets: Targets, drafts: DraftPoint
+    machine: Machine, lengths: MeanLengths, targets: Targets, drafts: DraftPoint
 ) -> tuple[float, float]:
     """Return the outputs per second with a way to draft, and the share of time for prompts."""
     context, tokens = lengths.context_tokens, 1.0 + drafts.accepted
@@ -156,7 +156,7 @@ def largest_batch(
 
 
 def pool_bound(
-    prefill: Iterable[Bounds], decode: Iterable[Bounds], both: Iterable[Bounds]
+    prefill: Iterable[RateBounds], decode: Iterable[RateBounds], both: Iterable[RateBounds]
 ) -> float:
     """Return the highest rate of a pool, in requests per second.
 
@@ -179,7 +179,7 @@ def pool_bound(
     return low
 
 
-def _decoded(machines: Sequence[Bounds], prompts_rps: float) -> float:
+def _decoded(machines: Sequence[RateBounds], prompts_rps: float) -> float:
     """Return the outputs per second of machines beside a rate of prompts."""
     outputs_rps = 0.0
     for one in machines:
@@ -190,7 +190,7 @@ def _decoded(machines: Sequence[Bounds], prompts_rps: float) -> float:
     return outputs_rps
 
 
-def _prefill_advantage(one: Bounds) -> float:
+def _prefill_advantage(one: RateBounds) -> float:
     return one.prefill_share_rps / one.decode_rps if one.decode_rps else math.inf
 
 

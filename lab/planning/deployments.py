@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum, auto
 from typing import Final
 
-from draftgate.lab.planning.bounds import Bounds, pool_bound
+from draftgate.lab.planning.bounds import RateBounds, pool_bound
 from draftgate.policies.types import Role
 from draftgate.policies.values import immutable, replace
 
@@ -159,10 +159,10 @@ def _with_one_more(deployment: Deployment, index: int) -> Deployment:
     return Deployment(tuple(groups))
 
 
-def bound_rps(deployment: Deployment, machines: Mapping[str, Bounds]) -> float:
+def bound_rps(deployment: Deployment, machines: Mapping[str, RateBounds]) -> float:
     """Return the upper bound of a deployment's rate, from the bounds of its machines."""
 
-    def of(role: Role) -> list[Bounds]:
+    def of(role: Role) -> list[RateBounds]:
         return [
             machines[group.profile]
             for group in deployment.groups
@@ -174,7 +174,7 @@ def bound_rps(deployment: Deployment, machines: Mapping[str, Bounds]) -> float:
 
 
 @immutable
-class Candidate:
+class DeploymentCandidate:
     """A deployment that may be the best one.
 
     Attributes:
@@ -196,7 +196,7 @@ class Measured:
         low_rps, high_rps: the interval.
     """
 
-    candidate: Candidate
+    candidate: DeploymentCandidate
     rate_rps: float | None
     low_rps: float
     high_rps: float
@@ -212,13 +212,13 @@ class Measured:
         return self.high_rps / self.candidate.weight
 
 
-Measure = Callable[[Sequence[tuple[Candidate, float]]], Iterable[Measured]]
+Measure = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Measured]]
 """Measures candidates, each beside a rate. A measurement may stop when its rate is certainly lower.
 """
 
 
 @immutable
-class Search:
+class DeploymentSearch:
     """The result of a search.
 
     Attributes:
@@ -228,7 +228,7 @@ class Search:
     """
 
     measured: tuple[Measured, ...]
-    unmeasured: tuple[Candidate, ...]
+    unmeasured: tuple[DeploymentCandidate, ...]
     complete: bool
 
     @property
@@ -247,7 +247,7 @@ class Search:
         )
 
 
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
+def ranked(candidates: Iterable[DeploymentCandidate]) -> list[DeploymentCandidate]:
     """Return candidates in the order in which a search measures them.
 
     Simple layouts are first, because their simulations are the fastest, and then high bounds.
@@ -266,11 +266,11 @@ class Outcome(Enum):
     UNCLEAR = auto()
 
 
-Test = Callable[[Sequence[tuple[Candidate, float]]], Iterable[Outcome]]
+Test = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Outcome]]
 """Tests candidates, each at a rate."""
 
 
-def eliminate(candidates: Sequence[Candidate], test: Test) -> list[Measured]:
+def eliminate(candidates: Sequence[DeploymentCandidate], test: Test) -> list[Measured]:
     """Return the range of each candidate's rate, after tests at equal rates per weight.
 
     The first tests are at half of the highest bound. While no candidate serves its rate, the next
@@ -302,7 +302,9 @@ def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
     return replace(measured, high_rps=rate_rps) if outcome is Outcome.FAILS else measured
 
 
-def find_best(candidates: Iterable[Candidate], test: Test, measure: Measure, most: int) -> Search:
+def find_best(
+    candidates: Iterable[DeploymentCandidate], test: Test, measure: Measure, most: int
+) -> DeploymentSearch:
     """Test candidates, and measure those that may be the best one, the most promising first.
 
     Args:
@@ -324,10 +326,10 @@ def find_best(candidates: Iterable[Candidate], test: Test, measure: Measure, mos
         certain = _certain_value(one for one in found if one.rate_rps)
     beyond = tuple(possible[most:])
     complete = all(one.bound_rps <= certain * one.weight for one in beyond)
-    return Search(tuple(found), beyond, complete)
+    return DeploymentSearch(tuple(found), beyond, complete)
 
 
-def _limited(measured: Measured) -> Candidate:
+def _limited(measured: Measured) -> DeploymentCandidate:
     """Return a candidate with the upper end of its range as its bound."""
     return replace(measured.candidate, bound_rps=measured.high_rps)
 
@@ -344,11 +346,11 @@ def _certain_value(measured: Iterable[Measured]) -> float:
 
 
 def find_least(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[DeploymentCandidate],
     rate_rps: float,
-    holds: Callable[[Candidate], bool],
+    holds: Callable[[DeploymentCandidate], bool],
     most: int,
-) -> Search:
+) -> DeploymentSearch:
     """Return the search for the candidate with the least weight that serves a rate.
 
     Candidates of one weight are tested from the simplest layout to the most complex. The last
@@ -365,9 +367,9 @@ def find_least(
     measured: list[Measured] = []
     for index, candidate in enumerate(ranked):
         if len(measured) == most:
-            return Search(tuple(measured), tuple(ranked[index:]), complete=False)
+            return DeploymentSearch(tuple(measured), tuple(ranked[index:]), complete=False)
         if holds(candidate):
             measured.append(Measured(candidate, rate_rps, rate_rps, math.inf))
-            return Search(tuple(measured), tuple(ranked[index + 1 :]), complete=True)
+            return DeploymentSearch(tuple(measured), tuple(ranked[index + 1 :]), complete=True)
         measured.append(Measured(candidate, None, 0.0, rate_rps))
-    return Search(tuple(measured), (), complete=True)
+    return DeploymentSearch(tuple(measured), (), complete=True)

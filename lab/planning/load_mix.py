@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from draftgate.lab.planning.histogram import Bucket, PlannedLength, burst_factor, histogram
-from draftgate.lab.planning.mix import MachineType, Mix, Workload, cheapest_mix
+from draftgate.lab.planning.mix import BucketRates, MachineType, Mix, cheapest_mix
 from draftgate.lab.planning.throughput import (
     DraftPoint,
     Machine,
@@ -87,7 +87,7 @@ class LoadPlanner:
             for name, offer in self.offers.items()
             if only in {None, name}
         }
-        return cheapest_mix(Workload(rates, SLICES), types)
+        return cheapest_mix(BucketRates(rates, SLICES), types)
 
     def bursts(self, requests: Sequence[PlannedLength], targets: Targets) -> float:
         """Return the factor for the bursts of the requests.

@@ -45,7 +45,7 @@ class MachineType:
 
 
 @immutable
-class Workload:
+class BucketRates:
     """Requests by bucket.
 
     Attributes:
@@ -77,7 +77,7 @@ class Mix:
         return not self.infeasible_buckets
 
 
-def cheapest_mix(workload: Workload, types: Mapping[str, MachineType]) -> Mix:
+def cheapest_mix(workload: BucketRates, types: Mapping[str, MachineType]) -> Mix:
     """Return the cheapest mix of machines for a workload.
 
     If no mix serves all buckets, the result names the buckets that would be left out of a mix
@@ -98,7 +98,7 @@ def cheapest_mix(workload: Workload, types: Mapping[str, MachineType]) -> Mix:
     return Mix(counts, cost)
 
 
-def _check(workload: Workload, types: Mapping[str, MachineType]) -> None:
+def _check(workload: BucketRates, types: Mapping[str, MachineType]) -> None:
     if workload.slices < 1:
         raise ValueError("a bucket has at least one slice")
     rows = {"the rates": workload.rates_rps}
@@ -121,7 +121,7 @@ class _Program:
     the number of machines of each type.
     """
 
-    def __init__(self, workload: Workload, types: Sequence[MachineType]) -> None:
+    def __init__(self, workload: BucketRates, types: Sequence[MachineType]) -> None:
         self._types = types
         self._slices = workload.slices
         self._buckets = [index for index, rate in enumerate(workload.rates_rps) if rate > 0.0]

@@ -174,7 +174,7 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ExperimentOutcome:
     """The results of one policy.
 
     Attributes:
@@ -202,7 +202,7 @@ class Results:
         cpu_s: CPU time of the simulation, in seconds.
     """
 
-    outcomes: list[Outcome]
+    outcomes: list[ExperimentOutcome]
     requests: int
     cpu_s: float
 
@@ -235,7 +235,7 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
     """
     trace = setup.load.trace if setup.replay is None else None
     rows = () if trace is None else read_trace(trace)
-    outcomes = [Outcome(policy) for policy in setup.policies]
+    outcomes = [ExperimentOutcome(policy) for policy in setup.policies]
     began_s, requests = time.process_time(), 0
     # No object is freed before the end, so full collections would scan millions of objects in vain.
     with without_full_gc():
@@ -322,7 +322,7 @@ _SEED_METRICS: Final = (
 """Metrics of a summary, whose intervals result from several seeds."""
 
 
-def _add_samples(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
+def _add_samples(outcome: ExperimentOutcome, run: LoadRun, *, repeated: bool) -> None:
     if not repeated:
         for metric, value in _REQUEST_METRICS.items():
             outcome.samples[metric] = batch_means([value(record) for record in run.records])

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from draftgate import __version__
 from draftgate.backends.sim.profile import load_profile
-from draftgate.lab.simulate.experiment import Outcome, Results, Setup
+from draftgate.lab.simulate.experiment import ExperimentOutcome, Results, Setup
 from draftgate.lab.simulate.intervals import Estimate, differences, estimate, known
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.measuring.speculation import total_speculation
@@ -112,7 +112,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
+def compared(outcome: ExperimentOutcome, to: ExperimentOutcome) -> dict[str, Any]:
     """Return the differences to another policy on the same requests, by metric."""
     found = {}
     for metric, ours in outcome.samples.items():
@@ -124,7 +124,7 @@ def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
     return found
 
 
-def estimates(outcome: Outcome) -> dict[str, Estimate]:
+def estimates(outcome: ExperimentOutcome) -> dict[str, Estimate]:
     """Return the means of an outcome with their intervals, by metric."""
     found = {metric: estimate(known(values)) for metric, values in outcome.samples.items()}
     return {metric: value for metric, value in found.items() if value is not None}
@@ -145,7 +145,7 @@ def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _policy(outcome: Outcome) -> dict[str, Any]:
+def _policy(outcome: ExperimentOutcome) -> dict[str, Any]:
     intervals = {metric: value.as_dict() for metric, value in estimates(outcome).items()}
     found = {"moves": dict(sorted(outcome.moves.items())), "intervals": intervals}
     if len(outcome.summaries) == 1:
@@ -206,7 +206,7 @@ def _ms(distribution: dict[str, Any] | None, value: str) -> str:
     return f"{shown:.4g}" if shown < 1e4 else f"{shown:.0f}"
 
 
-def _difference(outcome: Outcome, first: Outcome) -> str:
+def _difference(outcome: ExperimentOutcome, first: ExperimentOutcome) -> str:
     ours, theirs = (one.samples["latency_s.mean"] for one in (outcome, first))
     found, base = estimate(differences(ours, theirs)), estimate(known(theirs))
     if found is None or base is None or not base.mean:

@@ -12,7 +12,7 @@ import typer
 from draftgate.addresses import read_server_url
 from draftgate.loadgen.command_line import check_plotly, flag_values
 from draftgate.loadgen.measuring.slo import SHARES
-from draftgate.loadgen.other_tools import Tool
+from draftgate.loadgen.other_tools import OtherTool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import Slo
@@ -40,10 +40,10 @@ class OutputFlags:
     json_out: JsonOut = None
     html_out: HtmlOut = None
     tool: Annotated[
-        Tool | None,
+        OtherTool | None,
         typer.Option(
             "--as",
-            metavar="|".join(Tool),
+            metavar="|".join(OtherTool),
             help="Also print the results by the definitions of this tool.",
         ),
     ] = None

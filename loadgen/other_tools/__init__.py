@@ -22,7 +22,7 @@ from draftgate.loadgen.report.formatting import NOTHING, number
 from draftgate.loadgen.types import LoadRun
 
 
-class Tool(StrEnum):
+class OtherTool(StrEnum):
     """The tools that `--as` accepts."""
 
     VLLM = "vllm"
@@ -30,14 +30,14 @@ class Tool(StrEnum):
     AIPERF = "aiperf"
 
 
-TOOLS: Final[Mapping[Tool, Callable[[LoadRun], ToolReport]]] = {
-    Tool.VLLM: vllm.report,
-    Tool.GUIDELLM: guidellm.report,
-    Tool.AIPERF: aiperf.report,
+TOOLS: Final[Mapping[OtherTool, Callable[[LoadRun], ToolReport]]] = {
+    OtherTool.VLLM: vllm.report,
+    OtherTool.GUIDELLM: guidellm.report,
+    OtherTool.AIPERF: aiperf.report,
 }
 
 
-def render_as(run: LoadRun, tool: Tool) -> RenderableType:
+def render_as(run: LoadRun, tool: OtherTool) -> RenderableType:
     """Return the tables of a run by the definitions of one of `TOOLS`."""
     report = TOOLS[tool](run)
     counts = Table(box=None, show_header=False, pad_edge=False)

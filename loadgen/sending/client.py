@@ -75,7 +75,7 @@ class OpenAIClient:
     async def send_request(self, planned: PlannedRequest, clock: Clock | None = None) -> Record:
         """Send a request now, outside of any schedule, and return its record."""
         clock = clock or start_clock()
-        exchange = HttpExchange(self, planned, clock, clock(), set())
+        exchange = StreamExchange(self, planned, clock, clock(), set())
         await exchange.run()
         return exchange.record()
 
@@ -90,15 +90,15 @@ def open_session(api_key: str = "", tls: ssl.SSLContext | None = None) -> aiohtt
     """Return a session without limits of its own that reports when requests are sent.
 
     The session opens a connection for each open request. Responses are not compressed, because
-    compression delays chunks. `HttpExchange` applies the time limits.
+    compression delays chunks. `StreamExchange` applies the time limits.
 
     Args:
         tls: which certificates to trust, or None to trust those of the system.
     """
     tracing = aiohttp.TraceConfig()
-    tracing.on_connection_create_start.append(_call_exchange(HttpExchange.note_connecting))
-    tracing.on_connection_create_end.append(_call_exchange(HttpExchange.note_connected))
-    tracing.on_request_chunk_sent.append(_call_exchange(HttpExchange.note_sending))
+    tracing.on_connection_create_start.append(_call_exchange(StreamExchange.note_connecting))
+    tracing.on_connection_create_end.append(_call_exchange(StreamExchange.note_connected))
+    tracing.on_request_chunk_sent.append(_call_exchange(StreamExchange.note_sending))
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
@@ -125,7 +125,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     return str(listed[0]["id"])
 
 
-class HttpExchange:
+class StreamExchange:
     """One HTTP request and its response.
 
     Args:
@@ -321,11 +321,11 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _call_exchange(note: Callable[[HttpExchange], None]) -> Callable[..., Awaitable[None]]:
+def _call_exchange(note: Callable[[StreamExchange], None]) -> Callable[..., Awaitable[None]]:
     """Return a trace hook that calls a method of the exchange whose request is traced."""
 
     async def hook(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
-        if isinstance(trace.trace_request_ctx, HttpExchange):
+        if isinstance(trace.trace_request_ctx, StreamExchange):
             note(trace.trace_request_ctx)
 
     return hook

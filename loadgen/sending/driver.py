@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.planning.plan import Load, Plan
-from draftgate.loadgen.sending.client import Clock, HttpExchange, OpenAIClient, start_clock
+from draftgate.loadgen.sending.client import Clock, OpenAIClient, StreamExchange, start_clock
 from draftgate.loadgen.sending.health import monitor_health, without_full_gc
 from draftgate.loadgen.types import SINGLE, LoadRun, PlannedRequest, Record, Single
 
@@ -65,7 +65,7 @@ async def run_plan(
                 if spec.flow_deadline_s is not None:
                     spec = replace(spec, flow_id=flow_id)
                 hop = replace(planned, request=spec, flow=SINGLE)
-                exchange = HttpExchange(client, hop, clock, due_s, ids)
+                exchange = StreamExchange(client, hop, clock, due_s, ids)
                 try:
                     await exchange.run()
                 finally:

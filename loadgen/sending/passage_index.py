@@ -18,7 +18,7 @@ from draftgate.loadgen.sending.client import OpenAIClient
 from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
 from draftgate.loadgen.workloads.rag import Rag, indexed_pairs
-from draftgate.loadgen.workloads.rag_search import Found, Retriever
+from draftgate.loadgen.workloads.rag_search import FoundPassage, Retriever
 
 BATCH: Final = 32
 """Passages per request for embeddings, about 8,000 tokens, which a server computes in seconds."""
@@ -51,7 +51,7 @@ class PassageIndex:
         seen = Counter(word for words in self._words for word in words)
         self._rarity = {word: log(len(pairs) / count) for word, count in seen.items()}
 
-    def nearest(self, vector: bytes, count: int, source: str = "") -> list[Found]:
+    def nearest(self, vector: bytes, count: int, source: str = "") -> list[FoundPassage]:
         """Return the passages with the largest cosine to a vector, of one source or of all.
 
         The score is the cosine.
@@ -62,7 +62,7 @@ class PassageIndex:
         cosines = self._units @ _unit_vectors([vector])[0]
         return self._best(cosines.tolist(), count, source)
 
-    def by_words(self, text: str, count: int, source: str = "") -> list[Found]:
+    def by_words(self, text: str, count: int, source: str = "") -> list[FoundPassage]:
         """Return the passages that share the rarest words with a text, of one source or of all.
 
         A word counts log(passages / passages with the word) (Spaerck Jones, 1972). The score is the
@@ -76,9 +76,9 @@ class PassageIndex:
         ]
         return self._best(scores, count, source)
 
-    def _best(self, scores: Sequence[float], count: int, source: str) -> list[Found]:
+    def _best(self, scores: Sequence[float], count: int, source: str) -> list[FoundPassage]:
         found = (
-            Found(place, score)
+            FoundPassage(place, score)
             for place, (pair, score) in enumerate(zip(self.pairs, scores, strict=True))
             if source in ("", pair.source)
         )

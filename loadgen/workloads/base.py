@@ -153,7 +153,7 @@ class WorkloadSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """Lognormal lengths in tokens, clamped to [least, most]. Sigma is of the natural logarithm."""
 
     median: float

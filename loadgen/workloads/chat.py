@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Final
 
 from draftgate.loadgen.types import ChatMessage, RequestSpec
-from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut
+from draftgate.loadgen.workloads.base import LengthDistribution, WorkloadSettings, cut
 
 OPEN_SESSIONS: Final = 32
 """Concurrent conversations. A turn follows 32 requests after the previous turn."""
@@ -22,11 +22,11 @@ SYSTEM: Final = "You are a helpful assistant. Answer precisely, and show code wh
 
 MEAN_TURNS: Final = 2.0
 MOST_TURNS: Final = 20
-TURN: Final = Lengths(median=42, sigma=1.0, least=8, most=1024)
+TURN: Final = LengthDistribution(median=42, sigma=1.0, least=8, most=1024)
 """A geometric number of turns, and user messages with a mean of 69 tokens. Both means are those of
 LMSYS-Chat-1M (Zheng et al., ICLR 2024: 2.0 turns, 69.5 tokens). The spread is an assumption."""
 
-ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
+ANSWER: Final = LengthDistribution(median=129, sigma=0.86, least=16, most=601)
 """Median, spread, 1st and 99th percentiles of generated tokens in Azure's conversation trace of
 2023 (19,366 requests, Patel et al., Splitwise, ISCA 2024)."""
 

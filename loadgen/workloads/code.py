@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from draftgate.loadgen.types import RequestSpec
-from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings
+from draftgate.loadgen.workloads.base import LengthDistribution, WorkloadSettings
 
-PROMPT: Final = Lengths(median=1469, sigma=1.15, least=17, most=7436)
-ANSWER: Final = Lengths(median=13, sigma=0.85, least=6, most=251)
+PROMPT: Final = LengthDistribution(median=1469, sigma=1.15, least=17, most=7436)
+ANSWER: Final = LengthDistribution(median=13, sigma=0.85, least=6, most=251)
 """Medians, spreads, and 1st and 99th percentiles of Azure's code completion trace of 2023 (8,819
 requests, Patel et al., Splitwise, ISCA 2024). The spread of prompts uses the quartiles, because the
 trace ends at about 7,400 tokens. Its responses are short, and `max_tokens` sets another length."""

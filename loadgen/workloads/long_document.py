@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from draftgate.loadgen.types import RequestSpec
-from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, cut
+from draftgate.loadgen.workloads.base import LengthDistribution, WorkloadSettings, cut
 
-DOCUMENT: Final = Lengths(median=6909, sigma=1.2, least=894, most=16_384)
+DOCUMENT: Final = LengthDistribution(median=6909, sigma=1.2, least=894, most=16_384)
 """Median, spread and 1st percentile of input lengths in Mooncake's conversation trace (12,031
 requests, Qin et al., FAST 2025). Its longest input has 126,195 tokens, but this workload ends at
 16,384."""
 
-QUOTED: Final = Lengths(median=128, sigma=0.5, least=32, most=512)
+QUOTED: Final = LengthDistribution(median=128, sigma=0.5, least=32, most=512)
 """Tokens of the passage to quote, a paragraph (assumed)."""
 
 BEGUN_TOKENS: Final = 12

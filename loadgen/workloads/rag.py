@@ -15,7 +15,7 @@ from typing import Final
 
 from draftgate.loadgen.planning.pairs import Pair
 from draftgate.loadgen.types import ChatMessage, PlannedRequest, RequestSpec, Slo
-from draftgate.loadgen.workloads.base import Lengths, Shares, WorkloadSettings, cut, zipf
+from draftgate.loadgen.workloads.base import LengthDistribution, Shares, WorkloadSettings, cut, zipf
 from draftgate.loadgen.workloads.rag_flow import RagFlow, RagOptions
 from draftgate.loadgen.workloads.rag_plan import PASSAGE_TOKENS, PASSAGES, answer_prompt, fit
 from draftgate.loadgen.workloads.rag_search import Retriever
@@ -32,7 +32,7 @@ DEADLINE_S: Final = 10.0
 """Default deadline, after which a dialogue loses the user's attention (Nielsen, Usability
 Engineering, 1993)."""
 
-ANSWER_LENGTHS: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
+ANSWER_LENGTHS: Final = LengthDistribution(median=129, sigma=0.86, least=16, most=601)
 """The distribution of the workload `chat`."""
 
 

@@ -9,7 +9,7 @@ from draftgate.loadgen.planning.pairs import Pair
 from draftgate.loadgen.workloads.rag_plan import QUERY_CHARACTERS, PlanStep
 
 
-class Found(NamedTuple):
+class FoundPassage(NamedTuple):
     """A passage that a search found.
 
     Attributes:
@@ -29,16 +29,16 @@ class Retriever(Protocol):
         """The passages with their questions, the most popular first."""
         ...
 
-    def nearest(self, vector: bytes, count: int, source: str = "") -> list[Found]:
+    def nearest(self, vector: bytes, count: int, source: str = "") -> list[FoundPassage]:
         """Return the passages nearest to a vector (little-endian float32), of one source or all."""
         ...
 
-    def by_words(self, text: str, count: int, source: str = "") -> list[Found]:
+    def by_words(self, text: str, count: int, source: str = "") -> list[FoundPassage]:
         """Return the passages that share the rarest words with a text, of one source or all."""
         ...
 
 
-class Search(NamedTuple):
+class PassageSearch(NamedTuple):
     """A search that is ready to run. The number 0 is the question itself, in all sources."""
 
     number: int
@@ -61,7 +61,7 @@ class Searches:
         self._count = count
         self._question = question
         self._steps: list[PlanStep] = []
-        self._found: dict[int, list[Found]] = {}
+        self._found: dict[int, list[FoundPassage]] = {}
 
     @property
     def steps(self) -> int:
@@ -72,12 +72,12 @@ class Searches:
         """Add steps, whose numbers continue those of the earlier steps."""
         self._steps += steps
 
-    def ready(self) -> list[Search]:
+    def ready(self) -> list[PassageSearch]:
         """Return the searches that have not run, and use no step that has not run."""
-        searches = [] if 0 in self._found else [Search(0, self._question)]
+        searches = [] if 0 in self._found else [PassageSearch(0, self._question)]
         for number, step in enumerate(self._steps, 1):
             if number not in self._found and all(used in self._found for used in step.uses):
-                searches.append(Search(number, self._text(step), step.source))
+                searches.append(PassageSearch(number, self._text(step), step.source))
         return searches
 
     def run(self, vectors: Sequence[bytes]) -> None:

@@ -36,7 +36,7 @@ from draftgate.policies.phases.types import (
 )
 from draftgate.policies.rescheduling.room import COST_FACTOR
 from draftgate.policies.rescheduling.types import Link
-from draftgate.policies.routing.prediction import Prediction, predict
+from draftgate.policies.routing.prediction import RoutePrediction, predict
 from draftgate.policies.routing.selection import Score, rank
 from draftgate.policies.routing.types import Candidate, Candidates, RouteView, ScoredWorker
 from draftgate.policies.types import Role
@@ -87,7 +87,7 @@ class _Leg(NamedTuple):
     """
 
     ranking: tuple[ScoredWorker, ...]
-    prediction: Prediction
+    prediction: RoutePrediction
     share: float
 
     @property
@@ -174,7 +174,7 @@ def _uncached(worker: PhaseWorker) -> PhaseWorker:
 
 
 def _handover_s(
-    request: RouteView, source: Candidate, sink: PhaseWorker, output: Prediction, link: Link
+    request: RouteView, source: Candidate, sink: PhaseWorker, output: RoutePrediction, link: Link
 ) -> float:
     """Return the predicted pause of the client between the two workers, in seconds.
 

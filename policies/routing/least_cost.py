@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from draftgate.policies.routing.prediction import Prediction, predict
+from draftgate.policies.routing.prediction import RoutePrediction, predict
 from draftgate.policies.routing.scoring import MOST_OFFERS, WeightedScores
 from draftgate.policies.routing.selection import Ranking, rank, spread
 from draftgate.policies.routing.types import (
@@ -97,7 +97,7 @@ class LeastCost:
         self._fallback.placed(request, worker)
 
 
-def _timely(service: ServiceLevel, predictions: Sequence[Prediction]) -> Sequence[int]:
+def _timely(service: ServiceLevel, predictions: Sequence[RoutePrediction]) -> Sequence[int]:
     """Return the places of the workers that will meet the targets, or all if there is none."""
     ttft_s = math.inf if service.ttft_s is None else TARGET_SHARE * service.ttft_s
     tpot_s = math.inf if service.tpot_s is None else TARGET_SHARE * service.tpot_s
@@ -110,7 +110,7 @@ def _timely(service: ServiceLevel, predictions: Sequence[Prediction]) -> Sequenc
 
 
 def _next_of_equals(
-    offers: Ranking, by_id: dict[str, tuple[Candidate, Prediction]], last_worker: str
+    offers: Ranking, by_id: dict[str, tuple[Candidate, RoutePrediction]], last_worker: str
 ) -> ScoredWorker:
     """Return the next worker in turn among the best worker and its equals."""
     most = offers[0].level + TIE_MARGIN * abs(offers[0].level)

@@ -46,7 +46,7 @@ from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class RoutePrediction:
     """The predicted course of a request on a worker, without leases outside the worker's load.
 
     Attributes:
@@ -69,7 +69,7 @@ def predict(
     *,
     gateways: int = 1,
     drafts: bool = True,
-) -> list[Prediction] | None:
+) -> list[RoutePrediction] | None:
     """Return a prediction for each worker, or None if no speed is known.
 
     Args:
@@ -120,7 +120,7 @@ def _predict_on(
     speed: WorkerSpeed,
     ahead_s: float,
     chance: float,
-) -> Prediction:
+) -> RoutePrediction:
     slots, tokens = draft_gain(request.request, worker.load.price, chance)
     limit, own, on_worker = worker.load.max_sequences, request.sequences, worker.sequences
     batch = min(on_worker + own, limit or on_worker + own)
@@ -136,7 +136,7 @@ def _predict_on(
     others_s = (batch - own) * (own_s + slower_s)
     per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1)
     score = Score(min(ahead_s, 0.0) + ttft_s + steps * step_s + others_s, per_token_s)
-    return Prediction(score, ttft_s, step_s / tokens, worker.cached_tokens, slots, pulled)
+    return RoutePrediction(score, ttft_s, step_s / tokens, worker.cached_tokens, slots, pulled)
 
 
 def _pulled(worker: Candidate, speed: WorkerSpeed) -> tuple[int, float]:

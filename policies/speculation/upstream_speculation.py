@@ -158,7 +158,7 @@ class ReplicaPool(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolState:
+class UpstreamPoolState:
     """The state of a pool for one request.
 
     Attributes:
@@ -190,7 +190,10 @@ def draft_means(load: WorkerLoad) -> DraftMeans:
 
 
 def choose_pool(
-    request: RequestView, policy: SpeculationPolicy, drafting: PoolState, plain: PoolState
+    request: RequestView,
+    policy: SpeculationPolicy,
+    drafting: UpstreamPoolState,
+    plain: UpstreamPoolState,
 ) -> PoolChoice:
     """Return the pool of a request, if each pool has a replica that serves.
 

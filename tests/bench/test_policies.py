@@ -9,12 +9,12 @@ import pytest
 
 from bench.simulation import evidence, policies
 from draftgate.backends.recording import Guess
-from draftgate.lab.simulate.experiment import Outcome
+from draftgate.lab.simulate.experiment import ExperimentOutcome
 from draftgate.policies.speculation import survival
 
 
-def outcome(policy: str, latencies_s: list[float]) -> Outcome:
-    return Outcome(policy, samples={"latency_s.mean": list(latencies_s)})
+def outcome(policy: str, latencies_s: list[float]) -> ExperimentOutcome:
+    return ExperimentOutcome(policy, samples={"latency_s.mean": list(latencies_s)})
 
 
 def test_auto_is_compared_with_the_best_fixed_length() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from draftgate.loadgen.sending.client import HttpExchange, OpenAIClient, start_clock
+from draftgate.loadgen.sending.client import OpenAIClient, StreamExchange, start_clock
 from draftgate.loadgen.types import Record
 from tests.chaos.checker import Death, Outcome, Truths
 from tests.chaos.pool import ChaosPool
@@ -108,7 +108,7 @@ class ChaosClients:
     async def _attempt(self, request: DistinctRequest, url: str, scheduled_s: float) -> Record:
         client = OpenAIClient(self.session, url, request.model, PATIENCE)
         planned = request.planned(self._sent)
-        exchange = HttpExchange(client, planned, self.clock, scheduled_s, self._ids)
+        exchange = StreamExchange(client, planned, self.clock, scheduled_s, self._ids)
         await exchange.run()
         return exchange.record()
 

@@ -19,8 +19,8 @@ from draftgate.loadgen.checking.lossless import first_difference
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.sending.client import (
     ClientTimeouts,
-    HttpExchange,
     OpenAIClient,
+    StreamExchange,
     first_model,
     open_session,
     start_clock,
@@ -115,7 +115,7 @@ class Clients:
         for attempt in range(2 * len(self.gateways)):
             url = self.gateways[(first + attempt) % len(self.gateways)]
             client = OpenAIClient(self.session, url, self.model, PATIENCE)
-            exchange = HttpExchange(client, planned, self.clock, scheduled_s, self._ids)
+            exchange = StreamExchange(client, planned, self.clock, scheduled_s, self._ids)
             await exchange.run()
             record = exchange.record()
             if not is_refused(record):

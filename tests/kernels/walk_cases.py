@@ -13,7 +13,7 @@ from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.engine.kernels.accept_walk_ref import (
     NO_DRAFT,
     NO_ROW,
-    Acceptance,
+    AcceptedWalk,
     StopRules,
 )
 
@@ -78,7 +78,7 @@ class WalkCase:
         """Return the positional arguments."""
         return (self.sampled, self.draft_tokens, self.draft_parents, self.cu_rows, self.stop)
 
-    def defined(self, walked: Acceptance) -> list[list[int]]:
+    def defined(self, walked: AcceptedWalk) -> list[list[int]]:
         """Return the defined part of a walk of this case."""
         total = int(self.cu_rows[-1])
         defined = (walked.emitted[:total], walked.num_emitted, walked.kept_rows[:total])

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 
 from draftgate.lab.planning.bounds import (
-    Bounds,
-    Lengths,
+    MeanLengths,
+    RateBounds,
     bounds,
     largest_batch,
     pool_bound,
 )
 from draftgate.lab.planning.deployments import (
     Budget,
-    Candidate,
     Deployment,
+    DeploymentCandidate,
     Group,
     Layout,
     Measured,
@@ -41,20 +41,22 @@ from draftgate.policies.types import Role
 COST = StepCost((1, 100, 2048), (0.02, 0.024, 0.2), 1e-6, 1e-4, 1e-8)
 DEPTHS = StepCost((1,), (0.0,))
 MACHINE = Machine(COST, 60_000, 256, 2048, DEPTHS)
-LENGTHS = Lengths.of([(500, 200), (1500, 100), (100, 300)], 0.9)
+LENGTHS = MeanLengths.of([(500, 200), (1500, 100), (100, 300)], 0.9)
 RATES = st.floats(0.0, 10.0)
 Found = TypeVar("Found", Outcome, Measured)
-MACHINES = st.builds(Bounds, RATES, RATES, RATES)
+MACHINES = st.builds(RateBounds, RATES, RATES, RATES)
 
 
-def _candidate(bound: float, layout: Layout = Layout.TOGETHER, weight: float = 1.0) -> Candidate:
+def _candidate(
+    bound: float, layout: Layout = Layout.TOGETHER, weight: float = 1.0
+) -> DeploymentCandidate:
     roles = {
         Layout.TOGETHER: (Role.ANY,),
         Layout.APART: (Role.PREFILL, Role.DECODE),
         Layout.MIXED: tuple(Role),
     }
     groups = tuple(Group("a", role, 1) for role in roles[layout])
-    return Candidate(Deployment(groups), bound, weight)
+    return DeploymentCandidate(Deployment(groups), bound, weight)
 
 
 def test_lengths_are_those_of_the_requests() -> None:
@@ -64,7 +66,7 @@ def test_lengths_are_those_of_the_requests() -> None:
     assert LENGTHS.context_tokens == pytest.approx((200 * 600 + 100 * 1550 + 300 * 250) / 600)
     assert LENGTHS.longest_prompt == 1500
     with pytest.raises(ValueError, match="no requests"):
-        Lengths.of([], 0.9)
+        MeanLengths.of([], 0.9)
 
 
 def test_decode_bound_is_that_of_the_best_batch() -> None:
@@ -119,7 +121,7 @@ def test_ways_to_draft_never_lower_a_bound(slots: float, share: float) -> None:
 
 
 @given(machine=MACHINES, count=st.integers(1, 4))
-def test_equal_machines_with_both_phases_add_up(machine: Bounds, count: int) -> None:
+def test_equal_machines_with_both_phases_add_up(machine: RateBounds, count: int) -> None:
     """Machines of one type that do both phases have the sum of their own bounds."""
     assert pool_bound([], [], [machine] * count) == pytest.approx(
         count * machine.both_rps, abs=1e-6
@@ -173,7 +175,7 @@ def test_maximal_deployments_have_no_room_for_another_machine() -> None:
 def test_repeated_deployment_has_the_same_bound_per_machine() -> None:
     """Several copies of a deployment have a multiple of its bound and of its price."""
     once = Deployment((Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 2)))
-    machines = {"a": Bounds(3.0, 1.0, 2.0), "b": Bounds(1.0, 2.0, 1.0)}
+    machines = {"a": RateBounds(3.0, 1.0, 2.0), "b": RateBounds(1.0, 2.0, 1.0)}
     assert bound_rps(once, machines) == pytest.approx(3.0)
     assert bound_rps(once.repeated(4), machines) == pytest.approx(12.0)
     assert once.repeated(4).total({"a": 2.0, "b": 1.0}) == pytest.approx(16.0)
@@ -193,8 +195,8 @@ CANDIDATES = st.lists(
 
 
 def _each(
-    of_one: Callable[[Candidate, float], Found],
-) -> Callable[[Sequence[tuple[Candidate, float]]], list[Found]]:
+    of_one: Callable[[DeploymentCandidate, float], Found],
+) -> Callable[[Sequence[tuple[DeploymentCandidate, float]]], list[Found]]:
     """Return a function of several pairs, each with the result of a function of one pair."""
     return lambda pairs: [of_one(candidate, rate_rps) for candidate, rate_rps in pairs]
 
@@ -215,13 +217,13 @@ def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn, doubt: 
         for one, (_, share, *_) in zip(candidates, drawn, strict=True)
     }
 
-    def test(candidate: Candidate, rate_rps: float) -> Outcome:
+    def test(candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         rate = rates[id(candidate)]
         if rate / doubt <= rate_rps <= rate * doubt:
             return Outcome.UNCLEAR
         return Outcome.SERVES if rate > rate_rps else Outcome.FAILS
 
-    def measure(candidate: Candidate, beat_rps: float) -> Measured:
+    def measure(candidate: DeploymentCandidate, beat_rps: float) -> Measured:
         (rate,) = (rates[id(one)] for one in candidates if one.deployment is candidate.deployment)
         assert rate <= candidate.bound_rps
         return Measured(candidate, None if rate < beat_rps else rate, rate, rate)
@@ -242,7 +244,7 @@ def test_tests_leave_few_candidates() -> None:
     candidates = [_candidate(4.0 - index) for index in range(len(rates))]
     tested: list[tuple[float, float]] = []
 
-    def test(candidate: Candidate, rate_rps: float) -> Outcome:
+    def test(candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         tested.append((candidate.bound_rps, round(rate_rps, 3)))
         rate = rates[round(4.0 - candidate.bound_rps)]
         return Outcome.SERVES if rate > rate_rps else Outcome.FAILS
@@ -257,7 +259,7 @@ def test_tests_leave_few_candidates() -> None:
 def test_candidates_that_serve_nothing_are_not_measured() -> None:
     """A search is complete without a measurement if every candidate fails at every rate."""
 
-    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
+    def measure(candidate: DeploymentCandidate, _beat_rps: float) -> Measured:
         raise AssertionError(candidate)
 
     found = find_best([_candidate(2.0), _candidate(1.0)], FAILING, _each(measure), most=9)
@@ -291,7 +293,7 @@ def test_simpler_layout_wins_unless_it_is_certainly_worse(low: float, recommende
     """Together is recommended if its interval reaches the interval of the best deployment."""
     rates = {Layout.TOGETHER: (2.0, 1.9, 2.1), Layout.APART: (2.3, low, 2.4)}
 
-    def measure(candidate: Candidate, _beat_rps: float) -> Measured:
+    def measure(candidate: DeploymentCandidate, _beat_rps: float) -> Measured:
         return Measured(candidate, *rates[candidate.deployment.layout])
 
     candidates = [_candidate(5.0, layout) for layout in rates]
@@ -304,7 +306,7 @@ def test_only_candidates_that_are_certainly_worse_are_left_out() -> None:
     """A candidate must reach the lower end of the best interval, not the estimate."""
     limits: list[float] = []
 
-    def measure(candidate: Candidate, beat_rps: float) -> Measured:
+    def measure(candidate: DeploymentCandidate, beat_rps: float) -> Measured:
         limits.append(beat_rps)
         return Measured(candidate, 2.3, 2.0, 2.6)
 
@@ -321,9 +323,9 @@ def test_least_weight_that_serves_the_rate_is_found_in_order() -> None:
     low = _candidate(0.5, weight=1.0)
     apart, together = _candidate(3.0, Layout.APART, 2.0), _candidate(2.0, weight=2.0)
     large = _candidate(9.0, weight=3.0)
-    tested: list[Candidate] = []
+    tested: list[DeploymentCandidate] = []
 
-    def holds(one: Candidate) -> bool:
+    def holds(one: DeploymentCandidate) -> bool:
         tested.append(one)
         return one is apart
 

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from draftgate.lab.plan import planner as planning
-from draftgate.lab.plan.answer import Answer
+from draftgate.lab.plan.answer import PlanAnswer
 from draftgate.lab.plan.planner import MORE, Planner
 from draftgate.lab.planning.deployments import (
-    Candidate,
     Deployment,
+    DeploymentCandidate,
+    DeploymentSearch,
     Group,
     Measured,
-    Search,
 )
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.policies.types import Role
 
-TOGETHER = Candidate(Deployment((Group("a", Role.ANY, 1),)), 9.0, weight=2.0)
-APART = Candidate(
+TOGETHER = DeploymentCandidate(Deployment((Group("a", Role.ANY, 1),)), 9.0, weight=2.0)
+APART = DeploymentCandidate(
     Deployment((Group("a", Role.PREFILL, 1), Group("a", Role.DECODE, 1))), 8.0, weight=4.0
 )
 UNUSED: Any = None
@@ -55,10 +55,10 @@ def test_recommendation_of_an_equal_layout_is_explained(
 ) -> None:
     """Together is recommended if its interval reaches that of a higher goodput, with the reason."""
     measured = (Measured(TOGETHER, 1.5, 1.4, 1.55), Measured(APART, 3.3, low, 3.5))
-    search = Search(measured, (), complete=True)
+    search = DeploymentSearch(measured, (), complete=True)
     assert search.best is not None
     deployment = search.best.candidate.deployment
-    Answer("placement", UNUSED, search, deployment, None, per="USD").show()
+    PlanAnswer("placement", UNUSED, search, deployment, None, per="USD").show()
     text = capsys.readouterr().out
     assert "2970" in text  # requests per USD, of 3.3 requests/s for 4 USD per hour
     assert f"recommended ({'together' if equal else 'apart'})" in text

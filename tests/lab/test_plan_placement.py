@@ -15,7 +15,7 @@ from draftgate.gateway.cli import app
 from draftgate.lab.plan import goodput, planner
 from draftgate.lab.plan.goodput import PLACEMENT, Simulation, speculation_of
 from draftgate.lab.plan.sources import TraceSource
-from draftgate.lab.planning.deployments import Candidate, Deployment, Group
+from draftgate.lab.planning.deployments import Deployment, DeploymentCandidate, Group
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.loadgen.types import Slo
@@ -65,7 +65,7 @@ def test_measured_goodput_is_the_capacity_of_the_queue(tmp_path: Path) -> None:
     """The interval of a worker with one sequence and one step per request is that of M/D/1."""
     profile = _profile(tmp_path, "one", SERVICE_S, None)
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
-    candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
+    candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, precision=0.3)
     found = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE).measure(
         candidate, goal
@@ -77,7 +77,7 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
     """A deployment is certainly worse than twice its capacity, which one probe shows."""
     profile = _profile(tmp_path, "one", SERVICE_S, None)
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
-    candidate = Candidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
+    candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9)
     found = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE).measure(
         candidate, goal, beat_rps=20.0

@@ -19,7 +19,7 @@ from draftgate.gateway.cli import app
 from draftgate.lab.sim.environment import simulation_policy
 from draftgate.lab.sim.recording import load_recording, recording_names
 from draftgate.lab.simulate.conversion import COUNTER, token_ids
-from draftgate.lab.simulate.experiment import Outcome, Results, Setup, run_experiment
+from draftgate.lab.simulate.experiment import ExperimentOutcome, Results, Setup, run_experiment
 from draftgate.lab.simulate.intervals import batch_means, estimate
 from draftgate.lab.simulate.report import as_json, page, render
 from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
@@ -408,8 +408,8 @@ def test_table_fits_80_columns() -> None:
     samples = {"latency_s.mean": [123.0, 124.0, 129.0]}
     others = {"latency_s.mean": [223.0, 244.0, 229.0]}
     outcomes = [
-        Outcome("off", [summary], samples=samples),
-        Outcome("a_third_party_policy:with=many,long=options", [summary], samples=others),
+        ExperimentOutcome("off", [summary], samples=samples),
+        ExperimentOutcome("a_third_party_policy:with=many,long=options", [summary], samples=others),
     ]
     console = Console(width=80, file=io.StringIO())
     console.print(render(Results(outcomes, 1, 1.0)))

@@ -22,7 +22,7 @@ from draftgate.loadgen.workloads.rag_plan import (
     parse_plan,
     response_format,
 )
-from draftgate.loadgen.workloads.rag_search import Found, Search, Searches
+from draftgate.loadgen.workloads.rag_search import FoundPassage, PassageSearch, Searches
 from tests.loadgen.mock_server import Mock, serving, vector_of
 
 
@@ -158,7 +158,7 @@ def test_passages_are_found_by_rare_words() -> None:
     A word in all passages has no weight, and the score is a share of the known words.
     """
     index = PassageIndex(pairs_of("the cat sat", "the dog ran", "the dog slept"), [packed(1.0)] * 3)
-    assert index.by_words("The CAT?", 1) == [Found(0, 1.0)]
+    assert index.by_words("The CAT?", 1) == [FoundPassage(0, 1.0)]
     assert places(index.by_words("the dog slept", 3)) == [2, 1, 0]
     dog, slept = math.log(3 / 2), math.log(3)
     scores = [one.score for one in index.by_words("the unheard dog slept", 3)]
@@ -215,10 +215,14 @@ def test_steps_run_after_the_steps_that_they_use() -> None:
     index = words_index("def cat():\n    meow", "the cat sleeps", "dog", sources=[CODE, *["x"] * 2])
     searches = Searches(index, "which animal", 2)
     searches.add([PlanStep(CODE, "meow"), PlanStep("x", "sleeps", (1,)), PlanStep("x", "dog")])
-    ready = [Search(0, "which animal"), Search(1, "meow", CODE), Search(3, "dog", "x")]
+    ready = [
+        PassageSearch(0, "which animal"),
+        PassageSearch(1, "meow", CODE),
+        PassageSearch(3, "dog", "x"),
+    ]
     assert searches.ready() == ready
     searches.run([packed(*vector_of(search.text)) for search in ready])
-    assert searches.ready() == [Search(2, "sleeps def cat():", "x")]
+    assert searches.ready() == [PassageSearch(2, "sleeps def cat():", "x")]
     searches.run([packed(*vector_of("sleeps def cat():"))])
     assert searches.ready() == []
 

@@ -15,8 +15,8 @@ from aiohttp import web
 from draftgate.loadgen.checking.audit import ABORTS, StreamAudit, Verdict
 from draftgate.loadgen.sending.client import (
     ClientTimeouts,
-    HttpExchange,
     OpenAIClient,
+    StreamExchange,
     first_model,
     open_session,
     start_clock,
@@ -265,7 +265,7 @@ async def test_chunks_have_the_time_of_their_read() -> None:
     response = SimpleNamespace(status=200, content_type="text/event-stream", content=content)
     planned = PlannedRequest(0, 9.0, question())
     client = OpenAIClient(None, "", "mock")
-    exchange = HttpExchange(client, planned, lambda: now[0], 9.0, set())
+    exchange = StreamExchange(client, planned, lambda: now[0], 9.0, set())
     async with asyncio.timeout(60) as limit:
         await exchange._read(response, limit, asyncio.get_running_loop().time() + 5)
     record = exchange.record()

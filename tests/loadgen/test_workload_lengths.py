@@ -8,13 +8,13 @@ from random import Random
 import pytest
 import scipy
 
-from draftgate.loadgen.workloads.base import Lengths, TokenEstimator, cut, zipf
+from draftgate.loadgen.workloads.base import LengthDistribution, TokenEstimator, cut, zipf
 from tests.loadgen.workload_requests import COUNTER, LEAST_P, WordCounter
 
 
 def test_lengths_are_lognormal_and_clamped() -> None:
     """Half of the lengths are below the median, and all are within the limits."""
-    lengths, rng = Lengths(median=100, sigma=1.0, least=20, most=400), Random(1)
+    lengths, rng = LengthDistribution(median=100, sigma=1.0, least=20, most=400), Random(1)
     drawn = [lengths.draw(rng) for _ in range(4000)]
     assert min(drawn) == 20
     assert max(drawn) == 400

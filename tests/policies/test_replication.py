@@ -11,14 +11,14 @@ from draftgate.policies.replication import (
     BYTES_PER_S,
     CopyBudget,
     Holder,
-    Target,
+    ReplicaTarget,
     choose_target,
     is_cool,
     is_hot,
 )
 
 HOLDERS = st.lists(st.builds(Holder, st.integers(0, 64), st.integers(1, 64)), min_size=1)
-TARGET = Target("w", 0, 8, 1 << 30)
+TARGET = ReplicaTarget("w", 0, 8, 1 << 30)
 
 
 @given(HOLDERS)

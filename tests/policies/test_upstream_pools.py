@@ -11,8 +11,8 @@ from msgspec import structs
 
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.upstream_speculation import (
-    PoolState,
     ReplicaPool,
+    UpstreamPoolState,
     choose_pool,
     draft_means,
     drafts_pay,
@@ -36,8 +36,10 @@ def choose(
     drafting: WorkerLoad = DRAFTING,
 ):
     """Return the choice between a speculating and a plain pool with these capacities."""
-    offer = PoolState(structs.replace(drafting, price=price), capacity[0])
-    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, capacity[1]))
+    offer = UpstreamPoolState(structs.replace(drafting, price=price), capacity[0])
+    return choose_pool(
+        request, speculation_policy(policy), offer, UpstreamPoolState(plain, capacity[1])
+    )
 
 
 @pytest.mark.parametrize("capacity", [(True, True), (False, True)])
@@ -165,7 +167,7 @@ def test_split_between_replicas_is_nearly_optimal(
         if fast.running + slow.running == clients:  # one request ends and another starts
             gone = fast if draw.random() * clients < fast.running else slow
             gone.running -= 1
-        offers = (PoolState(replica.load(), has_capacity=True) for replica in (fast, slow))
+        offers = (UpstreamPoolState(replica.load(), has_capacity=True) for replica in (fast, slow))
         choice = choose_pool(REQUEST, AUTO, *offers)
         (slow if choice.pool is ReplicaPool.PLAIN else fast).running += 1
     got = fast.rate(fast.running) + slow.rate(slow.running)

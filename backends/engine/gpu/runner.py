@@ -26,7 +26,7 @@ from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks, pack
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import Feed, feed_of, lay_out_plan
 from draftgate.backends.engine.kernels.accept_walk import accept_walk
-from draftgate.backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
+from draftgate.backends.engine.kernels.accept_walk_ref import AcceptedWalk, StopRules
 from draftgate.backends.engine.kernels.kv_move import kv_move
 from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 from draftgate.backends.engine.kernels.sample_verify import sample
@@ -204,7 +204,7 @@ class GpuRunner:
             return draw_tokens(plan, logits, self._verify)
         return sample(logits, fields.sampling(len(logits)))
 
-    def _walk(self, tokens: Tensor, fields: StepFields, walks: PackedWalks) -> Acceptance:
+    def _walk(self, tokens: Tensor, fields: StepFields, walks: PackedWalks) -> AcceptedWalk:
         """Walk the drafts, and move the keys and values of accepted tokens to their slots."""
         rows = len(tokens)
         walked = accept_walk(

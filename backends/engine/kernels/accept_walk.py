@@ -21,7 +21,7 @@ from torch import Tensor
 from draftgate.backends.engine.kernels.accept_walk_ref import (
     NO_DRAFT,
     NO_ROW,
-    Acceptance,
+    AcceptedWalk,
     StopRules,
 )
 
@@ -90,7 +90,7 @@ def accept_walk(
     stop: StopRules,
     *,
     max_rows: int,
-) -> Acceptance:
+) -> AcceptedWalk:
     """Walk the drafts as ``accept_walk_ref.accept_walk`` does, without a device synchronisation.
 
     Args:
@@ -110,7 +110,7 @@ def accept_walk(
     if not all(t.is_contiguous() for t in (sampled, draft_tokens, draft_parents, cu_rows, *stop)):
         raise ValueError("accept_walk needs contiguous tensors")
     sequences, device = cu_rows.shape[0] - 1, sampled.device
-    acceptance = Acceptance(
+    acceptance = AcceptedWalk(
         torch.empty_like(sampled),
         torch.empty(sequences, dtype=torch.int32, device=device),
         torch.empty(sampled.shape[0], dtype=torch.int32, device=device),

@@ -42,7 +42,7 @@ class StopRules(NamedTuple):
     ignore_eos: Tensor
 
 
-class Acceptance(NamedTuple):
+class AcceptedWalk(NamedTuple):
     """The tokens that a step emits.
 
     Attributes:
@@ -66,7 +66,7 @@ def accept_walk(
     stop: StopRules,
     *,
     max_rows: int,
-) -> Acceptance:
+) -> AcceptedWalk:
     """Walk the tree drafts of a ragged batch.
 
     Args:
@@ -104,7 +104,7 @@ def accept_walk(
         emitted[begin : begin + len(path)] = [own[row] for row in path]
         kept_rows[begin : begin + len(path)] = path
         num_emitted[sequence] = len(path)
-    return Acceptance(
+    return AcceptedWalk(
         torch.tensor(emitted, dtype=torch.int64, device=device),
         torch.tensor(num_emitted, dtype=torch.int32, device=device),
         torch.tensor(kept_rows, dtype=torch.int32, device=device),

@@ -29,11 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from draftgate.backends.engine.kernels.paged_attention_sizes import interpreting
-from draftgate.backends.engine.kernels.product_tiles import Tiles, tiles_for
+from draftgate.backends.engine.kernels.product_tiles import ProductTiles, tiles_for
 from draftgate.backends.engine.quantisation.e4m3 import E4M3_MAX, SMALLEST
 
-_EXACT: Final = (Tiles(64, 32, 128, num_warps=4, num_stages=5),)
-_VARIANTS: Final = (*_EXACT, Tiles(128, 128, 128, num_warps=8, num_stages=3))
+_EXACT: Final = (ProductTiles(64, 32, 128, num_warps=4, num_stages=5),)
+_VARIANTS: Final = (*_EXACT, ProductTiles(128, 128, 128, num_warps=8, num_stages=3))
 """Tiles by ascending rows.
 
 Llama-8B has weights of 4096 outputs, which have 128 tiles of 32 outputs, one for nearly each of 132

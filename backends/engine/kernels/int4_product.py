@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftgate.backends.engine.kernels.paged_attention_sizes import interpreting
-from draftgate.backends.engine.kernels.product_tiles import Tiles, tiles_for
+from draftgate.backends.engine.kernels.product_tiles import ProductTiles, tiles_for
 
-_EXACT: Final = (Tiles(64, 32, 128, num_warps=4, num_stages=4),)
+_EXACT: Final = (ProductTiles(64, 32, 128, num_warps=4, num_stages=4),)
 _VARIANTS: Final = (
-    Tiles(16, 32, 128, num_warps=4, num_stages=8),
+    ProductTiles(16, 32, 128, num_warps=4, num_stages=8),
     *_EXACT,
-    Tiles(128, 128, 128, num_warps=8, num_stages=3),
+    ProductTiles(128, 128, 128, num_warps=8, num_stages=3),
 )
 """Tiles by ascending rows.
 
@@ -39,7 +39,7 @@ with 128 (sm_90, Triton 3.7, 2026-11-27), so instructions and not bytes limit a 
 The sizes are not timed on a GPU.
 """
 
-_FLOAT32: Final = (Tiles(16, 32, 32, num_warps=4, num_stages=3),)
+_FLOAT32: Final = (ProductTiles(16, 32, 32, num_warps=4, num_stages=3),)
 """The tile of float32 rows, whose products have no tensor cores."""
 
 _LEAST_DEPTH: Final = 16

@@ -30,7 +30,7 @@ def padded_head(head_dim: int) -> int:
     return max(16, _power_of_2(head_dim))
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The tile sizes of a program, a part of the numerics class.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
     max_registers: int | None = None
 
 
-def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) -> AttentionTiles:
     """Return tile sizes that compile for sm_90 without spilling a register.
 
     The sizes follow the reports of ptxas (Triton 3.7, 2026-11-27), and are not timed on a GPU yet.
@@ -71,12 +71,14 @@ def tiles(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int) 
       group: query heads per key-value head.
     """
     if dtype == torch.float32:
-        chosen = Tiles(query_rows=16, num_warps=8, num_stages=3, programs=1, max_registers=255)
+        chosen = AttentionTiles(
+            query_rows=16, num_warps=8, num_stages=3, programs=1, max_registers=255
+        )
     elif padded_head(head_dim) <= 128:
-        chosen = Tiles(query_rows=64, num_warps=4, num_stages=5, programs=2)
+        chosen = AttentionTiles(query_rows=64, num_warps=4, num_stages=5, programs=2)
     else:
         rows, stages = (32, 2) if kv_dtype is FP8 else (64, 3)
-        chosen = Tiles(query_rows=rows, num_warps=8, num_stages=stages, programs=1)
+        chosen = AttentionTiles(query_rows=rows, num_warps=8, num_stages=stages, programs=1)
     return chosen._replace(query_rows=max(chosen.query_rows, _power_of_2(group)))
 
 
@@ -85,7 +87,7 @@ def is_wide(layer_kv: Tensor) -> bool:
     return layer_kv.shape[1] * layer_kv.stride(1) >= 1 << 31
 
 
-def resident_programs(device: torch.device, tiles: Tiles) -> int:
+def resident_programs(device: torch.device, tiles: AttentionTiles) -> int:
     """Return the number of programs that a device runs at once."""
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """The tile of a program, a part of the numerics class.
 
     Attributes:
@@ -27,7 +27,9 @@ class Tiles(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-def tiles_for(rows: int, variants: tuple[Tiles, ...], group: int, least: int) -> Tiles:
+def tiles_for(
+    rows: int, variants: tuple[ProductTiles, ...], group: int, least: int
+) -> ProductTiles:
     """Return the tile for a number of rows, with the depth for a group.
 
     Args:

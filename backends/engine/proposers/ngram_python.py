@@ -31,7 +31,7 @@ _TOKEN_BYTES: Final = 1024
 """Bound on the memory of a token in the index: its keys and entries in the three dictionaries."""
 
 
-class Match(NamedTuple):
+class TextMatch(NamedTuple):
     """An earlier place in a text: `length` tokens before `end` equal the end of another text."""
 
     tokens: TokenIds
@@ -57,7 +57,7 @@ class PythonText:
         self._latest: list[dict[bytes, int]] = [{} for _ in range(ORDERS)]
         self._earlier = [array("i", (0,)) for _ in range(ORDERS)]
 
-    def matches(self, text: TokenIds, *, is_other: bool = False) -> list[Match]:
+    def matches(self, text: TokenIds, *, is_other: bool = False) -> list[TextMatch]:
         """Return the matches of the end of a text, longest first, then latest first.
 
         Args:
@@ -66,7 +66,7 @@ class PythonText:
         """
         tokens = self.tokens
         self._catch_up(MAX_CATCH_UP if is_other else len(tokens))
-        found: list[Match] = []
+        found: list[TextMatch] = []
         longer = MAX_EVIDENCE + 1
         for order, end in self._latest_ends(text, is_other=is_other):
             for _ in range(MAX_WALK):
@@ -74,7 +74,7 @@ class PythonText:
                     break
                 length = _match_length(tokens, end, text)
                 if length < longer:
-                    found.append(Match(tokens, end, length))
+                    found.append(TextMatch(tokens, end, length))
                 end = self._earlier[order][end]  # noqa: PLW2901 - follows the chain
             longer = 1 << order
         found.sort(key=lambda match: -match.length)
@@ -166,7 +166,7 @@ class PythonLookup:
         return Draft(*_tree(list(weights.items()), max_tokens), evidence, agreement)
 
 
-def _matches(texts: tuple[PythonText, ...]) -> list[Match]:
+def _matches(texts: tuple[PythonText, ...]) -> list[TextMatch]:
     """Return the matches of the first text's end, longest first, until one is long."""
     own, *others = texts
     if not own.tokens:
@@ -179,7 +179,7 @@ def _matches(texts: tuple[PythonText, ...]) -> list[Match]:
     return found
 
 
-def _agreement(matches: list[Match]) -> int:
+def _agreement(matches: list[TextMatch]) -> int:
     """Return the weighted share of the matches that continue like the longest, per mille.
 
     A single match has nothing to agree with, so its agreement is 0.

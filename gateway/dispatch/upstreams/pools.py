@@ -11,7 +11,11 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import Route
-from draftgate.policies.speculation.upstream_speculation import PoolState, ReplicaPool, choose_pool
+from draftgate.policies.speculation.upstream_speculation import (
+    ReplicaPool,
+    UpstreamPoolState,
+    choose_pool,
+)
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 from draftgate.policies.values import immutable
 
@@ -112,11 +116,11 @@ def _pool_of(load: WorkerLoad) -> ReplicaPool:
 
 def _state(
     workers: Sequence[tuple[FleetWorker, WorkerUsage]], has_capacity: _HasCapacity
-) -> PoolState:
+) -> UpstreamPoolState:
     """Return the state of the best upstream of a pool, by capacity, price and sequences."""
     ranks = [
         (not has_capacity(at), at.load.price, at.load.running + at.load.waiting)
         for _, at in workers
     ]
     best = min(range(len(workers)), key=ranks.__getitem__)
-    return PoolState(workers[best][1].load, has_capacity=not ranks[best][0])
+    return UpstreamPoolState(workers[best][1].load, has_capacity=not ranks[best][0])
