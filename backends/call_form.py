@@ -15,7 +15,7 @@ import msgspec
 
 from draftgate.backends.grammar_errors import choice_problem, grammar_problem, schema_problem
 from draftgate.backends.schema_bounds import check_pattern
-from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_probe import schema_refusal
 from draftgate.backends.schema_rewriting import prepare_schema
 from draftgate.backends.types import GrammarKind
 
@@ -102,12 +102,12 @@ def call_problem(text: str, error: str) -> str:
     form = msgspec.json.decode(text, type=CallForm)
     for function in form.functions:
         schema = prepare_schema(json.dumps(function.schema), strict=function.strict)
-        problem = refusal(json.loads(schema))
+        problem = schema_refusal(json.loads(schema))
         if problem:
             return f"{function.head.strip()}: {schema_problem(schema, problem)}"
     if form.content is not None and form.content.kind is GrammarKind.JSON_SCHEMA:
         schema = prepare_schema(form.content.text, strict=form.content.strict)
-        return schema_problem(schema, refusal(json.loads(schema)) or error)
+        return schema_problem(schema, schema_refusal(json.loads(schema)) or error)
     return grammar_problem("::=", error)  # without positions, which are those of the whole
 
 

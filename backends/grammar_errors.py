@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, Final
 
-from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_probe import schema_refusal
 from draftgate.backends.schema_walk import Schema, children
 
 _MOST_PROBES: Final = 200
@@ -168,7 +168,7 @@ def _place(root: Schema, error: str) -> tuple[str, str]:
                 continue
             left -= 1
             alone: Any = {**shared, **part} if isinstance(part, dict) else part
-            problem = refusal(alone)
+            problem = schema_refusal(alone)
             if problem and (_kind(problem) == _kind(cause)):
                 return search(part, place, problem) if isinstance(part, dict) else (place, problem)
         return pointer, cause

@@ -43,7 +43,7 @@ class RecordedCost(msgspec.Struct, frozen=True, omit_defaults=True):
     sample_s: float = 0.0
 
     @classmethod
-    def of(cls, cost: StepCost) -> RecordedCost:
+    def from_cost(cls, cost: StepCost) -> RecordedCost:
         """Return the form of step costs."""
         linear_s = cost.kv_token_s, cost.sequence_s, cost.pair_s, cost.sample_s
         # A fitted table contains NumPy numbers.

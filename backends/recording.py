@@ -40,7 +40,7 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     shares: tuple[tuple[int, float], ...] = ()
 
     @classmethod
-    def of(cls, draft: Draft) -> Tree | None:
+    def from_draft(cls, draft: Draft) -> Tree | None:
         """Return the shape of a draft, or None for a chain."""
         parents = "".join(DIGITS[parent + 1] for parent in draft.parents)
         shares = tuple(pair for pair in enumerate(draft.shares) if pair[1] != 1.0)
@@ -96,9 +96,9 @@ class Guess(NamedTuple):
     path: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, draft: Draft, tokens: Sequence[int]) -> Guess:
+    def from_draft(cls, draft: Draft, tokens: Sequence[int]) -> Guess:
         """Return the guess of a draft that these tokens followed."""
-        path, tree = draft.accepted_places(tokens), Tree.of(draft)
+        path, tree = draft.accepted_places(tokens), Tree.from_draft(draft)
         kept = () if tree is None else path
         return cls(draft.evidence, draft.agreement, len(draft), len(path), tree, kept)
 
@@ -141,7 +141,7 @@ class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
     trees: tuple[Tree, ...] = ()
 
     @classmethod
-    def of(cls, guesses: Sequence[Guess]) -> Columns:
+    def from_guesses(cls, guesses: Sequence[Guess]) -> Columns:
         """Return the columns of one guess per position.
 
         Raises:

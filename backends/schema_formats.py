@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_probe import schema_refusal
 
 _ENFORCED: Final = frozenset(
     {"time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "date", "date-time"}
@@ -71,10 +71,10 @@ def with_known_strings(schema: dict[str, Any], *, strict: bool | None) -> dict[s
     text: dict[str, Any] = {"type": "string"}
     text |= {key: value for key, value in schema.items() if key in {"minLength", "maxLength"}}
     known = form in _ENFORCED
-    if known and not refusal(text | {"pattern": pattern, "format": form}):
+    if known and not schema_refusal(text | {"pattern": pattern, "format": form}):
         return schema
     without_format = {key: value for key, value in schema.items() if key != "format"}
-    if not refusal(text | {"pattern": pattern}):
+    if not schema_refusal(text | {"pattern": pattern}):
         return without_format  # the pattern is an assertion, and the format is not
     if form is not None and (known or form in _PATTERNS):
         return _with_format(_without(schema, "pattern"), form)
@@ -112,7 +112,7 @@ def _without_lookahead(schema: dict[str, Any], pattern: str) -> dict[str, Any]:
         found.append("^(?:" + pattern[4:end])
         pattern = "^" + pattern[end:]
     # An alternative at the top level would not belong to the look-ahead.
-    if not found or refusal({"type": "string", "pattern": pattern}) or _splits(pattern):
+    if not found or schema_refusal({"type": "string", "pattern": pattern}) or _splits(pattern):
         return schema
     parts = [{"pattern": one} for one in found]
     return {**schema, "pattern": pattern, "allOf": [*schema.get("allOf", ()), *parts]}

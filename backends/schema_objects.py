@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from draftgate.backends.schema_probe import has_key, refusal
+from draftgate.backends.schema_probe import has_key, schema_refusal
 from draftgate.backends.schema_walk import ANNOTATIONS, Schema, required_names, types_of
 
 _NULL: Final = {"type": "null"}
@@ -29,7 +29,7 @@ def without_dead_keys(schema: Schema, _: str = "") -> Any:
             kept[pattern] = value
             continue
         for name in sorted(taken):
-            if not refusal({"const": name, "pattern": pattern}):
+            if not schema_refusal({"const": name, "pattern": pattern}):
                 own = named.get(name, True)
                 named[name] = value if own is True else {"allOf": [own, value]}
         if value is False:
@@ -47,7 +47,7 @@ def without_dead_keys(schema: Schema, _: str = "") -> Any:
 
 
 def _is_unusable(pattern: str) -> bool:
-    return bool(refusal({"type": "object", "patternProperties": {pattern: _NULL}}))
+    return bool(schema_refusal({"type": "object", "patternProperties": {pattern: _NULL}}))
 
 
 def _only(patterns: dict[str, Any], taken: set[str], *, more: Any) -> Schema:
@@ -117,7 +117,7 @@ def _for_name(schema: Schema, name: str) -> list[Any]:
     found += [
         value
         for pattern, value in patterns.items()
-        if not refusal({"const": name, "pattern": pattern})
+        if not schema_refusal({"const": name, "pattern": pattern})
     ]
     return found or [schema.get("additionalProperties", True)]
 

@@ -21,7 +21,7 @@ STRICT: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
 """Options that reject a schema without exact enforcement, even if its `x-guidance` permits it."""
 
 
-def refusal(schema: Any) -> str:
+def schema_refusal(schema: Any) -> str:
     """Return llguidance's reason against a schema, or an empty text if it supports the schema."""
     return _refusal(json.dumps(schema))
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from draftgate.backends.schema_bounds import check_property_counts, check_schema
 from draftgate.backends.schema_formats import key_pattern, with_known_strings
 from draftgate.backends.schema_objects import without_dead_keys
-from draftgate.backends.schema_probe import refusal
+from draftgate.backends.schema_probe import schema_refusal
 from draftgate.backends.schema_walk import (
     ANNOTATIONS,
     Schema,
@@ -23,9 +23,9 @@ from draftgate.backends.schema_walk import (
     referenced,
     required_names,
     resolve,
+    schema_values,
     transform,
     types_of,
-    values_of,
 )
 
 _MOST_NUMBER: Final = 9_000_000_000_000_000_000
@@ -104,7 +104,7 @@ class _Rewriting:
     def _lenient(self, schema: Schema) -> Schema:
         """Return a schema without the keywords that cannot be enforced."""
         found = {key: value for key, value in schema.items() if key not in _UNENFORCED}
-        if "oneOf" in found and refusal({"oneOf": found["oneOf"], **self._definitions}):
+        if "oneOf" in found and schema_refusal({"oneOf": found["oneOf"], **self._definitions}):
             found["allOf"] = [*found.get("allOf", ()), {"anyOf": found.pop("oneOf")}]
         counts = {"minProperties", "maxProperties"} & set(found)
         if counts and set(found.get("properties", ())) - set(found.get("required", ())):
@@ -137,7 +137,7 @@ class _Rewriting:
             listed = names.get("enum", [names.get("const")])
             return _with_listed_names(rest, [name for name in listed if isinstance(name, str)])
         pattern = key_pattern(names)
-        if pattern is None or refusal({"pattern": pattern}):
+        if pattern is None or schema_refusal({"pattern": pattern}):
             return schema
         return _with_patterned_names(rest, pattern)
 
@@ -222,7 +222,7 @@ def _with_patterned_names(schema: Schema, pattern: str) -> Schema:
     """Return the schema of objects whose properties have names of a pattern."""
     more = schema.get("additionalProperties", True)
     own = {
-        name: False if refusal({"const": name, "pattern": pattern}) else one
+        name: False if schema_refusal({"const": name, "pattern": pattern}) else one
         for name, one in _properties(schema).items()
     }
     found = {**schema, "patternProperties": {pattern: more}, "additionalProperties": False}
@@ -274,7 +274,7 @@ def _ends(root: Schema, schema: Schema, ending: set[int]) -> bool:
         options = schema.get(keyword)
         if isinstance(options, list) and not combine(map(has_value, options)):
             return False
-    listed = values_of(schema)
+    listed = schema_values(schema)
     if listed is not None:
         return bool(listed)
     members = list(_members(root, schema))

@@ -140,7 +140,7 @@ def type_of(value: Any) -> str:
     return "array" if isinstance(value, list) else "object"
 
 
-def values_of(schema: Schema) -> list[Any] | None:
+def schema_values(schema: Schema) -> list[Any] | None:
     """Return the values that a schema lists, or None if it lists none."""
     listed = schema.get("enum")
     values = [schema["const"]] if "const" in schema else listed
@@ -166,7 +166,7 @@ def are_disjoint(root: Any, one: Any, other: Any, depth: int = 8) -> bool:
                 are_disjoint(root, option, right, depth - 1) for option in options
             ):
                 return True
-    values = values_of(one), values_of(other)
+    values = schema_values(one), schema_values(other)
     if values[0] is not None and values[1] is not None:
         texts = [{json.dumps(_exact(value)) for value in listed} for listed in values if listed]
         return len(texts) < 2 or not texts[0] & texts[1]

@@ -114,7 +114,7 @@ class End(Struct):
     lost: Sequence[str] = ()
 
     @classmethod
-    def of(cls, run: LoadRun) -> Self:
+    def from_run(cls, run: LoadRun) -> Self:
         """Return the end line of a run."""
         return cls(**{name: getattr(run, name) for name in cls.__struct_fields__})
 
@@ -149,7 +149,7 @@ class EventWriter:
 
     def end(self, run: LoadRun) -> None:
         """Write the end line of the run."""
-        self._write(EventLine(end=End.of(run)))
+        self._write(EventLine(end=End.from_run(run)))
 
     def lossless(self, check: LosslessCheck) -> None:
         """Write the result of the lossless check."""

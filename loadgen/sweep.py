@@ -184,7 +184,7 @@ async def run_sweep(sweep: Sweep, console: Console) -> Done:
     return done
 
 
-def as_dict(sweep: Sweep, done: Done) -> dict[str, Any]:
+def sweep_as_dict(sweep: Sweep, done: Done) -> dict[str, Any]:
     """Return the `sweep/1` result of the completed cells, in the order in which they ran."""
     cells = [
         {

@@ -70,7 +70,7 @@ class _RecordedSequence:
             guesses = self.guesses[name]
             while drafts and len(guesses) < known:
                 at = first + len(guesses)
-                guesses.append(Guess.of(drafts.popleft(), tokens[at : at + SLOTS]))
+                guesses.append(Guess.from_draft(drafts.popleft(), tokens[at : at + SLOTS]))
 
 
 class DraftRecorder:
@@ -132,7 +132,7 @@ class DraftRecorder:
             copy.has_ended = True
             copy.settle()
             for name, drafts in copy.open.items():
-                copy.guesses[name] += [Guess.of(draft, ()) for draft in drafts]
+                copy.guesses[name] += [Guess.from_draft(draft, ()) for draft in drafts]
             self._forget(copy)
         return [self._text(copy) for copy in copies if copy.sequence.output_tokens]
 
@@ -208,7 +208,7 @@ class DraftRecorder:
             TASK,
             request.sampling.temperature,
             copy.index,
-            {name: Columns.of(guesses) for name, guesses in copy.guesses.items()},
+            {name: Columns.from_guesses(guesses) for name, guesses in copy.guesses.items()},
             tenant=request.tenant if self._tenants else "",
         )
 

@@ -203,7 +203,7 @@ def _save_learned(
 ) -> None:
     """Store what a worker has learned for the next start."""
     if costs is not None:
-        costs.write(Measurements.of(scheduler.cost, exact=exact))
+        costs.write(Measurements.from_cost(scheduler.cost, exact=exact))
     if acceptance is not None:
         acceptance.save()
 

@@ -256,7 +256,7 @@ def open_recording(
         scheduler.config.max_step_tokens,
         scheduler.blocks.num_blocks,
         scheduler.blocks.block_size,
-        RecordedCost.of(scheduler.cost),
+        RecordedCost.from_cost(scheduler.cost),
         first_text=len(kept),
     )
     head = RecordingFile(

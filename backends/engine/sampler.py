@@ -107,7 +107,7 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     """Return the sampling parameters of every row, including the rows of drafts."""
     # `torch.tensor` takes five times as long as NumPy.
-    columns = SamplingColumns().of(plan).items()
+    columns = SamplingColumns().of_plan(plan).items()
     return RowSampling(**{name: to_device(torch.from_numpy(c), device) for name, c in columns})
 
 
@@ -125,7 +125,7 @@ class SamplingColumns:
         self._sequences: tuple[list[SamplingParams], list[int]] = [], []
         self._by_sequence: Columns = _parameters([], [])
 
-    def of(self, plan: StepPlan) -> Columns:
+    def of_plan(self, plan: StepPlan) -> Columns:
         """Return the columns of a step, with an entry for each sampled row."""
         sampling = [work for work in plan.work if work.samples]
         sequences = (

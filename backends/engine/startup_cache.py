@@ -49,9 +49,9 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     costs: RecordedCost
 
     @classmethod
-    def of(cls, cost: StepCost, *, exact: bool) -> Measurements:
+    def from_cost(cls, cost: StepCost, *, exact: bool) -> Measurements:
         """Return the measurements with these results."""
-        return cls(exact, RecordedCost.of(cost))
+        return cls(exact, RecordedCost.from_cost(cost))
 
     def check(self) -> None:
         """Check the costs.

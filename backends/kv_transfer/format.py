@@ -45,7 +45,7 @@ class KvFormat(Struct, frozen=True):
         return self.block_bytes // self.block_tokens
 
 
-def refusal(source: KvFormat | None, sink: KvFormat | None) -> str | None:
+def format_refusal(source: KvFormat | None, sink: KvFormat | None) -> str | None:
     """Return why a worker cannot use the blocks of another worker, or None if it can."""
     if source is None or sink is None:
         return "a worker does not transfer KV blocks"

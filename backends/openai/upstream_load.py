@@ -12,9 +12,9 @@ from draftgate.policies.speculation.survival import PRIOR_ACCEPTANCE
 from draftgate.policies.speculation.upstream_speculation import (
     BatchShare,
     DraftMeans,
-    acceptance_chance,
     expected_accepted,
     fixed_draft_price,
+    upstream_acceptance,
 )
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
@@ -240,7 +240,7 @@ class UpstreamLoad:
         means = metrics.means or self._recent_drafts.means
         acceptance = metrics.acceptance
         if acceptance is None:
-            acceptance = acceptance_chance(means)
+            acceptance = upstream_acceptance(means)
         if metrics.price is not None:
             return metrics.price, acceptance, means.drafted
         share = self.speed.batch.share(running, 1.0 + means.drafted)

@@ -106,7 +106,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
         model_id=config.model_id or checkpoint_id(config.model),
         root=config.model or SHIPPED_MODEL_ID,
         max_model_len=max_model_len,
-        numerics_class=numerics_class(profile),
+        numerics_class=sim_numerics_class(profile),
         created_s=int(time.time()),
         capabilities=replace(EXACT, formats=True),
         pool_tokens=scheduler.blocks.num_blocks * BLOCK_TOKENS,
@@ -120,14 +120,14 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     return SimWorker(worker, SimExecutor(tokens, device, forms), card, exchange)
 
 
-def numerics_class(profile: Profile) -> str:
+def sim_numerics_class(profile: Profile) -> str:
     """Return the class of workers with the same numerics, those of the same profile."""
     return f"sim:{profile.name}"
 
 
 def kv_format_of(profile: Profile) -> KvFormat:
     """Return a format with the profile's bytes per token."""
-    return KvFormat(numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
+    return KvFormat(sim_numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
 
 
 def num_blocks(config: WorkerConfig, profile: Profile) -> int:

@@ -211,7 +211,7 @@ def _cut(text: Text, end: int) -> Text | None:
     if end <= LEAST_POSITIONS:
         return None
     drafts = {
-        name: Columns.of([text.guess(name, at) for at in range(1, end)])
+        name: Columns.from_guesses([text.guess(name, at) for at in range(1, end)])
         for name in sorted(text.drafts)
     }
     return replace(text, drafts=drafts)

@@ -37,7 +37,7 @@ from draftgate.policies.flows.division import (
     targets,
 )
 from draftgate.policies.flows.history import FlowHistory
-from draftgate.policies.flows.outcome import FlowOutcome, judge
+from draftgate.policies.flows.outcome import FlowOutcome, judge_flow
 from draftgate.policies.flows.types import Division, HopForecast
 from draftgate.policies.types import ANYTIME, ServiceLevel
 
@@ -255,7 +255,7 @@ class Flows:
         hops = await self._store.call(TakeFlow(hop.key, hop.place))
         if not hops:  # the store has lost the flow
             return
-        self.observer.flow_ended(judge(hops, hop.place.deadline_s))
+        self.observer.flow_ended(judge_flow(hops, hop.place.deadline_s))
         ended = [one for one in hops if one.ended_s is not None]
         self.history.add_flow(hop.key.tenant, ended)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from draftgate.backends.kv_transfer.format import KvFormat, refusal
+from draftgate.backends.kv_transfer.format import KvFormat, format_refusal
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.kv_transfer import (
@@ -199,7 +199,7 @@ class KvPulls:
 
 def can_supply(source: FleetWorker, sink: FleetWorker) -> bool:
     """Return whether a worker may pull blocks from another worker."""
-    return source is not sink and refusal(source.kv_format, sink.kv_format) is None
+    return source is not sink and format_refusal(source.kv_format, sink.kv_format) is None
 
 
 def _link(source: FleetWorker, sink: FleetWorker) -> tuple[str, str, bool]:

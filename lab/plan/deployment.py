@@ -53,7 +53,7 @@ class Deployable:
     phases: str = "together"
 
     @classmethod
-    def of(cls, plan: Mapping[str, Any]) -> Deployable:
+    def from_plan(cls, plan: Mapping[str, Any]) -> Deployable:
         """Return the part of a `plan/1`.
 
         Raises:

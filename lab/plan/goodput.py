@@ -24,7 +24,7 @@ from draftgate.lab.planning.deployments import (
     Outcome,
 )
 from draftgate.lab.sim.environment import SimEnvironment
-from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate_requests
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.search.search import LEAST_REQUESTS, RateSearch, warm_up_s
 from draftgate.loadgen.search.sequential_test import SequentialTest
@@ -97,7 +97,7 @@ class Simulation:
             self.link,
             tuple(speculation_of(deployment, one.role) for one in machines),
         )
-        return simulate(cluster, requests.planned, on_record, requests.to_job)
+        return simulate_requests(cluster, requests.planned, on_record, requests.to_job)
 
     def measure(
         self, candidate: DeploymentCandidate, goal: SearchGoal, beat_rps: float = 0.0

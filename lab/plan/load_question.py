@@ -17,7 +17,7 @@ from draftgate.lab.plan.machines import (
     AUTO,
     OFF,
     Rentable,
-    check_speculation,
+    check_speculation_flag,
     simulate_machines,
 )
 from draftgate.lab.plan.simulated import summary_of
@@ -74,7 +74,7 @@ class LoadQuestion:
         Raises:
             ValueError: a value is out of range, or a limit is for an unknown type.
         """
-        check_speculation(self.speculation)
+        check_speculation_flag(self.speculation)
         if unknown := self.limits.keys() - self.types.keys():
             raise ValueError(f"--limit {min(unknown)}: --profiles has no such profile")
 
@@ -97,7 +97,7 @@ class LoadQuestion:
             name: Offer(one.machine(), one.price, self.limits.get(name), self._drafts(one))
             for name, one in self.types.items()
         }
-        return LoadPlanner.of(self.lengths, offers, self.targets)
+        return LoadPlanner.from_requests(self.lengths, offers, self.targets)
 
     def bursts(self) -> float:
         """Return the factor for the bursts of the load."""

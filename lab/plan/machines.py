@@ -17,7 +17,7 @@ from draftgate.lab.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.lab.sim.draft_points import recorded_drafts
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.recording import load_recording
-from draftgate.lab.simulate.cluster import SimulatedCluster, simulate
+from draftgate.lab.simulate.cluster import SimulatedCluster, simulate_requests
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record
 
@@ -27,7 +27,7 @@ CONFIG: Final = WorkerConfig(max_num_seqs=256, max_step_tokens=2048, max_model_l
 OFF, AUTO = "off", "auto"
 
 
-def check_speculation(speculation: str) -> None:
+def check_speculation_flag(speculation: str) -> None:
     """Check the value of `--speculation`.
 
     Raises:
@@ -53,7 +53,7 @@ class Rentable:
     proposer: str = "ngram"
 
     @classmethod
-    def of(cls, name: str, proposer: str) -> Rentable:
+    def load(cls, name: str, proposer: str) -> Rentable:
         """Load a profile.
 
         Raises:
@@ -116,7 +116,7 @@ def simulate_machines(
         missed += not meets_slo(record)
 
     sent = takewhile(lambda _planned: missed <= most_missed, requests.planned)
-    return simulate(cluster, sent, count, requests.to_job)
+    return simulate_requests(cluster, sent, count, requests.to_job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class MachineTypes:
                 name.
         """
         texts = [text.strip() for text in given.split(",") if text.strip()]
-        found = [Rentable.of(text, proposer) for text in texts]
+        found = [Rentable.load(text, proposer) for text in texts]
         named = {one.profile.name: one for one in found}
         if not named:
             raise ValueError("--profiles: expected names or files, separated by commas")

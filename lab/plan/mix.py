@@ -77,7 +77,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
         else:
             from draftgate.lab.plan.load_question import LoadQuestion
             from draftgate.lab.plan.machines import CONFIG, Rentable
-            from draftgate.lab.plan.mix_report import page, print_attempt, print_plan
+            from draftgate.lab.plan.mix_report import mix_page, print_attempt, print_plan
             from draftgate.lab.plan.sources import source_with_arrivals
             from draftgate.loadgen.types import Slo
 
@@ -99,7 +99,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
                 rate,
                 slo,
                 share,
-                {name: Rentable.of(name, proposer) for name in profiles.split(",")},
+                {name: Rentable.load(name, proposer) for name in profiles.split(",")},
                 limits(limit or []),
                 speculation,
                 proposer,
@@ -107,7 +107,7 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             )
             plan, records = question.answer()
             print_plan(plan)
-            files.write(plan, lambda: page(plan, question.planner, records))
+            files.write(plan, lambda: mix_page(plan, question.planner, records))
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 

@@ -83,7 +83,7 @@ def _alone(one: Mapping[str, Any]) -> str:
     return f"{one['count']} for {one['cost_per_hour']:.2f}"
 
 
-def page(plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]) -> str:
+def mix_page(plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]) -> str:
     """Return an HTML page with the machines, the throughputs and the simulated latencies."""
     return html_page("Mix of GPUs", _body(plan, planner, records))
 

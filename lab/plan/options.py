@@ -137,7 +137,7 @@ class PlanFiles:
             self.html_out.write_text(page(), encoding="utf-8")
         if self.compose is None and self.kubernetes is None:
             return
-        planned = Deployable.of(plan)
+        planned = Deployable.from_plan(plan)
         if self.compose is not None:
             self.compose.write_text(compose_text(planned), encoding="utf-8")
         if self.kubernetes is not None:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import CHECKED, Simulation
-from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation
+from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation_flag
 from draftgate.lab.plan.options import DeploymentFlags
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
 from draftgate.lab.planning.bounds import MeanLengths, RateBounds
@@ -80,7 +80,7 @@ class Planner:
     draft_bounds: Mapping[str, RateBounds] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def for_source(
         cls,
         machines: MachineTypes,
         source: Source,
@@ -97,7 +97,7 @@ class Planner:
             link: link between the machines.
             phases: the phases policy of each layout.
         """
-        lengths = MeanLengths.of(lengths_of(source), targets.share)
+        lengths = MeanLengths.from_requests(lengths_of(source), targets.share)
         goal = SearchGoal(
             start_rps=1.0,
             limit_s=_finite(targets.ttft_s),
@@ -113,7 +113,7 @@ class Planner:
     def with_drafts(self, proposer: str) -> Planner:
         """Return a planner that compares each deployment without and with drafts."""
         source = self.simulation.source
-        lengths = MeanLengths.of(lengths_of(source), self.targets.share)
+        lengths = MeanLengths.from_requests(lengths_of(source), self.targets.share)
         config = structs.replace(CONFIG, proposer=proposer)
         return replace(
             self,
@@ -218,11 +218,11 @@ def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:
         OSError: the trace cannot be read.
         ValueError: an option is missing or wrong.
     """
-    check_speculation(flags.speculation)
+    check_speculation_flag(flags.speculation)
     machines = MachineTypes.load(flags.profiles, flags.proposer)
     targets = targets_of(flags.slo_ttft_ms, flags.slo_tpot_ms, flags.share)
     slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
-    planner = Planner.of(
+    planner = Planner.for_source(
         machines,
         source_of(flags.workload, flags.trace, slo),
         targets,

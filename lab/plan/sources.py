@@ -71,7 +71,7 @@ class TraceSource:
 
     def requests(self, rate_rps: float, seed: int, count: int) -> Requests:
         """See `Source`."""
-        drawn = Drawn.of(self.rows, count, seed)
+        drawn = Drawn.from_rows(self.rows, count, seed)
         return Requests(drawn.planned(rate_rps, self.slo), drawn.job)
 
 
@@ -97,7 +97,9 @@ class RecordedSource:
         fitting = sum(row.prompt_tokens + row.output_tokens <= most for row in self.rows)
         if min(count, fitting) < 2:
             raise ValueError("the trace has fewer than two requests that fit the context")
-        recorded = Recorded.of(self.rows, min(count, fitting), self.most_tokens, self.class_name)
+        recorded = Recorded.from_rows(
+            self.rows, min(count, fitting), self.most_tokens, self.class_name
+        )
         if self.arrival != RECORDED:
             times_s = parse_arrival(self.arrival).arrival_times(rate_rps, seed)
             spread = zip(recorded.rows, times_s, strict=False)

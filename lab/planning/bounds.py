@@ -47,7 +47,7 @@ class MeanLengths:
     longest_prompt: int
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[int, int]], share: float) -> MeanLengths:
+    def from_requests(cls, requests: Sequence[tuple[int, int]], share: float) -> MeanLengths:
         """Return the lengths of requests.
 
         Args:

@@ -57,7 +57,7 @@ class LoadPlanner:
     cells: Mapping[str, tuple[Throughput, ...]]
 
     @classmethod
-    def of(
+    def from_requests(
         cls, requests: Sequence[PlannedLength], offers: Mapping[str, Offer], targets: Targets
     ) -> LoadPlanner:
         """Predict all throughputs."""

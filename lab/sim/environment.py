@@ -24,7 +24,7 @@ from draftgate.backends.sim.assembly import (
     SimWorker,
     kv_format_of,
     make_scheduler,
-    numerics_class,
+    sim_numerics_class,
 )
 from draftgate.backends.sim.device_model import ProfileDevice
 from draftgate.backends.sim.model import SimExecutor, SimProposer
@@ -187,7 +187,7 @@ class SimEnvironment:
             model_id=profile.name,
             root=profile.source,
             max_model_len=max_model_len,
-            numerics_class=numerics_class(profile),
+            numerics_class=sim_numerics_class(profile),
             created_s=0,
             capabilities=EXACT,
             pool_tokens=pool_tokens,

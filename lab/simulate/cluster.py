@@ -84,7 +84,7 @@ class SimulatedCluster:
         ]
 
 
-def simulate(
+def simulate_requests(
     cluster: SimulatedCluster,
     requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None] = lambda _record: None,
@@ -114,7 +114,7 @@ def simulate(
             cluster.config.speculation,
         ) as dispatcher:
             pop = None if environment.delivers_tokens else environment.log.pop
-            return await send(dispatcher, requests, to_job, on_record, pop, watch)
+            return await send_jobs(dispatcher, requests, to_job, on_record, pop, watch)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
@@ -156,7 +156,7 @@ async def running_dispatcher(
         await fleet.stop()
 
 
-async def send(
+async def send_jobs(
     dispatcher: Dispatcher,
     requests: Iterable[PlannedRequest],
     to_job: Callable[[PlannedRequest], Job],
@@ -168,7 +168,7 @@ async def send(
 
     Args:
         pop_deliveries: a function that returns the logged deliveries of a request. If it is None,
-            `send` times the deltas itself.
+            `send_jobs` times the deltas itself.
         watch: takes the events of all requests.
     """
     records, start_s = list[Record](), loop_time_s()

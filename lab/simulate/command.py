@@ -261,7 +261,7 @@ def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
     from rich.console import Console
 
     from draftgate.lab.simulate.experiment import run_experiment
-    from draftgate.lab.simulate.report import as_json, page, render
+    from draftgate.lab.simulate.report import as_json, render_outcomes, simulation_page
 
     errors = Console(stderr=True)
     with _progress(errors, setup) as on_record:
@@ -270,8 +270,8 @@ def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
         text = json.dumps(as_json(setup, results), indent=1)
         json_out.write_text(text + "\n", encoding="utf-8")
     if html_out is not None:
-        html_out.write_text(page(setup, results), encoding="utf-8")
-    Console().print(render(results))
+        html_out.write_text(simulation_page(setup, results), encoding="utf-8")
+    Console().print(render_outcomes(results))
     rate = results.requests / max(results.cpu_s, 1e-9)
     effort = f"{results.requests} requests in {results.cpu_s:.1f} CPU s: {rate:.0f} per CPU second"
     errors.print(effort, highlight=False)

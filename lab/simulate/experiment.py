@@ -22,7 +22,7 @@ from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.exact_replay import ExactReplay
 from draftgate.lab.sim.recorded_run import RecordedRun, RunTokens, request_id
 from draftgate.lab.sim.recording import Recording, load_recording
-from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate_requests
 from draftgate.lab.simulate.conversion import job_of
 from draftgate.lab.simulate.intervals import batch_means
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
@@ -284,7 +284,7 @@ def _run(
         plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
     else:
         plan, to_job = recorded_plan(run, load), recorded_job_of(run)
-    records = simulate(
+    records = simulate_requests(
         cluster, plan.requests, lambda record: on_record(policy, seed, record), to_job, watch
     )
     return LoadRun(

@@ -163,7 +163,7 @@ def _means(distributions: list[dict[str, float] | None]) -> dict[str, float | No
     return {name: _mean([each[name] for each in found]) for name in found[0]} if found else None
 
 
-def render(results: Results) -> RenderableType:
+def render_outcomes(results: Results) -> RenderableType:
     """Return the table of all policies, which fits a terminal of 80 columns."""
     table = Table(box=None, pad_edge=False)
     # Headers take two lines and never shrink. A long policy name wraps instead.
@@ -215,7 +215,7 @@ def _difference(outcome: ExperimentOutcome, first: ExperimentOutcome) -> str:
     return f"{found.mean / base.mean:+.1%}{half}"
 
 
-def page(setup: Setup, results: Results) -> str:
+def simulation_page(setup: Setup, results: Results) -> str:
     """Return an HTML page that compares the policies and then describes each."""
     what = setup.load.workload or setup.load.trace or setup.load.prompt
     title = f"{what} on {setup.workers} x {setup.config.profile}, simulated"

@@ -40,7 +40,7 @@ class Drawn:
     seed: int
 
     @classmethod
-    def of(cls, rows: Sequence[TraceRow], requests: int, seed: int) -> Drawn:
+    def from_rows(cls, rows: Sequence[TraceRow], requests: int, seed: int) -> Drawn:
         """Draw rows in random order, which repeat only if the trace is too short.
 
         Raises:
@@ -91,7 +91,7 @@ class Recorded:
     class_name: str = "trace"
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         rows: Sequence[TraceRow],
         requests: int,

@@ -30,20 +30,17 @@ from draftgate.loadgen.cli.flags import (
 )
 from draftgate.loadgen.command_line import reason
 from draftgate.loadgen.compare import report as compare_report
-from draftgate.loadgen.compare.comparison import compare as compare_runs
-from draftgate.loadgen.compare.comparison import parse_threshold
+from draftgate.loadgen.compare.comparison import compare_runs, parse_threshold
 from draftgate.loadgen.events import read_events
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.other_tools import render_as
-from draftgate.loadgen.report.page import page
+from draftgate.loadgen.report.page import run_page
 from draftgate.loadgen.report.runs import RunReport, name_of
-from draftgate.loadgen.report.terminal import render, render_side_by_side
+from draftgate.loadgen.report.terminal import render_run, render_side_by_side
 from draftgate.loadgen.search import report as search_report
 from draftgate.loadgen.search.runner import search_load
 from draftgate.loadgen.search.types import ProbeResult, SearchResult, StopReason
-from draftgate.loadgen.sending.calibrate import CalibrationProbe
-from draftgate.loadgen.sending.calibrate import calibrate as find_ceilings
-from draftgate.loadgen.sending.calibrate import render as render_ceilings
+from draftgate.loadgen.sending.calibrate import CalibrationProbe, find_ceilings, render_ceilings
 from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.sending.run import run_load
 from draftgate.loadgen.sweep import (
@@ -53,8 +50,8 @@ from draftgate.loadgen.sweep import (
     parse_targets,
     run_sweep,
     shuffled_cells,
+    sweep_as_dict,
 )
-from draftgate.loadgen.sweep import as_dict as sweep_as_dict
 from draftgate.loadgen.types import LoadRun
 
 NOT_INTACT: Final = 1
@@ -142,8 +139,8 @@ def compare(
     with _exit_on_error("cannot compare"):
         thresholds = [parse_threshold(text) for text in threshold or ()]
         found = compare_runs(read_events(a)[0], read_events(b)[0], thresholds)
-        Console().print(compare_report.render(found))
-        write_json(json_out, compare_report.as_dict(found))
+        Console().print(compare_report.render_comparison(found))
+        write_json(json_out, compare_report.comparison_as_dict(found))
     if found.invalid:
         raise typer.Exit(INVALID)
     raise typer.Exit(REGRESSION if found.regressed else 0)
@@ -217,8 +214,8 @@ def search(
         load = request.load(rate_rps=rate, arrival=arrival)
         searching = search_load(load, server.target(url), print_probe, **wanted.goal())
         found = uvloop.run(searching)
-        Console().print(search_report.render(found))
-        write_json(json_out, search_report.as_dict(found))
+        Console().print(search_report.render_search(found))
+        write_json(json_out, search_report.search_as_dict(found))
     if found.result.stop is StopReason.GENERATOR:
         raise typer.Exit(INVALID)
     raise typer.Exit(0 if found.result.stop is StopReason.PRECISE else ONLY_A_BOUND)
@@ -282,7 +279,9 @@ def _print_reports(reports: Sequence[RunReport], output: OutputFlags) -> None:
     """Print the tables of runs, and write their results and their page."""
     console = Console()
     alone = reports[0] if len(reports) == 1 else None
-    tables = render_side_by_side(reports) if alone is None else render(alone.run, alone.lossless)
+    tables = (
+        render_side_by_side(reports) if alone is None else render_run(alone.run, alone.lossless)
+    )
     console.print(tables)
     if output.tool is not None:
         for one in reports:
@@ -296,7 +295,7 @@ def _print_reports(reports: Sequence[RunReport], output: OutputFlags) -> None:
 
 def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
     if path is not None:
-        path.write_text(page(reports), encoding="utf-8")
+        path.write_text(run_page(reports), encoding="utf-8")
 
 
 @contextmanager

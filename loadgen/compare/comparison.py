@@ -160,7 +160,7 @@ class Comparison:
         return any(change.verdict == "worse" for change in self.changes)
 
 
-def compare(a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = ()) -> Comparison:
+def compare_runs(a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = ()) -> Comparison:
     """Compare B with A. If thresholds are given, judge only their statistics.
 
     The same runs give the same result.
@@ -188,7 +188,7 @@ def compare(a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = ()) -> Com
         raise ValueError(f"not enough values in both runs for {allowed[min(missing)]}")
     invalid = [f"{n}: {why}" for n, run in (("A", a), ("B", b)) for why in invalid_reasons(run)]
     requests = (len(a.records), len(b.records))
-    return Comparison(requests, paired, differing_settings(a, b), invalid, judge(found))
+    return Comparison(requests, paired, differing_settings(a, b), invalid, judge_changes(found))
 
 
 def plan_of(run: LoadRun) -> list[tuple[object, ...]]:
@@ -210,7 +210,7 @@ def differing_settings(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def judge(changes: Sequence[Change]) -> list[Change]:
+def judge_changes(changes: Sequence[Change]) -> list[Change]:
     """Return the changes with their verdicts. The judged changes share `ERROR`."""
     judged = [place for place, change in enumerate(changes) if change.judged]
     verdicts = [""] * len(changes)

@@ -27,7 +27,7 @@ FORMULAS: Final = {
 }
 
 
-def render(comparison: Comparison) -> RenderableType:
+def render_comparison(comparison: Comparison) -> RenderableType:
     """Return the table of all changes, with notes."""
     table = Table(box=None, pad_edge=False)
     for place, column in enumerate(("metric", "A", "B", "change", "95 % interval", "")):
@@ -68,7 +68,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     yield f"{worse} worse: a regression." if worse else "No regression found."
 
 
-def as_dict(comparison: Comparison) -> dict[str, Any]:
+def comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
     """Return the `compare/1` result of a comparison. Unknown ends of intervals are null."""
     return {
         "format": "compare/1",

@@ -31,9 +31,9 @@ class OtherTool(StrEnum):
 
 
 TOOLS: Final[Mapping[OtherTool, Callable[[LoadRun], ToolReport]]] = {
-    OtherTool.VLLM: vllm.report,
-    OtherTool.GUIDELLM: guidellm.report,
-    OtherTool.AIPERF: aiperf.report,
+    OtherTool.VLLM: vllm.vllm_report,
+    OtherTool.GUIDELLM: guidellm.guidellm_report,
+    OtherTool.AIPERF: aiperf.aiperf_report,
 }
 
 

@@ -17,7 +17,7 @@ from draftgate.loadgen.other_tools.base import (
     ToolReport,
     interpolated,
     make_counts,
-    rate,
+    per_second,
     within,
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
@@ -53,7 +53,7 @@ class _Success:
         return (self.latency_s - self.ttft_s) / (self.tokens - 1)
 
 
-def report(run: LoadRun) -> ToolReport:
+def aiperf_report(run: LoadRun) -> ToolReport:
     """Return the report of aiperf for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     failed, tokens = len(run.records) - len(good), sum(one.tokens or 0 for one in good)
@@ -71,13 +71,13 @@ def report(run: LoadRun) -> ToolReport:
             ("Error Request Count", failed, "all others"),
             ("Benchmark Duration (s)", seconds, "first call to last text, of successes"),
             ("Total Output Tokens", tokens, "usage of successes"),
-            ("Request Throughput (/s)", rate(len(good), seconds), "successes / duration"),
+            ("Request Throughput (/s)", per_second(len(good), seconds), "successes / duration"),
             (
                 "Goodput (/s)",
-                rate(met, seconds),
+                per_second(met, seconds),
                 "successes within TTFT and ITL limits / duration; without ITL not met",
             ),
-            ("Output Token Throughput (/s)", rate(tokens, seconds), "tokens / duration"),
+            ("Output Token Throughput (/s)", per_second(tokens, seconds), "tokens / duration"),
         ),
         (
             interpolated(

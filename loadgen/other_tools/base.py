@@ -95,7 +95,7 @@ def weighted_percentile(ascending: Sequence[tuple[float, float]], share: float) 
     return next(v for (v, _), r in zip(ascending, reached, strict=True) if r >= wanted)
 
 
-def rate(count: float, seconds: float) -> float | None:
+def per_second(count: float, seconds: float) -> float | None:
     """Return a count per second, or None without a duration."""
     return count / seconds if seconds > 0 else None
 

@@ -20,7 +20,7 @@ from draftgate.loadgen.other_tools.base import (
     ToolReport,
     has_error_event,
     make_counts,
-    rate,
+    per_second,
     weighted_percentile,
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
@@ -56,7 +56,7 @@ class _Success:
         return all(value is not None and value <= limit for value, limit in checked)
 
 
-def report(run: LoadRun) -> ToolReport:
+def guidellm_report(run: LoadRun) -> ToolReport:
     """Return the report of guidellm for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     stopped = sum(record.verdict == Verdict.INTERRUPTED for record in run.records)
@@ -73,10 +73,14 @@ def report(run: LoadRun) -> ToolReport:
             ("Requests successful", len(good), "the stream ended without an error event"),
             ("Requests errored", errored, "all others"),
             ("Requests incomplete", stopped, "open when the run was stopped"),
-            ("Requests per second", rate(len(good), seconds), "successes / window"),
+            ("Requests per second", per_second(len(good), seconds), "successes / window"),
             ("Output tokens", tokens, "usage of successes"),
-            ("Output tokens per second", rate(tokens, seconds), "output tokens / window"),
-            ("Request goodput", rate(conforming, seconds), "within TTFT and ITL limits / window"),
+            ("Output tokens per second", per_second(tokens, seconds), "output tokens / window"),
+            (
+                "Request goodput",
+                per_second(conforming, seconds),
+                "within TTFT and ITL limits / window",
+            ),
             (
                 "SLO attainment",
                 conforming / determined if determined else None,

@@ -19,7 +19,7 @@ from draftgate.loadgen.other_tools.base import (
     ToolReport,
     interpolated,
     make_counts,
-    rate,
+    per_second,
     within,
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
@@ -49,7 +49,7 @@ class _Success:
         return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-def report(run: LoadRun) -> ToolReport:
+def vllm_report(run: LoadRun) -> ToolReport:
     """Return the report of vLLM's benchmark for a run."""
     good = [one for record in run.records if (one := _success(record)) is not None]
     failed, tokens = len(run.records) - len(good), sum(one.tokens for one in good)
@@ -65,13 +65,13 @@ def report(run: LoadRun) -> ToolReport:
             ("Failed requests", failed, "all others"),
             ("Benchmark duration (s)", seconds, "start to end of the last request"),
             ("Total generated tokens", tokens, "usage of successes"),
-            ("Request throughput (req/s)", rate(len(good), seconds), "successes / duration"),
+            ("Request throughput (req/s)", per_second(len(good), seconds), "successes / duration"),
             (
                 "Request goodput (req/s)",
-                rate(met, seconds),
+                per_second(met, seconds),
                 "successes within TTFT and TPOT limits / duration; one token has TPOT 0",
             ),
-            ("Output token throughput (tok/s)", rate(tokens, seconds), "tokens / duration"),
+            ("Output token throughput (tok/s)", per_second(tokens, seconds), "tokens / duration"),
         ),
         (
             interpolated("TTFT", "first chunk - call", [one.ttft_s for one in good], COLUMNS),

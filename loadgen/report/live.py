@@ -94,7 +94,7 @@ class Progress:
         return min(1.0, elapsed_s / self.schedule_s) if self.schedule_s else None
 
 
-def render(progress: Progress, elapsed_s: float) -> RenderableType:
+def render_progress(progress: Progress, elapsed_s: float) -> RenderableType:
     """Return the table."""
     share = progress.share(elapsed_s)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -127,7 +127,7 @@ async def live_view(console: Console, progress: Progress) -> AsyncGenerator[None
 
     async def redraw() -> None:
         while True:
-            live.update(render(progress, time.monotonic() - started_s), refresh=True)
+            live.update(render_progress(progress, time.monotonic() - started_s), refresh=True)
             await asyncio.sleep(1 / REDRAWS_PER_S)
 
     with Live(console=console, auto_refresh=False, transient=True) as live:

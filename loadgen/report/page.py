@@ -45,7 +45,7 @@ from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import LoadRun
 
 
-def page(reports: Sequence[RunReport]) -> str:
+def run_page(reports: Sequence[RunReport]) -> str:
     """Return the page of one or more runs.
 
     Raises:

@@ -30,7 +30,7 @@ from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import ClientHealth, LoadRun
 
 
-def render(run: LoadRun, lossless: LosslessCheck | None = None) -> RenderableType:
+def render_run(run: LoadRun, lossless: LosslessCheck | None = None) -> RenderableType:
     """Return the tables of a run: its outcome, its metrics and its failures."""
     metrics = metric_table(run)
     formulas = "; ".join(f"{row[0]}: {row[-1]}" for row in metrics.rows)

@@ -13,7 +13,7 @@ from draftgate.loadgen.search.runner import SearchReport
 from draftgate.loadgen.search.types import ProbeResult, SearchResult
 
 
-def as_dict(report: SearchReport) -> dict[str, Any]:
+def search_as_dict(report: SearchReport) -> dict[str, Any]:
     """Return the `search/1` result of a search, with the `summary/1` of each probe.
 
     An open end of the interval is None.
@@ -65,7 +65,7 @@ def describe_interval(result: SearchResult) -> str:
     return "unknown" if isinf(result.high_rps) else f"at most {result.high_rps:.3g}/s"
 
 
-def render(report: SearchReport) -> RenderableType:
+def render_search(report: SearchReport) -> RenderableType:
     """Return the result, and a table of the probes by rate."""
     goal, result = report.goal, report.result
     interval = describe_interval(result)

@@ -99,7 +99,7 @@ class CalibrationResult:
         return _best(self.streams)
 
 
-async def calibrate(
+async def find_ceilings(
     *,
     processes: int = 1,
     probe_s: float = 4.0,
@@ -196,7 +196,7 @@ async def probe(
     )
 
 
-def render(result: CalibrationResult) -> RenderableType:
+def render_ceilings(result: CalibrationResult) -> RenderableType:
     """Return both ceilings and their limiting causes as text within 80 columns."""
     streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
     sending = "one process" if result.processes == 1 else f"{result.processes} processes"

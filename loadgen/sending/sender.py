@@ -167,7 +167,7 @@ async def send(channel: socket.socket) -> None:
             running.cancel()
             stopped.cancel()
             run = await running
-        buffer.flush(End.of(run))
+        buffer.flush(End.from_run(run))
         writer.close()
         await writer.wait_closed()
 

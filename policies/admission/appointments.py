@@ -124,7 +124,7 @@ class BookingNote(NamedTuple):
     model: str = ""
 
     @staticmethod
-    def of(booking: Booking, now_s: float) -> BookingNote:
+    def from_booking(booking: Booking, now_s: float) -> BookingNote:
         """Return the note of a booking with a name."""
         return BookingNote(
             booking.name,
@@ -319,7 +319,7 @@ class Appointments:
                 if not booking.name:
                     booking.name = f"{source}-{number}"
                     self._by_name[booking.name] = booking
-        return [BookingNote.of(booking, now_s) for booking in self._sent.values()]
+        return [BookingNote.from_booking(booking, now_s) for booking in self._sent.values()]
 
     def confirm(self) -> None:
         """Note that the other gateways can read the bookings that `take` has returned."""

@@ -19,7 +19,7 @@ class FlowOutcome(StrEnum):
     """Its first request was refused, so the flow has not begun."""
 
 
-def judge(hops: Sequence[HopRecord], deadline_s: float) -> FlowOutcome:
+def judge_flow(hops: Sequence[HopRecord], deadline_s: float) -> FlowOutcome:
     """Return whether an admitted flow met its deadline.
 
     A hop without an end failed, was refused or still runs. The client has coped with it if a later

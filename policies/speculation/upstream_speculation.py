@@ -73,7 +73,7 @@ def expected_accepted(chance: float, drafted: float) -> float:
     return float(chance * (1.0 - chance**drafted) / (1.0 - chance))
 
 
-def acceptance_chance(means: DraftMeans) -> float:
+def upstream_acceptance(means: DraftMeans) -> float:
     """Return the probability per token for which `expected_accepted` gives these means."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):

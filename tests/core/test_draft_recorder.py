@@ -60,7 +60,7 @@ def expected_guesses(prompt: tuple[int, ...], text: list[int]) -> list[Guess]:
     for at in range(len(text)):
         sequence = Sequence(0, request(prompt=prompt), 0, compact((*prompt, *text[:at])))
         (draft,) = NgramProposer().propose([DraftRequest(sequence, SLOTS)])
-        found.append(Guess.of(draft, text[at : at + SLOTS]))
+        found.append(Guess.from_draft(draft, text[at : at + SLOTS]))
     return found
 
 
@@ -81,7 +81,7 @@ def test_first_tokens_of_a_guess_equal_those_of_the_draft(text, most) -> None:
     sequence = Sequence(0, request(), 0, compact(text))
     (draft,) = NgramProposer().propose([DraftRequest(sequence, SLOTS)])
     for follow in (text, text[::-1], [1, 0, 1], draft.token_ids):
-        guess = Guess.of(draft, follow).first(most)
+        guess = Guess.from_draft(draft, follow).first(most)
         assert guess.right_places == draft.first(most).accepted_places(follow)
         assert guess.agreed == len(guess.right_places)
 

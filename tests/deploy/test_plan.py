@@ -84,10 +84,10 @@ def test_different_gpus_that_divide_the_phases_are_refused() -> None:
     """Workers on different GPUs do not exchange KV blocks, so they cannot divide the phases."""
     machines = [_machine("h100-8b", "prefill", 1, "off"), _machine("a100-8b", "decode", 1, "off")]
     with pytest.raises(ValueError, match="do not exchange KV blocks"):
-        Deployable.of({"machines": machines, "phases": "splitwise"})
-    assert Deployable.of({"machines": machines, "phases": "together"}).machines == machines
+        Deployable.from_plan({"machines": machines, "phases": "splitwise"})
+    assert Deployable.from_plan({"machines": machines, "phases": "together"}).machines == machines
     with pytest.raises(ValueError, match="no machines"):
-        Deployable.of({"machines": [], "phases": None})
+        Deployable.from_plan({"machines": [], "phases": None})
 
 
 @plans

@@ -16,7 +16,7 @@ from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.quantisation.fp8_kv import FP8
-from draftgate.backends.kv_transfer.format import refusal
+from draftgate.backends.kv_transfer.format import format_refusal
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
@@ -158,8 +158,8 @@ def test_fp8_holds_more_tokens_and_shares_no_block_with_other_workers() -> None:
     classes = {card.numerics_class for card in cards.values()}
     assert len(classes) == 4
     fp8 = cards["float32", "fp8"]
-    assert refusal(fp8.kv_format, fp8.kv_format) is None
+    assert format_refusal(fp8.kv_format, fp8.kv_format) is None
     for key, other in cards.items():
         if key != ("float32", "fp8"):
-            assert "numerics_class" in str(refusal(fp8.kv_format, other.kv_format))
-            assert "numerics_class" in str(refusal(other.kv_format, fp8.kv_format))
+            assert "numerics_class" in str(format_refusal(fp8.kv_format, other.kv_format))
+            assert "numerics_class" in str(format_refusal(other.kv_format, fp8.kv_format))

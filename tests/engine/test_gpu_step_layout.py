@@ -110,7 +110,7 @@ def test_sampling_parameters_are_those_of_the_step() -> None:
             if samples
             for depth in (0, *draft.depths)
         ]
-        found = columns.of(StepPlan(tuple(work)))
+        found = columns.of_plan(StepPlan(tuple(work)))
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
             own = [getattr(sampling, name) for sampling, *_ in expected]
             assert found[name].tolist() == pytest.approx(own)

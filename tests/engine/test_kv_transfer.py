@@ -20,7 +20,7 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.shared_memory import shared_memory
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
-from draftgate.backends.kv_transfer.format import KvChunk, chunk_of, refusal
+from draftgate.backends.kv_transfer.format import KvChunk, chunk_of, format_refusal
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
@@ -106,7 +106,7 @@ async def test_imported_blocks_equal_computed_blocks(dtype: str, kv_cache_dtype:
     run."""
     config = structs.replace(CONFIG, dtype=dtype, kv_cache_dtype=kv_cache_dtype, exact=True)
     async with engines(config, config, config) as (source, sink, other):
-        assert refusal(source.card.kv_format, sink.card.kv_format) is None
+        assert format_refusal(source.card.kv_format, sink.card.kv_format) is None
         request = long_request(source)
         expected, _ = await run(source, request)
         hashes = chain(request, expected)

@@ -41,7 +41,7 @@ from draftgate.policies.types import Role
 COST = StepCost((1, 100, 2048), (0.02, 0.024, 0.2), 1e-6, 1e-4, 1e-8)
 DEPTHS = StepCost((1,), (0.0,))
 MACHINE = Machine(COST, 60_000, 256, 2048, DEPTHS)
-LENGTHS = MeanLengths.of([(500, 200), (1500, 100), (100, 300)], 0.9)
+LENGTHS = MeanLengths.from_requests([(500, 200), (1500, 100), (100, 300)], 0.9)
 RATES = st.floats(0.0, 10.0)
 Found = TypeVar("Found", Outcome, Measured)
 MACHINES = st.builds(RateBounds, RATES, RATES, RATES)
@@ -66,7 +66,7 @@ def test_lengths_are_those_of_the_requests() -> None:
     assert LENGTHS.context_tokens == pytest.approx((200 * 600 + 100 * 1550 + 300 * 250) / 600)
     assert LENGTHS.longest_prompt == 1500
     with pytest.raises(ValueError, match="no requests"):
-        MeanLengths.of([], 0.9)
+        MeanLengths.from_requests([], 0.9)
 
 
 def test_decode_bound_is_that_of_the_best_batch() -> None:

@@ -95,7 +95,15 @@ class RecordedServer:
         )
         self.worker = RecordedWorkerCore(scheduler, TOKENIZER, 4096, run=run)
         conditions = RecordedWorker(
-            policy, "slack", NAMES, run.computing, 8, 256, blocks, 16, RecordedCost.of(PROFILE.cost)
+            policy,
+            "slack",
+            NAMES,
+            run.computing,
+            8,
+            256,
+            blocks,
+            16,
+            RecordedCost.from_cost(PROFILE.cost),
         )
         copies = self._proposers(ProfileDevice(PROFILE))
         self.recording = AcceptanceRecording(
@@ -353,7 +361,7 @@ CALLS = st.one_of(
 def test_encoded_run_is_decoded_unchanged(calls) -> None:
     """A recording that is written and read again has the same calls and times."""
     worker = RecordedWorker(
-        "auto", "slack", NAMES, (), 8, 256, 64, 16, RecordedCost.of(PROFILE.cost)
+        "auto", "slack", NAMES, (), 8, 256, 64, 16, RecordedCost.from_cost(PROFILE.cost)
     )
     file = RecordingFile(
         format="acceptance/2", source="a test", slots=16, worker=worker, texts=(), calls=calls

@@ -76,7 +76,7 @@ def _planner(
         "fast": Offer(FAST, 4.0, most, lambda _bucket: drafts),
         "slow": Offer(SLOW, 0.2, most, lambda _bucket: drafts),
     }
-    return LoadPlanner.of(requests, offers, TARGETS)
+    return LoadPlanner.from_requests(requests, offers, TARGETS)
 
 
 @settings(max_examples=8)

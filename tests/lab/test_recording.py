@@ -171,7 +171,7 @@ def trees(draw: st.DrawFn) -> Guess:
     while place >= 0:
         path.insert(0, place)
         place = parents[place]
-    return Guess.of(draft, path)
+    return Guess.from_draft(draft, path)
 
 
 guesses = st.lists(chains | trees(), min_size=1)
@@ -180,7 +180,7 @@ guesses = st.lists(chains | trees(), min_size=1)
 @given(guesses)
 def test_encoded_recording_is_decoded_unchanged(drafts: list[Guess]) -> None:
     """A recording that is written and read again has the same drafts at each position."""
-    text = Text("chat", 0.8, 3, {"ngram": Columns.of(drafts)})
+    text = Text("chat", 0.8, 3, {"ngram": Columns.from_guesses(drafts)})
     file = RecordingFile(format="acceptance/2", source="a test", slots=16, texts=(text, text))
     read = msgspec.json.decode(file.encode(), type=RecordingFile)
     assert read == file

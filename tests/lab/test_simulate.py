@@ -21,7 +21,7 @@ from draftgate.lab.sim.recording import load_recording, recording_names
 from draftgate.lab.simulate.conversion import COUNTER, token_ids
 from draftgate.lab.simulate.experiment import ExperimentOutcome, Results, Setup, run_experiment
 from draftgate.lab.simulate.intervals import batch_means, estimate
-from draftgate.lab.simulate.report import as_json, page, render
+from draftgate.lab.simulate.report import as_json, render_outcomes, simulation_page
 from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.plan import Load
@@ -229,8 +229,8 @@ def test_moves_are_reported_by_reason_and_end(text_file) -> None:
     assert written["policies"]["auto"]["moves"]["faster moved"] == moved
     assert written["settings"]["rescheduling"] == "least_time"
     console = Console(width=80, file=io.StringIO())
-    console.print(render(results))
-    for text in (console.file.getvalue(), page(setup, results)):
+    console.print(render_outcomes(results))
+    for text in (console.file.getvalue(), simulation_page(setup, results)):
         assert f"{moved} faster moved" in text
 
 
@@ -302,7 +302,7 @@ def test_every_workload_has_a_recorded_task(workload: str, text_file) -> None:
 def test_page_shows_policies_side_by_side(text_file) -> None:
     """The page is self-contained and shows a curve and a section for each policy."""
     setup = small_setup(text_file, requests=30)
-    text = page(setup, run_experiment(setup))
+    text = simulation_page(setup, run_experiment(setup))
     for policy in setup.policies:
         assert f"<h2>{policy}</h2>" in text
         assert text.count(f'"name": "{policy}"') >= 3
@@ -412,7 +412,7 @@ def test_table_fits_80_columns() -> None:
         ExperimentOutcome("a_third_party_policy:with=many,long=options", [summary], samples=others),
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(render(Results(outcomes, 1, 1.0)))
+    console.print(render_outcomes(Results(outcomes, 1, 1.0)))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)

@@ -20,7 +20,7 @@ from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.lab.sim.environment import SimEnvironment
-from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
+from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate_requests
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
 
 SERVICE_S = 0.01
@@ -70,7 +70,9 @@ def run(
         return Job(f"completion/{request.index}", ((1,),), SamplingParams(1, request.index), 1)
 
     rules = replace(ADMIT_ALL, routing=routing)
-    return simulate(SimulatedCluster(config, workers, environment, rules), planned, to_job=to_job)
+    return simulate_requests(
+        SimulatedCluster(config, workers, environment, rules), planned, to_job=to_job
+    )
 
 
 def waits(records: list[Record], service_s: Callable[[int], float]) -> list[float]:

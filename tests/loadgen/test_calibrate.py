@@ -13,7 +13,7 @@ from draftgate.loadgen.sending.calibrate import (
     CalibrationResult,
     find_highest,
     probe,
-    render,
+    render_ceilings,
     run_stub_server,
     succeeds,
 )
@@ -99,7 +99,7 @@ def test_the_result_is_the_highest_sustained_load() -> None:
     assert result.rate == rates[-1]
     assert result.stream is None
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(render(result))
+    console.print(render_ceilings(result))
     text = console.export_text()
     for shown in ("300", "600", "30000", "1.2 ms", "1.0 ms", "10.5 ms", "85%", "97%"):
         assert shown in text

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftgate.loadgen import cli
-from draftgate.loadgen.compare.comparison import compare, holm, judge, parse_threshold
+from draftgate.loadgen.compare.comparison import compare_runs, holm, judge_changes, parse_threshold
 from draftgate.loadgen.compare.measures import PercentileMeasure, measures
 from draftgate.loadgen.events import EventWriter
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
@@ -89,7 +89,7 @@ def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
         other = seed if paired else 1000 + seed
         before = queue_run(200, seed=seed)
         after = queue_run(200, seed=other, noise=1, slower=slower)
-        comparison = compare(before, after)
+        comparison = compare_runs(before, after)
         assert comparison.paired is paired
         found += comparison.regressed
     return found
@@ -100,7 +100,7 @@ def test_a_slower_server_is_a_regression() -> None:
     assert regressions(8, paired=True, slower=1.1) == 8
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     change = next(
-        c for c in compare(before, after).changes if (c.key, c.statistic) == ("tpot_s", "p50")
+        c for c in compare_runs(before, after).changes if (c.key, c.statistic) == ("tpot_s", "p50")
     )
     assert change.verdict == "worse"
     low, high = change.interval
@@ -112,7 +112,7 @@ def test_pairing_narrows_intervals() -> None:
     before = queue_run(300)
     widths = []
     for seed in (0, 1):
-        change = compare(before, queue_run(300, seed=seed, noise=1)).changes[0]
+        change = compare_runs(before, queue_run(300, seed=seed, noise=1)).changes[0]
         widths.append(change.interval[1] - change.interval[0])
     assert widths[0] < widths[1] * 2 / 3
 
@@ -124,7 +124,7 @@ def test_pairing_does_not_depend_on_the_number_of_values(monkeypatch) -> None:
     after, widths = replace(before, records=merged), []
     for cells in (4_000_000, 6000):
         monkeypatch.setattr("draftgate.loadgen.compare.comparison.CELLS", cells)
-        changes = {(c.key, c.statistic): c for c in compare(before, after).changes}
+        changes = {(c.key, c.statistic): c for c in compare_runs(before, after).changes}
         low, high = changes["chunk_gap_s", "p50"].interval
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.3)
@@ -132,7 +132,7 @@ def test_pairing_does_not_depend_on_the_number_of_values(monkeypatch) -> None:
 
 def test_an_improvement_is_not_a_regression() -> None:
     """A faster server is better, and no statistic is worse."""
-    comparison = compare(queue_run(300), queue_run(300, noise=1, slower=0.85))
+    comparison = compare_runs(queue_run(300), queue_run(300, noise=1, slower=0.85))
     assert {c.verdict for c in comparison.changes} >= {"better"}
     assert not comparison.regressed
 
@@ -141,7 +141,7 @@ def test_a_threshold_allows_some_worsening() -> None:
     """A slowdown of 10 % exceeds a threshold of 2 % but not of 20 %."""
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     for most, regressed in (("2%", True), ("20%", False), ("0.01", False)):
-        comparison = compare(before, after, [parse_threshold(f"tpot_s:p50:{most}")])
+        comparison = compare_runs(before, after, [parse_threshold(f"tpot_s:p50:{most}")])
         assert comparison.regressed is regressed
         assert sum(change.judged for change in comparison.changes) == 1
 
@@ -149,7 +149,7 @@ def test_a_threshold_allows_some_worsening() -> None:
 def test_a_comparison_is_reproducible() -> None:
     """Two comparisons of the same runs give the same result."""
     runs = queue_run(60), queue_run(60, noise=1)
-    assert compare(*runs) == compare(*runs)
+    assert compare_runs(*runs) == compare_runs(*runs)
 
 
 def test_holm_correction_matches_its_definition() -> None:
@@ -161,8 +161,8 @@ def test_holm_correction_matches_its_definition() -> None:
 
 def test_statistics_that_are_not_judged_have_no_verdict() -> None:
     """A statistic that is not judged has no verdict, even with a small p-value."""
-    change = compare(queue_run(60), queue_run(60, slower=2.0)).changes[0]
-    (unjudged,) = judge([replace(change, judged=False, p_worse=0.0)])
+    change = compare_runs(queue_run(60), queue_run(60, slower=2.0)).changes[0]
+    (unjudged,) = judge_changes([replace(change, judged=False, p_worse=0.0)])
     assert unjudged.verdict == ""
 
 

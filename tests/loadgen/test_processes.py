@@ -170,7 +170,7 @@ def test_merging_keeps_the_first_fault() -> None:
             replace(record(2 * i + index), stream_id=stream_id) for i, stream_id in enumerate(ids)
         ]
         records[3] = replace(records[3], verdict="cut")
-        merger.take(index, SenderReport(4, records, End.of(a_run())))
+        merger.take(index, SenderReport(4, records, End.from_run(a_run())))
     verdicts = [r.verdict for r in sorted(merger.run.records, key=lambda r: r.planned.index)]
     assert verdicts == ["ok", "crossed", "ok", "crossed", "ok", "ok", "cut", "cut"]
 

@@ -22,11 +22,11 @@ from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import thinned
 from draftgate.loadgen.report.formatting import milliseconds
 from draftgate.loadgen.report.live import Histogram, Progress, live_view
-from draftgate.loadgen.report.live import render as render_live
+from draftgate.loadgen.report.live import render_run as render_live
 from draftgate.loadgen.report.page import charts as charts_of
-from draftgate.loadgen.report.page import page as page_of
+from draftgate.loadgen.report.page import run_page as page_of
 from draftgate.loadgen.report.runs import RunReport, name_of
-from draftgate.loadgen.report.terminal import render, render_side_by_side
+from draftgate.loadgen.report.terminal import render_run, render_side_by_side
 from draftgate.loadgen.report.time_charts import open_requests
 from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
@@ -105,7 +105,7 @@ def test_an_invalid_run_shows_the_reasons_first() -> None:
     own = without_plotly(page(a_run(health=OVERLOADED)))
     assert own.index("INVALID") < own.index("goodput")
     assert "largest lag: 500.0 ms, limit 100 ms" in own
-    text = rendered_text(render(a_run(health=OVERLOADED)))
+    text = rendered_text(render_run(a_run(health=OVERLOADED)))
     assert text.index("INVALID") < text.index("goodput")
     assert "CPU of the generator: 99% of a core" in text
 
@@ -197,12 +197,12 @@ def test_a_run_without_requests_has_a_page() -> None:
     run = a_run([], interrupted=True)
     assert charts(run) == []
     assert "0 of 0" in without_plotly(page(run))
-    assert "completed" in rendered_text(render(run))
+    assert "completed" in rendered_text(render_run(run))
 
 
 def test_the_table_has_all_results() -> None:
     """The table has completions, attainment, metrics with formulas, failures and speculation."""
-    text = rendered_text(render(a_run()))
+    text = rendered_text(render_run(a_run()))
     for shown in ("3 of 4 in 4.00 s", "1.00 requests/s", "50.0% [15.0, 85.0]", "6.8 tokens/s"):
         assert shown in text
     drafts = "16 drafted, 12 accepted (75.0%)"
@@ -212,13 +212,13 @@ def test_the_table_has_all_results() -> None:
 
 def test_a_lossy_run_shows_its_differences() -> None:
     """Table and page show both texts at their first difference, and failed replays."""
-    text, own = rendered_text(render(a_run(), LOSSY)), without_plotly(page(a_run(), LOSSY))
+    text, own = rendered_text(render_run(a_run(), LOSSY)), without_plotly(page(a_run(), LOSSY))
     assert "'<a>'" in text
     assert "1 replays were of another numerics class" in text
     assert "FAILED" in own
     assert "&lt;a&gt;" in own
     fine = LosslessCheck(59, 59, (), (), 0)
-    assert "at most 5.0% differ" in rendered_text(render(a_run(), fine))
+    assert "at most 5.0% differ" in rendered_text(render_run(a_run(), fine))
     assert "passed: 59" in without_plotly(page(a_run(), fine))
 
 

@@ -10,10 +10,10 @@ from draftgate.policies.speculation.upstream_speculation import (
     KNEE_TOKENS,
     BatchShare,
     DraftMeans,
-    acceptance_chance,
     drafts_pay,
     expected_accepted,
     fixed_draft_price,
+    upstream_acceptance,
 )
 
 CHANCES = st.floats(0.01, 0.99)
@@ -25,14 +25,14 @@ def test_chance_is_recovered_from_the_means(chance: float, drafted: int) -> None
     """The acceptance probability is recovered from the means of any draft length."""
     brute = sum(chance**slot for slot in range(1, drafted + 1))
     assert expected_accepted(chance, drafted) == pytest.approx(brute)
-    assert acceptance_chance(DraftMeans(drafted, brute)) == pytest.approx(chance, abs=1e-6)
+    assert upstream_acceptance(DraftMeans(drafted, brute)) == pytest.approx(chance, abs=1e-6)
 
 
 @given(LENGTHS)
 def test_all_accepted_is_1_and_none_is_0(drafted: int) -> None:
     """The extreme acceptance probabilities are exact."""
-    assert acceptance_chance(DraftMeans(drafted, drafted)) == pytest.approx(1.0)
-    assert acceptance_chance(DraftMeans(drafted, 0.0)) == pytest.approx(0.0, abs=1e-6)
+    assert upstream_acceptance(DraftMeans(drafted, drafted)) == pytest.approx(1.0)
+    assert upstream_acceptance(DraftMeans(drafted, 0.0)) == pytest.approx(0.0, abs=1e-6)
 
 
 @given(CHANCES, LENGTHS)

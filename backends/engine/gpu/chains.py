@@ -173,7 +173,7 @@ class DeviceChains:
         """Enqueue all passes and the copy of their results, without waiting."""
         started_s = time.perf_counter()
         lengths = [min(request.max_tokens, LONGEST_CHAIN) for request in requests]
-        sampling = self._sampling.of(
+        sampling = self._sampling.of_plan(
             StepPlan(tuple([last_token(request.sequence) for request in requests]))
         )
 

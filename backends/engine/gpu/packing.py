@@ -72,7 +72,7 @@ def pack_rows(rows: StepRows, hidden_rows: list[int] | None = None) -> PackedFee
     Args:
         hidden_rows: rows whose hidden state the step returns.
     """
-    return PackedFeeds(rows, SpanLists.of(rows.spans), hidden_rows or [])
+    return PackedFeeds(rows, SpanLists.from_spans(rows.spans), hidden_rows or [])
 
 
 @dataclass(slots=True)

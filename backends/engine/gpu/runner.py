@@ -174,7 +174,7 @@ class GpuRunner:
         pending = _pending(plan, previous) if previous is not None else ([], [])
 
         def write(host: HostFields) -> None:
-            walks.write(self._sampling.of(plan), host)
+            walks.write(self._sampling.of_plan(plan), host)
             for name, places in zip(_PENDING, pending, strict=True):
                 host.write(name, places)
             began.record()

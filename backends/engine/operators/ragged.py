@@ -45,7 +45,7 @@ class SpanLists:
     table_starts: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, spans: AttentionSpans) -> SpanLists:
+    def from_spans(cls, spans: AttentionSpans) -> SpanLists:
         """Return the spans of a step as lists.
 
         Raises:
@@ -144,7 +144,7 @@ def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> 
         device: device of the tensors.
         rows: rows of the step including padding, the length of fields with a value per row.
     """
-    lists = SpanLists.of(spans)
+    lists = SpanLists.from_spans(spans)
     padding = [0] * (rows - len(lists.positions))
     lists.positions.extend(padding)
     lists.ancestors.extend(padding)
