@@ -21,8 +21,7 @@ from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import thinned
 from draftgate.loadgen.report.formatting import milliseconds
-from draftgate.loadgen.report.live import Histogram, Progress, live_view
-from draftgate.loadgen.report.live import render_run as render_live
+from draftgate.loadgen.report.live import Histogram, Progress, live_view, render_progress
 from draftgate.loadgen.report.page import charts as charts_of
 from draftgate.loadgen.report.page import run_page as page_of
 from draftgate.loadgen.report.runs import RunReport, name_of
@@ -229,7 +228,7 @@ def test_progress_is_counted() -> None:
         progress.start()
     for one in run.records[:2] + run.records[3:]:
         progress.record(one)
-    text = rendered_text(render_live(progress, 3.0), 80)
+    text = rendered_text(render_progress(progress, 3.0), 80)
     for shown in ("4 of 8", "open", "33.3%", "cut", "p99"):
         assert shown in text
     assert (progress.sent, progress.done, progress.met) == (4, 3, 1)
