@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from aiohttp import BasicAuth
@@ -15,7 +16,7 @@ from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connections import Connections
-from draftgate.backends.openai.events import EventScan, StreamEnding
+from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, ListedModel, UpstreamMonitor
 from draftgate.backends.openai.pauses import Pauses
@@ -156,14 +157,7 @@ class OpenAIUpstream:
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
         self._pauses.note_answer(response, self._clock())
-
-        def end(exchange: HttpExchange) -> None:
-            scan = exchange.scan
-            if scan is not None and scan.ending is StreamEnding.DONE:
-                self._observe(exchange, scan, begin_s, len(call.body), running)
-            self._sent -= call.sequences
-
-        return HttpExchange(response, self._clock, end)
+        return HttpExchange(response, self._clock, partial(self._end, call, begin_s, running))
 
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
@@ -189,28 +183,23 @@ class OpenAIUpstream:
         if slots is not None:
             self._load.set_slots(slots)
 
-    def _observe(
-        self,
-        exchange: HttpExchange,
-        scan: EventScan,
-        begin_s: float,
-        body_bytes: int,
-        running: int,
+    def _end(
+        self, call: UpstreamCall, begin_s: float, running: int, exchange: HttpExchange
     ) -> None:
-        """Learn the speed from a complete stream, at whose start `running` sequences ran."""
-        if exchange.first_s is None:
-            return
-        usage = exchange.usage()
-        prompt_tokens = usage.prompt or body_bytes / BYTES_PER_TOKEN
-        mean_running = (running + self._load.running(self._sent, self._clock())) / 2
-        self._load.observe_stream(
-            exchange.first_s - begin_s,
-            prompt_tokens,
-            exchange.last_s - exchange.first_s,
-            usage.output,
-            scan.finished,
-            mean_running,
-        )
+        """End a call, and learn the speed from a complete stream.
+
+        Args:
+            running: number of sequences that ran when the call began.
+        """
+        scan, first_s = exchange.scan, exchange.first_s
+        if scan is not None and scan.ending is StreamEnding.DONE and first_s is not None:
+            usage = exchange.usage()
+            prompt_tokens = usage.prompt or len(call.body) / BYTES_PER_TOKEN
+            mean_running = (running + self._load.running(self._sent, self._clock())) / 2
+            speed, seconds = self._load.learning(), exchange.last_s - first_s
+            speed.add_first_byte(first_s - begin_s, prompt_tokens)
+            speed.add_stream(seconds, usage.output, scan.finished, mean_running)
+        self._sent -= call.sequences
 
     async def _probe_forever(self) -> None:
         while True:

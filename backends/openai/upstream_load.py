@@ -169,19 +169,10 @@ class UpstreamLoad:
         self._slots = slots
         self._known = {}
 
-    def observe_stream(
-        self,
-        first_byte_s: float,
-        prompt_tokens: float,
-        seconds: float,
-        tokens: int,
-        choices: int,
-        running: float,
-    ) -> None:
-        """Learn from a complete stream, as `ObservedSpeed` does."""
-        self.speed.add_first_byte(first_byte_s, prompt_tokens)
-        self.speed.add_stream(seconds, tokens, choices, running)
+    def learning(self) -> ObservedSpeed:
+        """Return the speed, which the caller changes."""
         self._known = {}
+        return self.speed
 
     def running(self, sent: int, now_s: float) -> int:
         """Return the number of running sequences, as `load` does."""

@@ -48,7 +48,6 @@ _PASSED_ON: Final = frozenset({*range(400, 500), 501}) - _REFUSALS
 
 _MOST_REASON_BYTES: Final = 64 << 10
 _RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
-_NONE: Final[frozenset[str]] = frozenset()
 _NO_TOKENS: Final = TokenUsage(0, 0, 0)
 
 
@@ -162,7 +161,7 @@ class ForwardedRequest:
         forwarder, entry, span = self._forwarder, self.entry, self._span
         try:
             if entry is None:
-                self.worker = forwarder.choose(None, self.route_view, _NONE, [], refused=False)
+                self.worker = forwarder.choose(None, self.route_view, [], refused=False)
                 if self.worker is None:
                     raise forwarder.no_upstream()
             else:
@@ -274,8 +273,6 @@ class ForwardedRequest:
             GatewayError, UpstreamFailed: no upstream responds.
         """
         forwarder, waiting = self._forwarder, self._waiting
-        need = None if waiting is None else waiting.need
-        avoid = _NONE if waiting is None else waiting.avoid
         forwarder.budget.count_request(forwarder.queue.now_s())
         tried: list[str] = []
         while True:
@@ -290,7 +287,7 @@ class ForwardedRequest:
             await self._leave(failure)
             self._release()
             refused = self.state is REFUSED
-            other = forwarder.choose(need, self.route_view, avoid, tried, refused=refused)
+            other = forwarder.choose(waiting, self.route_view, tried, refused=refused)
             if other is None:
                 break
             if waiting is not None:
