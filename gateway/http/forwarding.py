@@ -179,6 +179,9 @@ async def _ended(
         raise
     finally:
         if watch is not None and sent.state is ANSWERED:
+            watch.forwarded(sent.worker_id, sent.plan)
+            if sent.is_error:
+                watch.fail(Ending.REJECTED, sent.status, None)
             watch.settled(sent.usage())
         await sent.end(error)
 
@@ -197,10 +200,8 @@ async def _send_events(
             await beats.sent()
     if not sent.streaming:
         if events.begun:
-            _observe_head(sent, watch)
             raise await _error_after_comments(request, sent)
         return await _send_whole(request, sent, watch)
-    _observe_head(sent, watch)
     if not events.begun:
         events.response.headers.update({**sent.headers, **UNBUFFERED})
     exchange = sent.exchange
@@ -225,12 +226,6 @@ async def _send_events(
     return None
 
 
-def _observe_head(sent: ForwardedRequest, watch: RequestWatch) -> None:
-    watch.forwarded(sent.worker_id, sent.plan)
-    if sent.is_error:
-        watch.fail(Ending.REJECTED, sent.status, None)
-
-
 async def _send_whole(
     request: Request,
     sent: ForwardedRequest,
@@ -238,11 +233,9 @@ async def _send_whole(
     convert: Callable[[bytes], bytes] | None = None,
 ) -> Response:
     """Send a response once it is complete, unless it is large."""
-    if watch is not None:
-        _observe_head(sent, watch)
     headers, body = sent.headers, sent.body
     if body is None:
-        body, is_whole = await _read_body(sent)
+        body, is_whole = await sent.read_begin(WHOLE_BYTES)
         if not is_whole:
             return await _send_large(request, sent, body, watch)
     if sent.is_error:
@@ -256,16 +249,6 @@ async def _send_whole(
     elif convert is not None:
         body = convert(body)
     return await send_whole(request, body, headers, sent.status)
-
-
-async def _read_body(sent: ForwardedRequest) -> tuple[bytes, bool]:
-    """Return the body, and whether it is whole, or more than `WHOLE_BYTES` of it."""
-    body = bytearray()
-    while block := await sent.read():
-        body += block
-        if len(body) > WHOLE_BYTES:
-            return bytes(body), False
-    return bytes(body), True
 
 
 async def _send_large(
@@ -313,7 +296,7 @@ async def _error_after_comments(request: Request, sent: ForwardedRequest) -> Ups
     """Return the error for a response that is not a stream, after comments have been sent."""
     body = sent.body
     if body is None:
-        body, _ = await _read_body(sent)
+        body, _ = await sent.read_begin(WHOLE_BYTES)
     if sent.is_error or read_error(body).has_openai_form:
         found = msgspec.json.decode(_in_own_form(request, sent.status, body))
         return _UpstreamError(msgspec.json.encode(_with_retry(found, sent.headers)))

@@ -200,6 +200,15 @@ class ForwardedRequest:
             return first
         return await self.exchange.read()
 
+    async def read_begin(self, least_bytes: int) -> tuple[bytes, bool]:
+        """Return the body and True, or False and only its begin of more than some bytes."""
+        body = bytearray()
+        while block := await self.read():
+            body += block
+            if len(body) > least_bytes:
+                return bytes(body), False
+        return bytes(body), True
+
     async def end(self, error: BaseException | None = None) -> None:
         """Cancel what is left of the request, charge its tokens, and release its upstream.
 
@@ -338,9 +347,7 @@ class ForwardedRequest:
             where = worker.backend.card.root
             log(logging.WARNING, "an upstream denies access", upstream=where, status=self.status)
         if self.body is None:
-            self.body = b""
-            while len(self.body) <= _MOST_REASON_BYTES and (block := await self.read()):
-                self.body += block
+            self.body, _ = await self.read_begin(_MOST_REASON_BYTES)
         if self.status not in _REFUSALS:
             raise UpstreamBroken(self._reason(self.body))
         self.state = REFUSED
