@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -45,10 +46,9 @@ from draftgate.gateway.state.store import Store
 from draftgate.gateway.state.values import FORGET_S, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
-from draftgate.gateway.telemetry.flow_metrics import FlowMetrics
+from draftgate.gateway.telemetry.flow_metrics import count_flow_event
 from draftgate.gateway.telemetry.live import Activity, Live
-from draftgate.gateway.telemetry.metric_snapshots import Row
-from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.metrics import Metrics, Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
@@ -131,7 +131,7 @@ class Node:
         self.models = self._own_models(fleet, more)
         if (members := self.models[0].members) is not None:
             members.on_other_model = self._add_model
-        self._flows.observer = FlowMetrics(self.metrics)
+        self._flows.watch = partial(count_flow_event, self.metrics)
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes

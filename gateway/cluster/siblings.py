@@ -24,7 +24,7 @@ from draftgate.gateway.state.commands import StoreCommand, T
 from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
-from draftgate.gateway.telemetry.metric_snapshots import Row
+from draftgate.gateway.telemetry.metrics import Row
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 

@@ -8,7 +8,7 @@ from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.state.commands import StoreCommand
 from draftgate.gateway.state.store import InMemory
 from draftgate.gateway.telemetry.live import Activity
-from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots, without_gauges
+from draftgate.gateway.telemetry.metrics import Row, add_snapshots, without_gauges
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import Context
 from copy import copy
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.admission import (
     MOST_RETRY_S,
@@ -40,6 +40,7 @@ from draftgate.policies.flows.history import FlowHistory
 from draftgate.policies.flows.outcome import FlowOutcome, judge_flow
 from draftgate.policies.flows.types import Division, HopForecast
 from draftgate.policies.types import ANYTIME, ServiceLevel
+from draftgate.policies.values import immutable
 
 SETTLE_S: Final = 5.0
 """Seconds from the deadline of a flow to its end.
@@ -53,36 +54,31 @@ FOLLOW_S: Final = 1.0
 next hop. A later hop, or one at another gateway, was not needed here. (Chosen, not tuned.)"""
 
 
-class FlowObserver(Protocol):
-    """An observer of flows, for metrics."""
+@immutable
+class HopJoined:
+    """A request named a flow.
 
-    def joined(self, number: int | None) -> None:
-        """Record the number of a hop, or None for a request that names no known flow."""
-        ...
+    Attributes:
+        number: the number of the hop, or None if the request names no known flow.
+    """
 
-    def hop_ended(self, number: int, share: float) -> None:
-        """Record the time of a hop as a share of the whole time of its flow."""
-        ...
-
-    def flow_ended(self, outcome: FlowOutcome) -> None:
-        """Record the outcome of a flow."""
-        ...
+    number: int | None
 
 
-class _NoObserver:
-    """An observer that ignores everything."""
+@immutable
+class HopEnded:
+    """A hop ended, after a share of the whole time of its flow."""
 
-    def joined(self, number: int | None) -> None:
-        """Ignore a hop."""
-
-    def hop_ended(self, number: int, share: float) -> None:
-        """Ignore the end of a hop."""
-
-    def flow_ended(self, outcome: FlowOutcome) -> None:
-        """Ignore the end of a flow."""
+    number: int
+    share: float
 
 
-UNOBSERVED: Final[FlowObserver] = _NoObserver()
+FlowEvent: TypeAlias = HopJoined | HopEnded | FlowOutcome
+"""What happens to a flow, whose outcome is its last event."""
+
+
+def _ignore(_: FlowEvent) -> None:
+    """Ignore an event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +120,7 @@ class Flows:
 
     Attributes:
         history: the hops of earlier flows.
-        observer: counts hops and outcomes.
+        watch: a function that takes their events, and returns at once.
     """
 
     def __init__(self, store: Store, now_s: Callable[[], float]) -> None:
@@ -134,7 +130,7 @@ class Flows:
             now_s: the clock of `FlowTag.arrived_s`.
         """
         self.history = FlowHistory()
-        self.observer = UNOBSERVED
+        self.watch: Callable[[FlowEvent], None] = _ignore
         self._store = store
         self._now_s = now_s
         self._promised = defaultdict[str, PromisedWork](PromisedWork)  # by model
@@ -146,7 +142,7 @@ class Flows:
         ago_s = max(self._now_s() - tag.arrived_s, 0.0)
         arrival = HopArrival(tag.kind, ago_s, tag.deadline_s)
         place = await self._store.call(BeginHop(key, arrival))
-        self.observer.joined(None if place is None else place.number)
+        self.watch(HopJoined(None if place is None else place.number))
         return None if place is None else Hop(key, tag, place)
 
     def divide(self, hop: Hop, request: Entry, admission: AdmissionController) -> ServiceLevel:
@@ -212,9 +208,8 @@ class Flows:
         lengths = HopLengths(
             entry.prompt_tokens, entry.output_tokens // sequences, now_s - started_s
         )
-        self.observer.hop_ended(
-            hop.place.number, (now_s - hop.tag.arrived_s) / hop.place.deadline_s
-        )
+        share = (now_s - hop.tag.arrived_s) / hop.place.deadline_s
+        self.watch(HopEnded(hop.place.number, share))
         await self._store.call(EndHop(hop.key, hop.place, lengths))
 
     async def fail(self, hop: Hop, error: BaseException) -> None:
@@ -228,7 +223,7 @@ class Flows:
         if not await self._store.call(CancelFlow(hop.key, hop.place)):
             self._settle_later(hop)  # another hop has arrived in the meantime
         elif isinstance(error, TooMany):
-            self.observer.flow_ended(FlowOutcome.REFUSED)
+            self.watch(FlowOutcome.REFUSED)
 
     def close(self) -> None:
         """Settle no more flows."""
@@ -255,7 +250,7 @@ class Flows:
         hops = await self._store.call(TakeFlow(hop.key, hop.place))
         if not hops:  # the store has lost the flow
             return
-        self.observer.flow_ended(judge_flow(hops, hop.place.deadline_s))
+        self.watch(judge_flow(hops, hop.place.deadline_s))
         ended = [one for one in hops if one.ended_s is not None]
         self.history.add_flow(hop.key.tenant, ended)
 

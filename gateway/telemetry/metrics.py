@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from operator import add
+from typing import Final, TypeAlias
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -21,7 +22,6 @@ from prometheus_client.utils import floatToGoString
 
 from draftgate.gateway.telemetry.live import Loads, Recent
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
-from draftgate.gateway.telemetry.metric_snapshots import Row, add_snapshots
 
 Labels = tuple[str, ...]
 """Values of a metric's own labels, without the name of the model."""
@@ -37,6 +37,14 @@ limit keeps memory and the page small."""
 _GEN_AI: Final = {"model_name": "gen_ai_request_model", "operation": "gen_ai_operation_name"}
 _VLLM: Final = {"finish_reason": "finished_reason"}
 """Labels whose names differ in OpenTelemetry's conventions and in vLLM."""
+
+
+Row: TypeAlias = tuple[str, str, tuple[str, ...], list[float]]
+"""A series: the names of its model and of its metric, its labels, and its numbers. The numbers of a
+histogram are its counts by bucket, and then its sum. Other metrics have one number."""
+
+_GAUGES: Final = frozenset(metric.name for metric in METRICS if metric.kind is Kind.GAUGE)
+_SHARED: Final = frozenset(metric.name for metric in METRICS if metric.shared)
 
 
 @dataclass(slots=True)
@@ -336,3 +344,30 @@ def _samples(
         yield Sample(f"{name}_bucket", {**labels, "le": shown}, cumulative)
     yield Sample(f"{name}_count", labels, cumulative)
     yield Sample(f"{name}_sum", labels, value.total)
+
+
+def add_snapshots(snapshots: Iterable[Sequence[Row]]) -> list[Row]:
+    """Return the sum of snapshots.
+
+    Metrics that every process of a node reports alike are not added. The largest value counts.
+    Unknown metrics, of another version, are omitted.
+    """
+    found: dict[tuple[str, str, tuple[str, ...]], list[float]] = {}
+    known = {metric.name for metric in METRICS}
+    for snapshot in snapshots:
+        for model, name, labels, numbers in snapshot:
+            key = model, name, labels
+            before = found.get(key)
+            if before is None:
+                if name in known:
+                    found[key] = list(numbers)
+            elif name in _SHARED:
+                found[key] = list(map(max, before, numbers))
+            else:
+                found[key] = list(map(add, before, numbers))
+    return [(*key, numbers) for key, numbers in found.items()]
+
+
+def without_gauges(snapshot: Iterable[Row]) -> list[Row]:
+    """Return the counters and histograms of a snapshot, which outlive their process."""
+    return [row for row in snapshot if row[1] not in _GAUGES]

@@ -16,7 +16,7 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
-from draftgate.gateway.dispatch.flows import SETTLE_S
+from draftgate.gateway.dispatch.flows import SETTLE_S, FlowEvent, HopEnded, HopJoined
 from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.promised_work import PromisedWork
 from draftgate.gateway.errors import Overloaded, TooMany
@@ -45,14 +45,14 @@ class Observed:
         self.shares: list[tuple[int, float]] = []
         self.outcomes = Counter[FlowOutcome]()
 
-    def joined(self, number: int | None) -> None:
-        self.numbers.append(number)
-
-    def hop_ended(self, number: int, share: float) -> None:
-        self.shares.append((number, share))
-
-    def flow_ended(self, outcome: FlowOutcome) -> None:
-        self.outcomes[outcome] += 1
+    def __call__(self, event: FlowEvent) -> None:
+        match event:
+            case HopJoined():
+                self.numbers.append(event.number)
+            case HopEnded():
+                self.shares.append((event.number, event.share))
+            case FlowOutcome():
+                self.outcomes[event] += 1
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ async def dispatching() -> AsyncIterator[tuple[Dispatcher, Observed]]:
     """Run a dispatcher with one worker that orders by deadline."""
     rules = WaitingRules(ordering="edf")
     async with running_dispatcher(simulated({}), [CONFIG], rules) as dispatcher:
-        dispatcher.flows.observer = observed = Observed()
+        dispatcher.flows.watch = observed = Observed()
         yield dispatcher, observed
 
 
@@ -317,7 +317,7 @@ def test_two_gateways_serve_one_flow(*, broken: bool) -> None:
         async with pool_of(simulated({}), 1, stores, CONFIG) as pool:
             observed = [Observed(), Observed()]
             for gateway, observer in zip(pool.gateways, observed, strict=True):
-                gateway.dispatcher.flows.observer = observer
+                gateway.dispatcher.flows.watch = observer
             for step in range(3):
                 if step == 1 and broken:
                     remotes[0].failure = remotes[1].failure = "refused"

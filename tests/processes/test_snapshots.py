@@ -27,8 +27,7 @@ from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
-from draftgate.gateway.telemetry.metric_snapshots import add_snapshots
-from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.metrics import Metrics, add_snapshots
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad

@@ -24,8 +24,7 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.state.commands import ReadUsage
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.metric_snapshots import Row
-from draftgate.gateway.telemetry.metrics import page_of
+from draftgate.gateway.telemetry.metrics import Row, page_of
 
 
 async def health(request: web.Request) -> web.Response:
