@@ -147,24 +147,44 @@ class AdmissionController:
         self._ticket_sequences = 0
         self._empty_queue = QueueView(capacity=bounds.most)
 
-    async def admit(self, request: Entry, *, leases: bool = False) -> None:
-        """Admit a request, whose end the caller reports with `settle`.
+    def admit_now(self, request: Entry) -> bool:
+        """Admit a request that will reserve its quota together with its lease (`Entry.quota`).
 
-        Args:
-            leases: whether the request will take a lease. Such a request reserves its quota
-                together with its lease (`Entry.quota`), unless it has to wait. Any other request
-                reserves its quota now.
+        Returns:
+            False if the request has to reserve its quota first, with `admit`.
+
+        Raises:
+            Overloaded: the request is rejected for now. The error has the retry time.
+        """
+        quota = self._needed_quota(request)
+        if quota is not None and not self._may_start(request):
+            return False
+        self._decide(request, quota)
+        return True
+
+    async def admit(self, request: Entry) -> None:
+        """Reserve the quota of a request, and admit it. The caller reports its end with `settle`.
 
         Raises:
             InvalidRequest: the request can never fit into its quota.
             QuotaExceeded, Overloaded: the request is rejected for now. The error has the retry
                 time.
         """
-        tokens = sum([need.most_tokens for need in request.needs])
-        quota = self.quotas.needed(request.tenant, request.request_id, tokens)
-        if quota is not None and not (leases and self._may_start(request)):
+        quota = self._needed_quota(request)
+        if quota is not None:
             _check_quota(request, await self.quotas.reserve(quota))
-            quota = None
+        self._decide(request, None)
+
+    def _needed_quota(self, request: Entry) -> QuotaReservation | None:
+        tokens = sum([need.most_tokens for need in request.needs])
+        return self.quotas.needed(request.tenant, request.request_id, tokens)
+
+    def _decide(self, request: Entry, quota: QuotaReservation | None) -> None:
+        """Decide about a request.
+
+        Args:
+            quota: what it still has to reserve.
+        """
         try:
             now_s, totals = self._now_s(), self._pool.read()
             view = self._view(request, now_s, totals)

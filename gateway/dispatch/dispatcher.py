@@ -150,7 +150,8 @@ class RunningJob(Run):
             self.requests = requests
             if job.flow is None:
                 self.entry = _entry(job, requests)
-                await parts.admission.admit(self.entry, leases=True)
+                if not parts.admission.admit_now(self.entry):
+                    await parts.admission.admit(self.entry)
             else:
                 await self._admit_hop(job, job.flow)
             if admit.recording:
@@ -185,7 +186,8 @@ class RunningJob(Run):
                 self.requests = tuple([replace(one, service=hop.service) for one in self.requests])
                 entry = _entry(job, self.requests)
                 entry.judged, entry.continues = judged, not hop.is_first
-            await admission.admit(entry, leases=True)
+            if not admission.admit_now(entry):
+                await admission.admit(entry)
         except BaseException as error:
             if hop is not None:
                 await flows.fail(hop, error)

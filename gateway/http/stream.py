@@ -204,13 +204,14 @@ class StreamedDeltas:
         self.unread = UnreadDeltas()
         self._events = events
         self._answer = answer
-        self._sending = False
+        self._keeps = False  # until `send_unread` has sent all deltas
 
     def put(self, delta: Delta) -> None:
         """Send the events of a delta, or keep the delta."""
-        if self._sending:
+        if self._keeps:
             self.unread.put(delta)
-        elif self.unread or not self._events.writes_directly or _is_long(delta):
+        elif not self._events.writes_directly or _is_long(delta):
+            self._keeps = True
             self.unread.put(delta)
             self._answer.run.wake()
         elif events := self._answer.events(delta):
@@ -218,7 +219,7 @@ class StreamedDeltas:
 
     async def send_unread(self) -> None:
         """Send the events of the deltas that wait, as fast as the client reads."""
-        self._sending, answer = True, self._answer
+        answer = self._answer
         while self.unread:
             delta = self.unread.pop()
             if _is_long(delta):
@@ -230,7 +231,7 @@ class StreamedDeltas:
                 await self._events.write(events)
                 if not (answer.complete or self.unread):
                     await self._events.coalesced()
-        self._sending = False
+        self._keeps = False
 
 
 def _is_long(delta: Delta) -> bool:
