@@ -106,6 +106,8 @@ class TextStream:
             return ""
         if self._taken is not None:
             self._held += self._decode(list(self._tokens))[self._taken :]
+        if not self._held:
+            return ""
         if self._stop:
             self._cut_at_stop()
         return self._release(final=True)

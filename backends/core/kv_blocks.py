@@ -80,10 +80,12 @@ class KvBlocks:
         Raises:
             OutOfBlocks: not enough blocks are free. The table is unchanged.
         """
-        needed = self.needed(hashes, tokens)
+        found = self._cache.find(hashes)
+        needed = -(-tokens // self.block_size) - len(found)
+        if found:
+            needed += self._cache.count_unused(hashes)
         if needed > self.num_free:
             raise OutOfBlocks(f"{needed} blocks needed, but only {self.num_free} are free")
-        found = self._cache.find(hashes)
         if found:
             self._sharers.update(self._cache.use(found))
         table.extend(found)
@@ -96,7 +98,7 @@ class KvBlocks:
         Raises:
             OutOfBlocks: not enough blocks are free. The table is unchanged.
         """
-        missing = self.blocks_for(tokens) - len(table)
+        missing = -(-tokens // self.block_size) - len(table)
         if missing <= 0:
             return
         if missing > self.num_free:
@@ -108,7 +110,7 @@ class KvBlocks:
 
     def trim(self, table: array[int], tokens: int) -> None:
         """Release the blocks beyond those that `tokens` tokens need."""
-        keep = self.blocks_for(tokens)
+        keep = -(-tokens // self.block_size)
         if len(table) <= keep:
             return
         # Go from the end, so that eviction keeps the beginning of a prefix longest.

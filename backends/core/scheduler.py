@@ -321,7 +321,7 @@ class Scheduler:
     def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step's duration and its number of tokens."""
         size = plan.size
-        self._drafts.record_step(plan, result, self.cost)
+        self._drafts.record_step(plan, result, self._fit.cost)
         self._measured = self._load = None
         if not plan.scored:  # the LM head of scored rows takes time that the cost does not contain
             self._fit.add_step(size, result.step_s)
@@ -334,7 +334,7 @@ class Scheduler:
     def _learn_host_time(self) -> None:
         """Learn the host's share of the last step, which ends as the next step begins."""
         whole_s = self._speed.begin_step(self._now_s)
-        self._drafts.observe_time(whole_s, self.cost)
+        self._drafts.observe_time(whole_s, self._fit.cost)
 
     def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
         """Feed one token to every decode, starting with the longest wait (`Queues.decodes`)."""
@@ -364,7 +364,7 @@ class Scheduler:
         now_s = self._now_s if self._with_service else None
         traced = self._traced > 0
         for sequence, draft in self._drafts.plan(
-            decodes, spare, self.cost, now_s, traced=traced, ahead=ahead
+            decodes, spare, self._fit.cost, now_s, traced=traced, ahead=ahead
         ):
             step.attach_draft(sequence.key, draft)
         step.traces = self._drafts.traces

@@ -303,10 +303,11 @@ class AdmissionController:
         max_wait_s, sheddable = bounds.timeout_s, self._is_sheddable(service.priority)
         if request.continues:
             max_wait_s, sheddable = _UNLIMITED_S, False
-        prompt_tokens = sum([need.prompt_tokens for need in request.needs])
+        needs, sequences = request.needs, request.sequences
+        several = len(needs) > 1
+        prompt_tokens = sum([n.prompt_tokens for n in needs]) if several else needs[0].prompt_tokens
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
-        sequences = request.sequences
-        pool = totals.view(prompt_tokens / len(request.needs) + output_tokens)
+        pool = totals.view(prompt_tokens / len(needs) + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
             ticket = self._ticket(request, own_s / self._pool_scale(totals), now_s)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.gateway.dispatch.claims import Claims
-from draftgate.gateway.dispatch.routing import Routed, Router, View
-from draftgate.gateway.dispatch.search import Found, WorkerSearch
+from draftgate.gateway.dispatch.routing import Routed, Router, Usable, View
+from draftgate.gateway.dispatch.search import WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
@@ -315,24 +315,25 @@ class CentralQueue:
         found = self._search.find(waiting.need, waiting.view, avoid=waiting.avoid, taken=taken)
         if found is None:
             return None
-        routed = self._chosen(waiting, found)
+        usable, compared = found
+        routed = self._chosen(waiting, usable, compared)
         if routed is not None:
             routed.reserve(waiting.request_id, waiting.need)
         return routed
 
-    def _chosen(self, waiting: Waiting, found: Found) -> Routed | None:
+    def _chosen(
+        self, waiting: Waiting, usable: Usable, compared: Sequence[FleetWorker]
+    ) -> Routed | None:
         """Return the worker of a request, or None if the request waits for another worker."""
         view = waiting.view
         rivals = self._fleet.rivals
         if waiting.has_blocks or not self.router.separates:
             has_blocks = waiting.has_blocks
-            return self.router.choose(
-                view, found.usable, found.compared, rivals=rivals, has_blocks=has_blocks
-            )
-        free = {worker for worker, _ in found.usable}
-        open_ = self._fleet.open_among(found.compared, waiting.need.adapter)
+            return self.router.choose(view, usable, compared, rivals=rivals, has_blocks=has_blocks)
+        free = {worker for worker, _ in usable}
+        open_ = self._fleet.open_among(compared, waiting.need.adapter)
         full = [one for one in open_ if one not in free and one.worker_id not in waiting.avoid]
-        return self.router.choose_phases(view, found.usable, full, found.compared, rivals=rivals)
+        return self.router.choose_phases(view, usable, full, compared, rivals=rivals)
 
     def _waited_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request has waited before this call of `turn`."""

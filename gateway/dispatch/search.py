@@ -11,26 +11,14 @@ from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
 
-from draftgate.gateway.dispatch.routing import Router, View
+from draftgate.gateway.dispatch.routing import Router, Usable, View
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import NO_CAPACITY, CapacityNeed, WorkerUsage, longest_prompt
 from draftgate.policies.full_workers import FullWorkers
 
 _IS_OWN: Final = attrgetter("own")
-
-
-class Found(NamedTuple):
-    """The workers that may run a request.
-
-    Attributes:
-        usable: the workers with capacity, and their usage.
-        compared: workers that the routing policy compares, also those without capacity.
-    """
-
-    usable: list[tuple[FleetWorker, WorkerUsage]]
-    compared: Sequence[FleetWorker]
 
 
 class WorkerSearch:
@@ -68,8 +56,11 @@ class WorkerSearch:
         *,
         avoid: AbstractSet[str],
         taken: AbstractSet[str],
-    ) -> Found | None:
+    ) -> tuple[Usable, Sequence[FleetWorker]] | None:
         """Return the workers that may run a request, or None if no worker has capacity.
+
+        The first part of the result is the workers with capacity and their usage. The second part
+        is the workers that the routing policy compares, also those without capacity.
 
         Args:
             view: a function that returns the routing policy's view of the request.
@@ -95,7 +86,7 @@ class WorkerSearch:
             compared = self._router.compared(view, workers)
             if len(compared) < len(workers):
                 compared = [*compared, *(worker for worker, _ in usable)]
-        return Found(usable, compared)
+        return usable, compared
 
     def _candidates(self, kind: Hashable, need: CapacityNeed) -> list[FleetWorker] | None:
         """Return the workers that may have capacity for a request, or None if any may."""
