@@ -6,7 +6,7 @@ stream whose phases are apart moves after its first token (`handover`).
 The gateway that owns a stream moves it. The stream runs on its source while its KV blocks are
 copied to the destination. In an exact numerics class, the destination then begins before the source
 stops. It gets the last tokens of the source as drafts, and must accept them (`splice`). Finally,
-the gateway interrupts the reader of the stream, and the reader continues with the *successor*, the
+the gateway cuts the stream of the source, and the prompt continues with the *successor*, the
 hold of the destination (`prompt`). `policies.moves` decides which stream moves next and when its
 source stops. A stream whose move fails stays on its source until the source stops.
 """
@@ -107,7 +107,7 @@ class Moves:
         return stream in self._moving or stream.successor is not None
 
     def remove(self, stream: Prompt) -> asyncio.Task[None] | None:
-        """Forget a stream whose reader has stopped, and cancel its move.
+        """Forget a stream that leaves its worker, and cancel its move.
 
         Returns:
             The task of the move, which the caller awaits, or None without a move.
@@ -229,7 +229,7 @@ class Moves:
         """Reserve a destination, copy the blocks, and hand the stream over.
 
         Returns:
-            `MoveEnd.MOVED` if the reader continues with the destination.
+            `MoveEnd.MOVED` if the prompt continues with the destination.
         """
         if move.hands_over:
             request, routed = take_reserved(stream)
