@@ -63,9 +63,11 @@ def test_stream_is_listed_on_its_worker_while_it_moves() -> None:
             moves, decisions, seen = dispatched.dispatcher.moves, dispatched.decisions, []
             async with dispatched.dispatcher.run(make_job(800, output_tokens=400)) as run:
                 count = 0
-                async for _ in run.deltas:
-                    (one,) = process_streams([moves], decisions).running
-                    seen.append((one.worker_id, one.moving))
+                async for delta in run.deltas:
+                    running = process_streams([moves], decisions).running
+                    # The prompt leaves its worker in the call that delivers the last delta.
+                    assert len(running) == (delta.finish_reason is None)
+                    seen += [(one.worker_id, one.moving) for one in running]
                     count += 1
                     if count == 20:
                         source = run.placed[0].worker
