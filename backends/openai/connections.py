@@ -174,8 +174,9 @@ class Connections:
     def _close_idle(self) -> None:
         """Close the connections that have been idle for too long."""
         loop = asyncio.get_running_loop()
-        earliest_s = loop.time() - IDLE_CONNECTION_S
-        for connection in [one for one in self._idle if one.idle_since_s <= earliest_s]:
+        # The sums are those of the timer. Rounded differently, the sweep would repeat at once.
+        now_s = loop.time()
+        for connection in [o for o in self._idle if o.idle_since_s + IDLE_CONNECTION_S <= now_s]:
             self._idle.remove(connection)
             connection.abort()
         self._sweep = None

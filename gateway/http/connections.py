@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from draftgate.gateway.errors import (
@@ -123,6 +123,22 @@ class Connection(web.RequestHandler):
         waits = self._waiter is not None or not self._request_count
         super().data_received(data)
         self._begun = waits and bool(data) and not self._messages
+        self._fail_body()
+
+    def _fail_body(self) -> None:
+        """Fail the body of a request if the rest of it is not valid HTTP.
+
+        Otherwise aiohttp would only reject what follows, and the handler would wait for the body.
+        """
+        error = getattr(self._messages[-1][0], "exc", None) if self._messages else None
+        if error is None:
+            return
+        before = self._messages[-2][1] if len(self._messages) > 1 else None
+        request = self._current_request
+        if before is None and request is not None:
+            before = request.content
+        if before is not None and not before.is_eof():
+            before.set_exception(web.RequestPayloadError(str(error)))
 
     def _read(self, data: bytes | bytearray) -> None:
         """Begin a direct request if it is complete."""
@@ -360,6 +376,10 @@ def ends_connection(request: Request, response: Response, most_bytes: int) -> bo
     """
     if isinstance(request, DirectRequest) or response.status == 101:
         return False  # the body is complete, or a peer uses the connection
+    if request.method == hdrs.METH_CONNECT or _asks_for_upgrade(request):
+        # aiohttp reads the body of CONNECT as further requests. It loses what a client sends in the
+        # same packet after a request for another protocol, or after the response to its head.
+        return True
     if request.version < HttpVersion11 and "Content-Length" not in response.headers:
         return True  # the end of the connection is the end of the response
     if "Content-Encoding" in request.headers and request.body_exists and BODY not in request:
@@ -370,6 +390,12 @@ def ends_connection(request: Request, response: Response, most_bytes: int) -> bo
     # The rest of the body may be endless or broken, unless the client has stated its length.
     length = request.content_length
     return length is None or length > most_bytes or body.exception() is not None
+
+
+def _asks_for_upgrade(request: web.BaseRequest) -> bool:
+    """Return whether a request asks for another protocol."""
+    values = request.headers.getall("Connection", ())
+    return "Upgrade" in request.headers and any("upgrade" in value.lower() for value in values)
 
 
 def _end_unless_unread(transport: asyncio.BaseTransport) -> bool:

@@ -7,6 +7,7 @@ from tests.fuzz import (
     grammars,
     headers,
     http_bodies,
+    http_edge,
     local_files,
     peer_messages,
     upstream_answers,
@@ -15,6 +16,7 @@ from tests.fuzz.target import Target
 
 MODULES = (
     http_bodies,
+    http_edge,
     headers,
     grammars,
     peer_messages,

@@ -176,6 +176,47 @@ async def test_broken_body_announces_that_the_connection_closes(
     writer.close()
 
 
+async def test_body_that_breaks_later_is_400_at_once(sim: Listening) -> None:
+    """A request whose body turns out not to be valid HTTP does not wait for the rest."""
+    reader, writer = await connect(sim)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"1\r\n{\r\n")
+    while not sim.node.in_flight:
+        await asyncio.sleep(0.001)
+    writer.write(b"x\r\n")
+    status, headers, body = await read_response(reader)
+    assert (status, headers["connection"]) == (400, "close")
+    assert b"the body cannot be read" in body
+    assert await is_closed(reader)
+    writer.close()
+
+
+async def test_body_of_connect_is_no_request(sim: Listening) -> None:
+    """The connection closes after `CONNECT`, whose body would be read as another request."""
+    reader, writer = await connect(sim)
+    inner = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(inner) + inner)
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["connection"]) == (404, "close")
+    assert await is_closed(reader)
+    writer.close()
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_ignored_upgrade_ends_the_connection(sim: Listening, protocol: str) -> None:
+    """The connection closes after a request for another protocol, because the parser loses what
+    follows in the same packet, and would then read the rest of it as a request."""
+    reader, writer = await connect(sim)
+    upgrade = f"Connection: Upgrade\r\nUpgrade: {protocol}\r\n"
+    head = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{upgrade}\r\nPOST /tokenize HT"
+    writer.write(head.encode())
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["connection"]) == (200, "close")
+    assert await is_closed(reader)
+    writer.close()
+
+
 async def test_pooled_client_survives_broken_bodies(sim: Listening) -> None:
     """A client with one pooled connection alternates broken and good requests without errors."""
     limits = httpx.Limits(max_connections=1)
