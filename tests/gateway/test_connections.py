@@ -18,6 +18,7 @@ from tests.gateway.harness import (
     port_of,
     post_raw,
     running,
+    until,
 )
 from tests.gateway.upstreams import forwarding, upstream, whole
 
@@ -181,8 +182,7 @@ async def test_body_that_breaks_later_is_400_at_once(sim: Listening) -> None:
     reader, writer = await connect(sim)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     writer.write(head + b"1\r\n{\r\n")
-    while not sim.node.in_flight:
-        await asyncio.sleep(0.001)
+    await until(lambda: sim.node.in_flight > 0)
     writer.write(b"x\r\n")
     status, headers, body = await read_response(reader)
     assert (status, headers["connection"]) == (400, "close")
