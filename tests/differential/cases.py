@@ -222,6 +222,10 @@ HEADERS = (
     ("Authorization", "Bearer none"), ("Idempotency-Key", "k-1"), ("Max-Forwards", "0"),
 )  # fmt: skip
 
+WRONG_LINES = (
+    "x-slo-ttft-ms: 0", "x-slo-tpot-ms: soon", "x-client-rate-tps: -1", "x-flow-deadline-ms: 5000",
+)  # fmt: skip
+
 KEYS = (
     ("Authorization", "Bearer sk-search"), ("Authorization", "Bearer sk-boss"),
     ("Authorization", "Bearer sk-batch"), ("Authorization", "Bearer sk-batch"),
@@ -298,9 +302,15 @@ class Generator:
 
     def _request(self, scenario: str) -> tuple[str, str, bytes]:
         """Return a description, the method and the bytes of a request."""
-        if self._random.random() < 0.07:
-            return self._without_body(scenario)
-        return self._with_body(scenario)
+        without = self._random.random() < 0.07
+        found = self._without_body(scenario) if without else self._with_body(scenario)
+        name, method, data = found
+        head = data.partition(b"\r\n\r\n")[0].lower() + b"\r\n"
+        if b"\r\nupgrade:" in head and b"\r\nconnection: upgrade" in head:
+            name += " that asks for an upgrade"
+        if any(f"\r\n{line}\r\n".encode() in head for line in WRONG_LINES):
+            name += " with a wrong header"
+        return name, method, data
 
     def _without_body(self, scenario: str) -> tuple[str, str, bytes]:
         random = self._random

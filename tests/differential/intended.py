@@ -28,7 +28,24 @@ DIRECT = "the gateway reads requests itself instead of aiohttp"
 STEPS = "an idle worker plans no steps"
 ORDER = "the order of choices within a step, and with it their running usage, is not defined"
 
+HEADERS = "the headers of a request are read first and together, on each endpoint"
+UPGRADE = "a request for another protocol ends the connection"
+FOLDED = "drafts of the last minutes are counted when they are folded"
+
 RULES = (
+    Rule(
+        HEADERS,
+        "^(body|status|log line request|header content-length|request to the upstream)$",
+        "wrong header",
+    ),
+    Rule(
+        UPGRADE,
+        "^(header connection|closed)$",
+        "asks for an upgrade",
+        "None|False|keep-alive",
+        "close|True",
+    ),
+    Rule(FOLDED, r"^/decisions\.drafts\."),
     Rule(STEPS, r"/decisions\.decisions\[\]\.load\.steps"),
     Rule(STEPS, "body", "GET /decisions", '"steps":'),
     Rule(STEPS, "header content-length", "GET /decisions"),
