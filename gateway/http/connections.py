@@ -280,7 +280,11 @@ class Connection(web.RequestHandler):
         """
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun")
-        error = _described(exc)
+        if isinstance(exc, UnicodeEncodeError) and not request.headers.get("Expect", "").isascii():
+            # aiohttp's own error for this header has the value, which it then cannot encode.
+            error = convert_http_error(web.HTTPExpectationFailed(), request)
+        else:
+            error = _described(exc)
         response = error_response(error)
         response.force_close()
         add_headers(request, response)

@@ -315,10 +315,11 @@ async def test_unknown_paths_and_methods_return_openais_error(http: httpx.AsyncC
     assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_unsupported_expect_header_is_417(http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("value", [b"tea", b"\xff"])
+async def test_unsupported_expect_header_is_417(http: httpx.AsyncClient, value: bytes) -> None:
     """The response to an unsupported Expect header has status 417, a request id and OpenAI's error
     format."""
-    response = await http.get("/health", headers={"expect": "tea"})
+    response = await http.get("/health", headers={"expect": value})
     assert response.status_code == 417
     assert response.json()["error"]["code"] == "expectation_failed"
     assert response.headers["x-request-id"]
