@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -65,13 +67,14 @@ def smallest(judge: Judge, one: Sent) -> Sent:
 
 
 def main() -> int:
-    """Fuzz for some CPU time, and return 1 if the judge has findings."""
+    """Fuzz for some CPU time or until SIGINT, and return 1 if the judge has findings."""
     parser = ArgumentParser(prog="python -m tests.fuzz.http_edge")
     parser.add_argument("seconds", type=float, help="CPU time")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, help="most connections")
     args = parser.parse_args()
-    judge, findings = Judge(nodes := Nodes()), 0
+    judge, findings, stopped = Judge(nodes := Nodes()), 0, threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())
     for number, seed in enumerate(count(args.seed), 1):
         one = sent(Random(seed))
         found = finding(judge, one)
@@ -79,7 +82,7 @@ def main() -> int:
             findings += 1
             sys.stdout.write(f"seed {seed}: {found[:2000]}\n  {smallest(judge, one)}\n")
             sys.stdout.flush()
-        late = time.process_time() >= args.seconds
+        late = stopped.is_set() or time.process_time() >= args.seconds
         if late or number == args.count or findings == MOST_FINDINGS:
             break
         if number % PER_NODE == 0:
