@@ -38,6 +38,7 @@ from draftgate.gateway.http.context import (
     request_id_of,
 )
 from draftgate.gateway.http.direct import (
+    HANDOVERS,
     Direct,
     DirectRequest,
     Expected,
@@ -125,6 +126,8 @@ def build_served(node: Node) -> Direct:
     app.add_routes([web.get("/", page.index), *routes])
     add_peer_routes(app)
     expected = Expected(DIRECT, node.config.max_body_bytes)
+    for reason in HANDOVERS:
+        node.metrics.add(metric.HANDOVERS, 0.0, reason)  # the series exist from the start
     count = partial(node.metrics.add, metric.HANDOVERS, 1.0)
     return Direct(app, expected, entrance.serve, entrance.finish_headers, count)
 
