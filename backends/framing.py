@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Final, Generic, TypeVar, cast
 
-BROKEN: Final = "the connection broke"
+_BROKEN: Final = "the connection broke"
 CLOSED: Final = "it closed the connection"
 INVALID: Final = "a message was invalid"
 TOO_LARGE: Final = "a message was too large"
@@ -138,7 +138,7 @@ class FrameChannel(asyncio.Protocol, Generic[Received]):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection."""
-        self._end(CLOSED if exc is None else BROKEN)
+        self._end(CLOSED if exc is None else _BROKEN)
 
     # -------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ SLOTS: Final = 16
 DIGITS: Final = "0123456789abcdefg"
 """Encodes a length of 0 to 16 tokens as one character."""
 
-LENGTHS: Final = {digit: length for length, digit in enumerate(DIGITS)}
+_LENGTHS: Final = {digit: length for length, digit in enumerate(DIGITS)}
 
 
 class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -48,7 +48,7 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     def parent_places(self) -> tuple[int, ...]:
         """Return the index of each token's parent, or `ROOT`, as in `Draft`."""
-        return tuple(LENGTHS[digit] - 1 for digit in self.parents)
+        return tuple(_LENGTHS[digit] - 1 for digit in self.parents)
 
     def all_shares(self) -> tuple[float, ...]:
         """Return the share of each token, as in `Draft`."""
@@ -69,7 +69,7 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         Raises:
             ValueError: a parent is unknown or follows its child, or a share has no token.
         """
-        places = [LENGTHS.get(digit, SLOTS + 1) - 1 for digit in self.parents]
+        places = [_LENGTHS.get(digit, SLOTS + 1) - 1 for digit in self.parents]
         if any(parent >= place for place, parent in enumerate(places)):
             raise ValueError(f"the tree {self.parents!r} has a parent that follows its child")
         if not all(0 <= place < len(places) for place, _ in self.shares):
@@ -161,9 +161,9 @@ class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def guess(self, position: int) -> Guess:
         """Return the draft for a position."""
-        evidence, agreed = self.evidence[position], LENGTHS[self.agreed[position]]
+        evidence, agreed = self.evidence[position], _LENGTHS[self.agreed[position]]
         agreement = self.agreement[position] if self.agreement else 0
-        proposed = LENGTHS[self.proposed[position]]
+        proposed = _LENGTHS[self.proposed[position]]
         number = self.tree[position] if self.tree else 0
         if not number:
             return Guess(evidence, agreement, proposed, agreed)
@@ -179,12 +179,12 @@ class Columns(msgspec.Struct, frozen=True, omit_defaults=True):
                 names no shape of its draft's length.
         """
         for proposed, agreed in set(zip(self.proposed, self.agreed, strict=True)):
-            if LENGTHS[agreed] > LENGTHS[proposed]:
+            if _LENGTHS[agreed] > _LENGTHS[proposed]:
                 raise ValueError("a position has more right tokens than its draft")
         for tree in self.trees:
             tree.check()
         for position, number in enumerate(self.tree):
-            length = LENGTHS[self.proposed[position]]
+            length = _LENGTHS[self.proposed[position]]
             known = 0 <= number <= len(self.trees)
             if not known or (number and len(self.trees[number - 1].parents) != length):
                 raise ValueError(f"position {position} has no tree {number} of {length} tokens")
@@ -230,7 +230,7 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
         lengths.update(map(len, optional))
         if len(lengths) != 1:
             raise ValueError(f"columns of {self.task} {self.prompt} differ in length")
-        if unknown := {*"".join(one.proposed + one.agreed for one in columns)} - LENGTHS.keys():
+        if unknown := {*"".join(one.proposed + one.agreed for one in columns)} - _LENGTHS.keys():
             raise ValueError(f"{self.task} {self.prompt} has lengths {sorted(unknown)}")
         for one in columns:
             one.check()

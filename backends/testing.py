@@ -30,7 +30,7 @@ from draftgate.backends.types import (
 )
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
-PATIENCE_S: Final = 60.0
+_PATIENCE_S: Final = 60.0
 """Timeout of a check in seconds, which only failures reach."""
 
 _DELTAS_AHEAD: Final = 16
@@ -384,10 +384,10 @@ async def _read(stream: GeneratedDeltas, deltas: dict[int, list[Delta]]) -> None
 @asynccontextmanager
 async def _patience() -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(_PATIENCE_S):
             yield
     except TimeoutError:
-        raise AssertionError(f"timeout after {PATIENCE_S:.0f} s") from None
+        raise AssertionError(f"timeout after {_PATIENCE_S:.0f} s") from None
 
 
 def _rejected_param(backend: Backend, request: GenerationRequest) -> str | None:

@@ -91,7 +91,7 @@ class ResumedChoice:
     next_ids: tuple[int, ...] = ()
 
 
-MOST_CHOICES: Final = 128
+_MOST_CHOICES: Final = 128
 """Maximum number of choices of a request from another node. Clients get at most 16."""
 
 
@@ -130,7 +130,7 @@ class GenerationRequest:
     prompt_ids: TokenIds
     sampling: SamplingParams
     speculation: SpeculationPlan
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Meta(ge=1, le=_MOST_CHOICES)] = 1
     tenant: str = ""
     grammar: GrammarSpec | None = None
     resumed: tuple[ResumedChoice, ...] = ()

@@ -12,7 +12,7 @@ from typing import Any, Final
 from draftgate.backends.base import Exchange, Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamUnreachable
 
-PATIENCE_S: Final = 60.0
+_PATIENCE_S: Final = 60.0
 """Timeout of the checks in seconds, which only failures reach."""
 
 _HEADERS: Final = {"Content-Type": "application/json"}
@@ -24,14 +24,14 @@ async def check_upstream(upstream: Upstream) -> None:
 
     Raises:
         AssertionError: the upstream breaks its contract. The message contains the details.
-        TimeoutError: the checks took longer than `PATIENCE_S`.
+        TimeoutError: the checks took longer than `_PATIENCE_S`.
     """
     await upstream.start()
     try:
         assert upstream.failure is None, "an upstream with a running server must be healthy"
         assert upstream.pause is None, "a healthy upstream must not pause"
         assert upstream.card.model_id, "an upstream that was reached must know its model"
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(_PATIENCE_S):
             await check_whole_answers(upstream)
             await check_streams(upstream)
             await check_error_answers(upstream)

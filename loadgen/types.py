@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
-REFUSALS: Final = frozenset({429, 503})
+_REFUSALS: Final = frozenset({429, 503})
 """HTTP statuses by which a server refuses requests under load. A refusal is not a broken stream."""
 
 
@@ -227,7 +227,7 @@ class Record:
     @property
     def refused(self) -> bool:
         """Whether the server refused the request under load."""
-        return self.status in REFUSALS
+        return self.status in _REFUSALS
 
 
 @dataclass(frozen=True, slots=True)

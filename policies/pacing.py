@@ -77,7 +77,7 @@ BUSY_SHARE: Final = 0.9
 """Share of an interval with data under way, below which everything has arrived meanwhile, so the
 path has not held anything back."""
 
-LEAST_TEXT_BYTES: Final = 4.0
+_LEAST_TEXT_BYTES: Final = 4.0
 """Bytes of a token's text, at least. English text has about four per token."""
 
 LONG_RTT_S: Final = 0.1
@@ -205,7 +205,7 @@ class ReaderView:
     @property
     def text_bytes(self) -> float:
         """Bytes of a token without the frame of its chunk."""
-        return max(self.token_bytes - CHUNK_BYTES / self.chunk_tokens, LEAST_TEXT_BYTES)
+        return max(self.token_bytes - CHUNK_BYTES / self.chunk_tokens, _LEAST_TEXT_BYTES)
 
     @property
     def is_held_back(self) -> bool:

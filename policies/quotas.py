@@ -25,7 +25,7 @@ from draftgate.policies.values import immutable
 RETRY_GRACE_S: Final = 1e-3
 """Seconds added to the time until a request fits, so that it still fits if clocks are floats."""
 
-MOST_TENANTS: Final = 4096
+_MOST_TENANTS: Final = 4096
 """Maximum number of tenants, a few megabytes. Beyond it, the least recently used tenants are
 forgotten if they have no open reservations and their buckets are empty. A new tenant starts in that
 state, so no information is lost."""
@@ -297,7 +297,7 @@ class QuotaLedger:
     store in `gateway/state/`. The ledger treats time that decreases as unchanged time.
     """
 
-    most_tenants: int = MOST_TENANTS
+    most_tenants: int = _MOST_TENANTS
     _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
     _open: dict[str, tuple[int, QuotaReservation]] = field(default_factory=dict)
     _now_us: int = 0

@@ -24,7 +24,7 @@ CHILDREN: Final = 4
 READ_PER_PASS: Final = 3
 """Maximum tokens of a tree that a pass reads."""
 
-LEAST_SHARE: Final = 0.25
+_LEAST_SHARE: Final = 0.25
 """A pass reads a token only if its probability has this share of the best unread token's.
 
 These four values were chosen and not tuned (2026-11-27).
@@ -87,7 +87,7 @@ class Growth:
         # A child of the last token would not displace another token.
         hopeful = [place for place in unread if self._nodes[place].chance > least]
         hopeful = hopeful[: min(READ_PER_PASS, self.most_tokens - self._read)]
-        floor = LEAST_SHARE * self._nodes[hopeful[0]].chance if hopeful else 0.0
+        floor = _LEAST_SHARE * self._nodes[hopeful[0]].chance if hopeful else 0.0
         chosen = [place for place in hopeful if self._nodes[place].chance >= floor]
         for place in chosen:
             self._nodes[place].place = self._read

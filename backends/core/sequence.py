@@ -44,7 +44,7 @@ class SequenceState(IntEnum):
     FINISHED = auto()
 
 
-TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
+_TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
     # admitted to the batch, or cancelled in the queue
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
     # preempted (to be recomputed) or paused, or finished
@@ -302,9 +302,9 @@ class Sequence:
         """Change the state.
 
         Raises:
-            RuntimeError: `TRANSITIONS` does not allow it.
+            RuntimeError: `_TRANSITIONS` does not allow it.
         """
-        if state not in TRANSITIONS[self.state]:
+        if state not in _TRANSITIONS[self.state]:
             raise RuntimeError(f"sequence {self.key}: {self.state.name} cannot become {state.name}")
         self.state = state
 

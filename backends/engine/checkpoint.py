@@ -44,7 +44,7 @@ e.g. Qwen3-Embedding, omit the prefix. Models with images, e.g. Gemma 3, have a 
 `Checkpoint` restores the prefix.
 """
 
-EMBEDDING: Final = "embed_tokens.weight"
+_EMBEDDING: Final = "embed_tokens.weight"
 """Name of the embedding after the prefix."""
 
 MAPPED_BYTES: Final = 1 << 17
@@ -291,7 +291,7 @@ def _stored_tensors(weight_map: Mapping[str, Path]) -> dict[str, StoredTensor]:
                 header = file.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), header.get_dtype()
                 tensors[name] = StoredTensor(path, shape, dtype, name)
-    prefixes = (prefix for prefix in OTHER_PREFIXES if prefix + EMBEDDING in tensors)
+    prefixes = (prefix for prefix in OTHER_PREFIXES if prefix + _EMBEDDING in tensors)
     prefix = next(prefixes, BASE_PREFIX)
     return {
         BASE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name: stored

@@ -46,7 +46,7 @@ from draftgate.backends.types import Delta
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
-STOP_S: Final = 5.0
+_STOP_S: Final = 5.0
 """Maximum wait in seconds for the step in progress after the gateway has closed its end."""
 
 
@@ -132,7 +132,7 @@ def main() -> None:
             operation = _with_shared_bytes(command, shared)
             loop.exchange(operation, partial(reports.exchanged, command))
     loop.stop()
-    loop.join(STOP_S)
+    loop.join(_STOP_S)
     os._exit(0)  # nothing else can interrupt a load
 
 

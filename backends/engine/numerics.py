@@ -38,7 +38,7 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 KV_SCALES: Final = (".k_scale", ".v_scale", ".kv_scale")
 """Ends of the names of stored scales for a KV cache, in checkpoints for vLLM."""
 
-FP8_CAPABILITY: Final = (8, 9)
+_FP8_CAPABILITY: Final = (8, 9)
 """Least compute capability of GPUs that convert FP8, for which Triton has the type."""
 
 CPU: Final = torch.device("cpu")
@@ -136,7 +136,7 @@ def choose_kv_dtype(
         raise ValueError(f"unknown KV cache dtype {name!r}; known: {known}")
     if name == "auto":
         return dtype
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError(
             "--kv-cache-dtype fp8 needs a GPU with compute capability 8.9 (Ada, Hopper) or newer; "
             "use --kv-cache-dtype auto"

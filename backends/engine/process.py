@@ -54,7 +54,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.backends.worker_config import WorkerConfig
 
-STOP_S: Final = 10.0
+_STOP_S: Final = 10.0
 """Maximum wait in seconds for the process to end before the gateway kills it."""
 
 SEND_BUFFER_BYTES: Final = WINDOW_CHUNKS * CHUNK_BYTES
@@ -228,9 +228,9 @@ def _spawn(end: socket.socket, shared: SharedMemory | None) -> subprocess.Popen[
 
 
 def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
-    """Wait until the process has ended, kill it after `STOP_S`, and return its status."""
+    """Wait until the process has ended, kill it after `_STOP_S`, and return its status."""
     try:
-        return process.wait(STOP_S)
+        return process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()

@@ -52,7 +52,7 @@ TIMED_CONTEXT: Final = 2048
 DEPTH_BUCKETS: Final = (1, 4, 16, 64)
 """Batch sizes at which `measure_depths` times a draft."""
 
-TIMED_RUNS: Final = 5
+_TIMED_RUNS: Final = 5
 """Runs of each shape. The fastest run counts, because other processes only lengthen runs."""
 
 TIMED_TEMPERATURE: Final = 1.0
@@ -61,7 +61,7 @@ TIMED_TEMPERATURE: Final = 1.0
 sampled slots seem too cheap, and `auto` verifies too many.
 """
 
-PROBE_VOCABULARY: Final = 32
+_PROBE_VOCABULARY: Final = 32
 """Upper bound on the token ids in probed steps. Every model has at least this number of ids."""
 
 TOKEN_STRIDE: Final = 7919
@@ -90,7 +90,7 @@ def measure_step_cost(
     max_sequences: int,
     token_buckets: tuple[int, ...] = TOKEN_BUCKETS,
     *,
-    vocab_size: int = PROBE_VOCABULARY,
+    vocab_size: int = _PROBE_VOCABULARY,
 ) -> StepCost:
     """Time verify steps by tokens, sampled tokens, sequences, and KV tokens read.
 
@@ -156,7 +156,7 @@ def measure_depths(
     step_s: list[float] = []
     for count in buckets:
         draft(count)  # the first run allocates memory and selects kernels
-        measured_s = min(_timed_s(draft, target, count) for _ in range(TIMED_RUNS))
+        measured_s = min(_timed_s(draft, target, count) for _ in range(_TIMED_RUNS))
         step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
     return StepCost(tuple(buckets), tuple(step_s))
 
@@ -281,7 +281,7 @@ def _times_s(runner: ModelRunner, plans: Many[StepPlan]) -> list[float]:
     """Return the seconds of each step. Rounds of all steps spread a disturbance over them."""
     for plan in plans:
         runner.execute(plan)  # the first run allocates memory and selects kernels
-    rounds = [[runner.execute(plan).step_s for plan in plans] for _ in range(TIMED_RUNS)]
+    rounds = [[runner.execute(plan).step_s for plan in plans] for _ in range(_TIMED_RUNS)]
     return [min(times_s) for times_s in zip(*rounds, strict=True)]
 
 
@@ -296,7 +296,7 @@ def _verify(
     first: int | None = None,
     blocks: list[int] | None = None,
     wanted: int | None = None,
-    vocabulary: int = PROBE_VOCABULARY,
+    vocabulary: int = _PROBE_VOCABULARY,
 ) -> SequenceWork:
     """Return work that verifies `tokens - 1` arbitrary draft tokens.
 

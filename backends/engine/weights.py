@@ -62,7 +62,7 @@ once. The bits are the same.
 """
 
 
-FP8_CAPABILITY: Final = (8, 9)
+_FP8_CAPABILITY: Final = (8, 9)
 """Least compute capability whose matrix instructions read FP8."""
 
 
@@ -168,11 +168,11 @@ def _check_format(directory: Path, config: ModelConfig, device: torch.device) ->
     scheme = config.quantisation
     if isinstance(scheme, Fp8Scheme) and device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
-        if found < FP8_CAPABILITY:
+        if found < _FP8_CAPABILITY:
             raise CheckpointError(
                 f"{directory}: weights in {scheme.name} need a GPU of compute capability "
-                f"{'.'.join(map(str, FP8_CAPABILITY))} or higher, not {'.'.join(map(str, found))}; "
-                "use --device cpu"
+                f"{'.'.join(map(str, _FP8_CAPABILITY))} or higher, not "
+                f"{'.'.join(map(str, found))}; use --device cpu"
             )
     experts = config.experts
     if scheme is None or experts is None:

@@ -50,7 +50,9 @@ SILENCE_S: Final = 3.0
 """Seconds of silence after which a peer is lost. A peer reports ten times a second, but an event
 loop may stall for a second if processes share few cores. (Chosen, not tuned.)"""
 
-PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0)
+_PATIENCE: Final = Patience(
+    failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0
+)
 """Patience with a lost peer. An attempt costs only one connection, and a restarted peer should be
 usable soon."""
 
@@ -115,7 +117,7 @@ class PeerBackend(OperatedBlocks):
         self._silence_s = silence_s
         self._clock = clock
         self._sinks = DeltaSinks(self._end)
-        self._breaker = Breaker(PATIENCE)
+        self._breaker = Breaker(_PATIENCE)
         self._link: Link | None = None  # while linked
         self._blocks: PeerBlocks | None = None  # while linked to a peer that exchanges blocks
         self._ids = LinkIds()

@@ -47,7 +47,7 @@ CHECKED: Final = 2000
 TESTED, LEAST_TESTED = 400, 100
 """Most and least requests of a short simulation. Chosen, not tuned, 2026-11-27."""
 
-START: Final = 0.5
+_START: Final = 0.5
 """First rate of a search, as a share of the bound. Chosen, not tuned, 2026-11-24."""
 
 
@@ -109,7 +109,7 @@ class Simulation:
             beat_rps: a rate to compare with. The search begins there, and ends without an estimate
                 when the rate of the deployment is certainly lower.
         """
-        start_rps = beat_rps or START * candidate.bound_rps
+        start_rps = beat_rps or _START * candidate.bound_rps
         search = RateSearch(replace(goal, start_rps=start_rps))
         found = search.result()
         while (probe := search.propose()) is not None:

@@ -33,7 +33,7 @@ from draftgate.loadgen.types import Record, Slo
 ATTEMPTS: Final = 8
 """Largest number of simulations. Five times the factor of bursts are reached in the first five."""
 
-GROWTH: Final = 1.4
+_GROWTH: Final = 1.4
 """Growth of the factor while the share is missed. Growth by less takes more simulations."""
 
 RESOLUTION: Final = 1.05
@@ -308,7 +308,7 @@ def search_mix(
         if met < math.inf:
             factor = math.sqrt(met * max(missed, 1.0))
         else:
-            factor *= GROWTH
+            factor *= _GROWTH
     return tried
 
 

@@ -20,7 +20,7 @@ SAMPLE: Final = 2000
 """Requests from which lengths are estimated. The mean of ShareGPT's outputs, with a coefficient of
 variation of 0.9, is then within 4% (95% confidence)."""
 
-RECORDED: Final = "recorded"
+_RECORDED: Final = "recorded"
 """The arrivals of a trace as recorded, scaled to the rate."""
 
 
@@ -80,7 +80,7 @@ class RecordedSource:
     """The first requests of a trace in recorded order. A shorter trace is used whole.
 
     Attributes:
-        arrival: an arrival process, or `RECORDED`.
+        arrival: an arrival process, or `_RECORDED`.
         class_name: class of the requests whose row names none.
         most_tokens: context of the model. Longer requests are left out.
     """
@@ -100,7 +100,7 @@ class RecordedSource:
         recorded = Recorded.from_rows(
             self.rows, min(count, fitting), self.most_tokens, self.class_name
         )
-        if self.arrival != RECORDED:
+        if self.arrival != _RECORDED:
             times_s = parse_arrival(self.arrival).arrival_times(rate_rps, seed)
             spread = zip(recorded.rows, times_s, strict=False)
             recorded = replace(
@@ -153,7 +153,7 @@ def source_with_arrivals(
     """Return the source that options select, with the arrivals of an option.
 
     Args:
-        arrival: arrival process, by default `RECORDED` for a trace and `poisson` for a workload.
+        arrival: arrival process, by default `_RECORDED` for a trace and `poisson` for a workload.
         class_name: class of the requests of a trace that names none.
         most_tokens: context of the model.
 
@@ -164,7 +164,7 @@ def source_with_arrivals(
     _require_one(workload, trace)
     if trace is not None:
         rows = read_trace(trace)
-        return RecordedSource(rows, slo, arrival or RECORDED, class_name or "trace", most_tokens)
+        return RecordedSource(rows, slo, arrival or _RECORDED, class_name or "trace", most_tokens)
     load = Load(workload=workload, rate_rps=1.0, arrival=arrival, slo=slo)
     return WorkloadSource(load, most_tokens)
 

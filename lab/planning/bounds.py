@@ -22,10 +22,10 @@ from draftgate.lab.planning.queueing import highest_rate_rps
 from draftgate.lab.planning.throughput import NO_DRAFTS, DraftPoint, Machine, Targets
 from draftgate.policies.values import immutable
 
-LEAST_S: Final = 1e-9
+_LEAST_S: Final = 1e-9
 """Least time of a prompt, so that profiles without a cost per token have finite rates."""
 
-HALVINGS: Final = 40
+_HALVINGS: Final = 40
 """Halvings of the interval of a rate, to a relative precision of 1e-12."""
 
 
@@ -106,7 +106,7 @@ def bounds(
     fixed_s = cost.seconds(1)
     token_s = (cost.seconds(step_tokens) - fixed_s) / (step_tokens - 1) + cost.kv_token_s
     service_s = token_s * lengths.prompt_tokens + cost.pair_s * lengths.prompt_pairs
-    service_s = max(service_s, LEAST_S)
+    service_s = max(service_s, _LEAST_S)
     prompt_s = fixed_s + service_s
     longest_s = fixed_s + token_s * lengths.longest_prompt
     longest_s += cost.pair_s * lengths.longest_prompt**2 / 2.0
@@ -170,7 +170,7 @@ def pool_bound(
     shared = sorted(both, key=_prefill_advantage, reverse=True)
     most_prompts = prompts_rps + math.fsum(one.prefill_share_rps for one in shared)
     low, high = 0.0, most_prompts
-    for _ in range(HALVINGS):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
         if outputs_rps + _decoded(shared, middle - prompts_rps) >= middle:
             low = middle

@@ -17,14 +17,14 @@ from draftgate.lab.planning.bounds import RateBounds, pool_bound
 from draftgate.policies.types import Role
 from draftgate.policies.values import immutable, replace
 
-TOLERANCE: Final = 1e-9
+_TOLERANCE: Final = 1e-9
 """Relative excess over a budget that counts as rounding."""
 
 ROUNDS: Final = 8
 """Most rounds of tests, with rates down to 1/256 of the highest bound. Chosen, not tuned,
 2026-11-27."""
 
-NARROW: Final = 1.25
+_NARROW: Final = 1.25
 """Ratio of the highest upper to the highest lower end at which tests end. The verdict of a short
 simulation is rarely clear within a quarter of the rate. Chosen, not tuned, 2026-11-27."""
 
@@ -108,7 +108,7 @@ class Budget:
 
     def admits(self, deployment: Deployment) -> bool:
         """Return whether a deployment is within the budget."""
-        return deployment.total(self.each) <= self.most * (1.0 + TOLERANCE)
+        return deployment.total(self.each) <= self.most * (1.0 + _TOLERANCE)
 
 
 def deployments(
@@ -288,7 +288,7 @@ def eliminate(candidates: Sequence[DeploymentCandidate], test: Test) -> list[Mea
             ranges[index] = _tested(ranges[index], rate_rps, outcome)
         certain = _certain_value(ranges)
         most = max((one.most_value for one in ranges), default=0.0)
-        if certain and most <= NARROW * certain:
+        if certain and most <= _NARROW * certain:
             return ranges
         lowest, value = value, math.sqrt(certain * most) if certain else 0.5 * value
     if certain:

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from draftgate.policies.values import immutable
 
-TOLERANCE: Final = 1e-6
+_TOLERANCE: Final = 1e-6
 """Largest excess of a machine's load over 1. It equals the tolerance of the solver, HiGHS."""
 
 
@@ -157,7 +157,7 @@ class _Program:
         loads: list[list[float]] = [[] for _ in self._types]
         for (_, number), load, slices in zip(self._pairs, self._loads, solution, strict=False):
             loads[number].append(load * round(slices))
-        return [math.ceil(math.fsum(row) * (1.0 - TOLERANCE)) for row in loads]
+        return [math.ceil(math.fsum(row) * (1.0 - _TOLERANCE)) for row in loads]
 
     def _solve(self, costs: Sequence[float], *, least_slices: int) -> Sequence[float] | None:
         """Return the variables with the least cost, or None if none are feasible.

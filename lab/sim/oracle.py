@@ -38,9 +38,9 @@ from draftgate.policies.speculation.planning import (
 from draftgate.policies.speculation.survival import RequestRecord, SurvivalModel
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
-NAME: Final = "oracle"
+_NAME: Final = "oracle"
 
-PREFIX: Final = "auto+"
+_PREFIX: Final = "auto+"
 
 
 class Knowledge(StrEnum):
@@ -67,11 +67,11 @@ def knowledge(spec: str) -> frozenset[Knowledge] | None:
     Raises:
         ValueError: the name has an unknown kind of knowledge.
     """
-    if spec == NAME:
+    if spec == _NAME:
         return frozenset({Knowledge.ACCEPTANCE})
-    if not spec.startswith(PREFIX):
+    if not spec.startswith(_PREFIX):
         return None
-    kinds = spec.removeprefix(PREFIX).split("+")
+    kinds = spec.removeprefix(_PREFIX).split("+")
     if unknown := set(kinds) - set(Knowledge):
         expected = ", ".join(Knowledge)
         raise ValueError(f"{spec!r}: expected auto+KIND with {expected}, not {min(unknown)!r}")
@@ -220,7 +220,7 @@ class Oracle:
     The oracle uses the worker's believed costs, because it knows tokens in advance but not times.
     """
 
-    name = NAME
+    name = _NAME
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         """Return a plan with the longest draft, of which each step verifies a part."""
@@ -253,7 +253,7 @@ class InformedAuto(Auto):
 
 def informed_policy(spec: str) -> SpeculationPolicy:
     """Return `oracle`, or `auto` with the knowledge that its name lists."""
-    if spec == NAME:
+    if spec == _NAME:
         return Oracle()
     known = knowledge(spec) or frozenset()
     return InformedAuto(name=spec, sees_drafts=Knowledge.DRAFTS in known)

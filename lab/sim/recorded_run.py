@@ -29,12 +29,12 @@ from draftgate.lab.sim.recording import CLASS_SEPARATOR
 EOS: Final = 1
 """The token that ends a text."""
 
-DIGITS: Final = 4
+_DIGITS: Final = 4
 DIGIT_BASE: Final = 254
 """Digits of a KV block's number in its tokens, and number of their ids, from 2 on. Every block has
 all digits, so different blocks differ. All vocabularies have these ids."""
 
-WRONG_TOKEN: Final = -2
+_WRONG_TOKEN: Final = -2
 """A drafted token that is not accepted."""
 
 
@@ -183,7 +183,7 @@ class RunTokens:
 
     def draft(self, sequence: Sequence, position: int, right: int, count: int) -> tuple[int, ...]:
         """See `TrueTokens`."""
-        return self.tokens(sequence, position, right) + (WRONG_TOKEN,) * (count - right)
+        return self.tokens(sequence, position, right) + (_WRONG_TOKEN,) * (count - right)
 
     def forget(self, sequence: Sequence) -> None:
         """Do nothing, because the tokens have no state."""
@@ -194,7 +194,7 @@ class RunTokens:
         ids = []
         for at in range(position, position + count):
             block = blocks[at // size] if at // size < len(blocks) else rest
-            ids.append(2 + block // DIGIT_BASE ** (at % DIGITS) % DIGIT_BASE)
+            ids.append(2 + block // DIGIT_BASE ** (at % _DIGITS) % DIGIT_BASE)
         prompt_tokens = self._run.request(number).prompt_tokens
         last = prompt_tokens + self._run.length(number) - 1 - position
         if 0 <= last < count and number in self._stopped:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = PlainTyper("")
 
-RECORDED: Final = "recorded"
+_RECORDED: Final = "recorded"
 """Arrival process of a recorded run."""
 
 EXCLUDED: Final = (
@@ -177,7 +177,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
     from draftgate.loadgen.types import Slo
 
     try:
-        replays, trace = loaded.arrival == RECORDED, loaded.trace
+        replays, trace = loaded.arrival == _RECORDED, loaded.trace
         if replays:
             trace = _recorded_file(recording, loaded)
         load = Load(
@@ -220,11 +220,13 @@ def _recorded_file(recording: str | None, load: LoadFlags) -> Path:
         ValueError: no recording is given, or a flag describes other requests.
     """
     if recording is None:
-        raise ValueError(f"--arrival {RECORDED} needs the file of a server: --recording FILE")
+        raise ValueError(f"--arrival {_RECORDED} needs the file of a server: --recording FILE")
     for name in EXCLUDED:
         if getattr(load, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--arrival {RECORDED} replays recorded requests, and excludes {flag}")
+            raise ValueError(
+                f"--arrival {_RECORDED} replays recorded requests, and excludes {flag}"
+            )
     return Path(recording)
 
 

@@ -37,7 +37,7 @@ from draftgate.loadgen.types import LoadRun
 MEANS: Final = ("goodput_rps", "attainment", "accepted_tokens_per_s")
 DISTRIBUTIONS: Final = ("ttft_s", "tpot_s", "latency_s")
 
-HEAD: Final = (
+_HEAD: Final = (
     "policy",
     "latency mean",
     "latency p99",
@@ -167,8 +167,8 @@ def render_outcomes(results: Results) -> RenderableType:
     """Return the table of all policies, which fits a terminal of 80 columns."""
     table = Table(box=None, pad_edge=False)
     # Headers take two lines and never shrink. A long policy name wraps instead.
-    table.add_column(HEAD[0], overflow="fold")
-    for name in HEAD[1:]:
+    table.add_column(_HEAD[0], overflow="fold")
+    for name in _HEAD[1:]:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in _rows(results):
         table.add_row(*row)
@@ -224,7 +224,7 @@ def simulation_page(setup: Setup, results: Results) -> str:
 
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
-    yield html_table(list(HEAD), list(_rows(results)), " ".join((NOTES, *_moves(results))))
+    yield html_table(list(_HEAD), list(_rows(results)), " ".join((NOTES, *_moves(results))))
     charts = list(_charts(results))
     yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, charts))}</div>'
     for outcome in results.outcomes:

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import DecodeError, Struct
 from msgspec.json import Decoder
 
-DONE: Final = b"[DONE]"
+_DONE: Final = b"[DONE]"
 FLOAT_BYTES: Final = 4
 
 ABORTS: Final = frozenset({"abort", "aborted", "cancel", "cancelled", "error", "timeout"})
@@ -178,7 +178,7 @@ class StreamAudit(Audit):
         if self._done:
             self.fault(Verdict.AFTER_DONE, f"after [DONE]: {_excerpt(data)}")
             return None
-        if data == DONE:
+        if data == _DONE:
             self._done = True
             return None
         try:

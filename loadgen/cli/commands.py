@@ -58,8 +58,8 @@ NOT_INTACT: Final = 1
 REGRESSION: Final = 1
 ONLY_A_BOUND: Final = 1
 USAGE: Final = 2
-INVALID: Final = 3
-REFUSED: Final = 4
+_INVALID: Final = 3
+_REFUSED: Final = 4
 
 
 def run(
@@ -142,7 +142,7 @@ def compare(
         Console().print(compare_report.render_comparison(found))
         write_json(json_out, compare_report.comparison_as_dict(found))
     if found.invalid:
-        raise typer.Exit(INVALID)
+        raise typer.Exit(_INVALID)
     raise typer.Exit(REGRESSION if found.regressed else 0)
 
 
@@ -186,7 +186,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
         if not done:
             raise ValueError("interrupted before the first cell was done")
         write_json(json_out, report_sweep(planned, done, html_out))
-    unfinished = INVALID if len(done) < len(cells) else 0
+    unfinished = _INVALID if len(done) < len(cells) else 0
     raise typer.Exit(worst([unfinished, *(exit_status(one.run, None) for _, one in done)]))
 
 
@@ -217,7 +217,7 @@ def search(
         Console().print(search_report.render_search(found))
         write_json(json_out, search_report.search_as_dict(found))
     if found.result.stop is StopReason.GENERATOR:
-        raise typer.Exit(INVALID)
+        raise typer.Exit(_INVALID)
     raise typer.Exit(0 if found.result.stop is StopReason.PRECISE else ONLY_A_BOUND)
 
 
@@ -244,13 +244,13 @@ def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
     if not all(record.refused for record in others) or (check is not None and not check.passed):
         return NOT_INTACT
     if invalid_reasons(ran):
-        return INVALID
-    return REFUSED if others else 0
+        return _INVALID
+    return _REFUSED if others else 0
 
 
 def worst(statuses: Iterable[int]) -> int:
     """Return the worst exit status of several runs."""
-    return max(statuses, key=(0, REFUSED, INVALID, NOT_INTACT).index, default=0)
+    return max(statuses, key=(0, _REFUSED, _INVALID, NOT_INTACT).index, default=0)
 
 
 def write_json(path: Path | None, value: Any) -> None:

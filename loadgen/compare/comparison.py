@@ -37,7 +37,7 @@ from draftgate.loadgen.types import LoadRun, Slo
 ERROR: Final = 0.025
 """Error on either side, for 95 % intervals."""
 
-LEAST_REQUESTS: Final = 20
+_LEAST_REQUESTS: Final = 20
 """Least requests of a run. The comparison needs even more requests if blocks are long."""
 
 CELLS: Final = 4_000_000
@@ -170,8 +170,10 @@ def compare_runs(a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = ()) -
             SLOs, or because either run lacks the metric of a threshold.
     """
     for name, run in (("A", a), ("B", b)):
-        if len(run.records) < LEAST_REQUESTS:
-            raise ValueError(f"{name} has {len(run.records)} requests, fewer than {LEAST_REQUESTS}")
+        if len(run.records) < _LEAST_REQUESTS:
+            raise ValueError(
+                f"{name} has {len(run.records)} requests, fewer than {_LEAST_REQUESTS}"
+            )
     if slos(a) != slos(b):
         raise ValueError("the runs have different classes or SLOs, so they cannot be compared")
     paired = plan_of(a) == plan_of(b)

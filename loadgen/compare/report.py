@@ -19,7 +19,7 @@ from draftgate.loadgen.report.terminal import invalid_panel
 STYLES: Final = {"worse": "red", "better": "green", "": ""}
 TITLES: Final = {"goodput_rps": "goodput/s", "accepted_tokens_per_s": "accepted tokens/s"}
 
-FORMULAS: Final = {
+_FORMULAS: Final = {
     "interval": "change -+ t SE: SE over resamples of requests in blocks (stationary bootstrap), t"
     " of Student's distribution with n/block - 1 degrees of freedom; 95 % for each statistic alone",
     "verdict": "worse: by more than its threshold (without one, 0); better: by more than 0; Holm's"
@@ -81,7 +81,7 @@ def comparison_as_dict(comparison: Comparison) -> dict[str, Any]:
         "changes": [_change(change) for change in comparison.changes],
         "family_wise_error": ERROR,
         "resamples": REPLICATES,
-        "formulas": FORMULAS,
+        "formulas": _FORMULAS,
     }
 
 

@@ -22,8 +22,8 @@ from draftgate.loadgen.other_tools.base import (
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
 
-TOOL: Final = "aiperf 0.13.0"
-COLUMNS: Final = {"avg": None, "p50": 0.5, "p90": 0.9, "p99": 0.99}
+_TOOL: Final = "aiperf 0.13.0"
+_COLUMNS: Final = {"avg": None, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 _REMARKS: Final = (
     "an error event counts, but an error that the server sends as data does not",
@@ -64,8 +64,8 @@ def aiperf_report(run: LoadRun) -> ToolReport:
     gaps = [gap for one in good for gap in one.gaps_s]
     effective = [one.effective_s for one in good]
     return ToolReport(
-        TOOL,
-        tuple(COLUMNS),
+        _TOOL,
+        tuple(_COLUMNS),
         make_counts(
             ("Request Count", len(good), "text arrived"),
             ("Error Request Count", failed, "all others"),
@@ -81,14 +81,14 @@ def aiperf_report(run: LoadRun) -> ToolReport:
         ),
         (
             interpolated(
-                "Time to First Token", "first text - call", [o.ttft_s for o in good], COLUMNS
+                "Time to First Token", "first text - call", [o.ttft_s for o in good], _COLUMNS
             ),
             interpolated(
-                "Request Latency", "last text - call", [o.latency_s for o in good], COLUMNS
+                "Request Latency", "last text - call", [o.latency_s for o in good], _COLUMNS
             ),
-            interpolated("Effective Latency", "end - scheduled", effective, COLUMNS),
-            interpolated("Inter Token Latency", "(latency - TTFT) / (n - 1)", itls, COLUMNS),
-            interpolated("Inter Chunk Latency", "text(i) - text(i - 1), pooled", gaps, COLUMNS),
+            interpolated("Effective Latency", "end - scheduled", effective, _COLUMNS),
+            interpolated("Inter Token Latency", "(latency - TTFT) / (n - 1)", itls, _COLUMNS),
+            interpolated("Inter Chunk Latency", "text(i) - text(i - 1), pooled", gaps, _COLUMNS),
         ),
         _REMARKS,
     )

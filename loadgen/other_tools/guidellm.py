@@ -25,8 +25,8 @@ from draftgate.loadgen.other_tools.base import (
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
 
-TOOL: Final = "guidellm 0.8.1"
-COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+_TOOL: Final = "guidellm 0.8.1"
+_COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 _REMARKS: Final = (
     "a request without a usage counts all its requested tokens, even if fewer arrived",
@@ -67,8 +67,8 @@ def guidellm_report(run: LoadRun) -> ToolReport:
     conforming = outcomes.count(True)
     determined = len(good) - outcomes.count(None) + errored
     return ToolReport(
-        TOOL,
-        tuple(COLUMNS),
+        _TOOL,
+        tuple(_COLUMNS),
         make_counts(
             ("Requests successful", len(good), "the stream ended without an error event"),
             ("Requests errored", errored, "all others"),
@@ -117,7 +117,7 @@ def _weighted(name: str, formula: str, pairs: list[tuple[float, float]]) -> Tool
     mean_s = sum(value * w for value, w in known) / weight
     values = {
         column: (mean_s if share is None else weighted_percentile(known, share)) * 1e3
-        for column, share in COLUMNS.items()
+        for column, share in _COLUMNS.items()
     }
     return ToolDistribution(name, values, formula)
 

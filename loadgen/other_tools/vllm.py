@@ -24,8 +24,8 @@ from draftgate.loadgen.other_tools.base import (
 )
 from draftgate.loadgen.types import LoadRun, Record, Slo
 
-TOOL: Final = "vllm bench serve 0.33.0"
-COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p99": 0.99}
+_TOOL: Final = "vllm bench serve 0.33.0"
+_COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p99": 0.99}
 
 _REMARKS: Final = (
     "vLLM tokenizes a text without a usage, but this report counts each chunk as a token",
@@ -58,8 +58,8 @@ def vllm_report(run: LoadRun) -> ToolReport:
     gaps = [gap for one in good for gap in one.gaps_s]
     seconds = run.duration_s
     return ToolReport(
-        TOOL,
-        tuple(COLUMNS),
+        _TOOL,
+        tuple(_COLUMNS),
         make_counts(
             ("Successful requests", len(good), "status 200 and at least one chunk"),
             ("Failed requests", failed, "all others"),
@@ -74,10 +74,10 @@ def vllm_report(run: LoadRun) -> ToolReport:
             ("Output token throughput (tok/s)", per_second(tokens, seconds), "tokens / duration"),
         ),
         (
-            interpolated("TTFT", "first chunk - call", [one.ttft_s for one in good], COLUMNS),
-            interpolated("TPOT", "(E2EL - TTFT) / (n - 1)", tpots, COLUMNS),
-            interpolated("ITL", "chunk(i) - chunk(i - 1), pooled", gaps, COLUMNS),
-            interpolated("E2EL", "last chunk - call", [one.latency_s for one in good], COLUMNS),
+            interpolated("TTFT", "first chunk - call", [one.ttft_s for one in good], _COLUMNS),
+            interpolated("TPOT", "(E2EL - TTFT) / (n - 1)", tpots, _COLUMNS),
+            interpolated("ITL", "chunk(i) - chunk(i - 1), pooled", gaps, _COLUMNS),
+            interpolated("E2EL", "last chunk - call", [one.latency_s for one in good], _COLUMNS),
         ),
         _REMARKS,
     )

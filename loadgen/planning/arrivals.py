@@ -18,14 +18,14 @@ from typing import Final, Protocol
 
 import numpy as np
 
-PHASE_S: Final = 5.0
+_PHASE_S: Final = 5.0
 """Default length of the phases of `onoff`. A phase is longer than most requests, so that queues
 build up and drain."""
 
 RAMP_S: Final = 60.0
 """Default length of a ramp."""
 
-SMALLEST: Final = 1e-3
+_SMALLEST: Final = 1e-3
 LARGEST: Final = 1e6
 """Range of the parameters of a process. Only a ramp may also start at 0."""
 
@@ -85,8 +85,8 @@ class OnOff:
     The process starts with a busy phase, so a run of fractional periods exceeds the rate.
     """
 
-    on_s: float = PHASE_S
-    off_s: float = PHASE_S
+    on_s: float = _PHASE_S
+    off_s: float = _PHASE_S
 
     def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
         """Yield the arrivals of a Poisson process, shifted by the silent phases."""
@@ -146,8 +146,8 @@ def parse_arrival(spec: str) -> Arrival:
         raise ValueError(f"arrival {spec!r}: expected {expected} numbers, e.g. {_EXAMPLES}")
     largest = LARGEST_CV if name == "gamma" else LARGEST
     checked = numbers[1:] if name == "ramp" and numbers[0] == 0.0 else numbers
-    if not all(SMALLEST <= number <= largest for number in checked):
-        raise ValueError(f"arrival {spec!r}: numbers must be between {SMALLEST:g} and {largest:g}")
+    if not all(_SMALLEST <= number <= largest for number in checked):
+        raise ValueError(f"arrival {spec!r}: numbers must be between {_SMALLEST:g} and {largest:g}")
     match name:
         case "constant":
             return Constant()

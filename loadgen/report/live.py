@@ -26,7 +26,7 @@ from draftgate.loadgen.types import Record
 REDRAWS_PER_S: Final = 2.0
 """Redraws per second. Drawing blocks the event loop for some milliseconds."""
 
-STEP: Final = 0.02
+_STEP: Final = 0.02
 """Width of a histogram's buckets, as a share of their value."""
 
 
@@ -39,7 +39,7 @@ class Histogram:
 
     def add(self, value: float) -> None:
         """Count a value. A value below a microsecond counts as a microsecond."""
-        self._buckets[round(log(max(value, 1e-6)) / STEP)] += 1
+        self._buckets[round(log(max(value, 1e-6)) / _STEP)] += 1
         self._count += 1
 
     def percentile(self, percent: float) -> float | None:
@@ -48,7 +48,7 @@ class Histogram:
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
             if seen >= wanted:
-                return exp(bucket * STEP)
+                return exp(bucket * _STEP)
         return None
 
 

@@ -52,7 +52,7 @@ NEAR: Final = (0.03, 0.3)
 GRID_STEP: Final = 0.0025
 """Step of the grid of roots in logarithms, a twentieth of the usual precision."""
 
-HALVINGS: Final = 18
+_HALVINGS: Final = 18
 """Halvings of the range of slopes, which give the slope to 1 in 40,000."""
 
 BEYOND: Final = 0.7
@@ -197,7 +197,7 @@ def _profile(
     """
     off = rates[None, :] - roots[:, None]
     low, high = (np.full(len(roots), log(slope)) for slope in SLOPES)
-    for _ in range(HALVINGS):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         logits = wanted - np.exp(middle)[:, None] * off
         shares = 0.5 * (1.0 + np.tanh(logits / 2))

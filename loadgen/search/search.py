@@ -30,7 +30,7 @@ from draftgate.loadgen.search.types import (
     StopReason,
 )
 
-STEP: Final = 2.0
+_STEP: Final = 2.0
 """Factor between the rates of the bracket. A larger factor overloads the server for longer, and a
 smaller factor takes more probes."""
 
@@ -44,7 +44,7 @@ root."""
 LEAST_REQUESTS: Final = 200
 """Least requests of a probe before its verdict, ten batches."""
 
-MOST_REQUESTS: Final = 2000
+_MOST_REQUESTS: Final = 2000
 """Most requests of a probe after the bracket. A long probe needs only one warm-up, but a short
 probe is soon followed by one at a better rate."""
 
@@ -58,7 +58,7 @@ MOST_OFFSET: Final = 0.2
 DESCENTS: Final = 3
 """Halvings of the starting rate after which the search stops if the generator never kept up."""
 
-RETRIES: Final = 1
+_RETRIES: Final = 1
 """How often to retry a rate at which the generator did not keep up."""
 
 LEAST_SIDE: Final = 500
@@ -165,7 +165,7 @@ class RateSearch:
     def _ceiling_rps(self) -> float:
         """The lowest rate at which the generator never kept up, even when retried, or infinity."""
         rates = [m.probe.rate_rps for m in self._tried if m.verdict is ProbeVerdict.INVALID]
-        return min((rate for rate in rates if rates.count(rate) > RETRIES), default=inf)
+        return min((rate for rate in rates if rates.count(rate) > _RETRIES), default=inf)
 
     @property
     def _bracket(self) -> tuple[float, float]:
@@ -190,7 +190,7 @@ class RateSearch:
         if goal.most_requests - self._sent < SMALLEST_BATCH:
             return StopReason.REQUESTS
         if known is None:
-            hopeless = self._ceiling_rps <= goal.start_rps / STEP**DESCENTS
+            hopeless = self._ceiling_rps <= goal.start_rps / _STEP**DESCENTS
             return StopReason.GENERATOR if hopeless else None
         rates = [m.probe.rate_rps for m in self._valid]
         if self._precise:
@@ -216,10 +216,10 @@ class RateSearch:
         low, high = self._bracket
         rates = [m.probe.rate_rps for m in self._valid]
         if not known.bounded and isinf(high):
-            step = STEP if low == max(rates) else 1.0 + MOST_OFFSET
+            step = _STEP if low == max(rates) else 1.0 + MOST_OFFSET
             return self._bounded(max(rates) * step), FIRST_REQUESTS
         if not known.bounded and low == 0.0:
-            step = STEP if high == min(rates) else 1.0 + MOST_OFFSET
+            step = _STEP if high == min(rates) else 1.0 + MOST_OFFSET
             return self._bounded(min(rates) / step), FIRST_REQUESTS
         width = known.high_rps / known.low_rps if known.bounded else inf
         step = 1.0 + min(max(OFFSET * (sqrt(width) - 1.0), LEAST_OFFSET), MOST_OFFSET)
@@ -237,12 +237,12 @@ class RateSearch:
         The interval narrows with the square root of the number of requests.
         """
         lacking = (known.relative_half_width / self._goal.precision) ** 2 - 1.0
-        return round(min(max(sum(known.sides) * lacking, LEAST_REQUESTS), MOST_REQUESTS))
+        return round(min(max(sum(known.sides) * lacking, LEAST_REQUESTS), _MOST_REQUESTS))
 
     def _bounded(self, rate_rps: float) -> float:
         """Return the rate, or for a rate above the ceiling, a rate halfway to the ceiling."""
         ceiling = self._ceiling_rps
         if rate_rps >= ceiling:
             below = (m.probe.rate_rps for m in self._valid if m.probe.rate_rps < ceiling)
-            rate_rps = sqrt(ceiling * max(below, default=ceiling / STEP**2))
+            rate_rps = sqrt(ceiling * max(below, default=ceiling / _STEP**2))
         return min(rate_rps, self._goal.max_rate_rps)

@@ -36,11 +36,11 @@ def start_clock(start_s: float | None = None) -> Clock:
     return lambda: time.monotonic() - origin_s
 
 
-KEEPALIVE_S: Final = 4.0
+_KEEPALIVE_S: Final = 4.0
 """How long to keep idle connections, shorter than servers do (uvicorn: 5 s). A request on a
 connection that the server is closing would fail without a fault of the server."""
 
-STALE_S: Final = 1.0
+_STALE_S: Final = 1.0
 """Seconds within which a connection that the server had closed shows itself. One that breaks later
 is a fault of the server."""
 
@@ -102,7 +102,7 @@ def open_session(api_key: str = "", tls: ssl.SSLContext | None = None) -> aiohtt
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEPALIVE_S, ssl=True if tls is None else tls
+            limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=True if tls is None else tls
         ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         headers=headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
@@ -241,7 +241,7 @@ class StreamExchange:
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError):
                 reused_s = None if self._sent_s is None else self._clock() - self._sent_s
-                if self._connecting_s is not None or reused_s is None or reused_s > STALE_S:
+                if self._connecting_s is not None or reused_s is None or reused_s > _STALE_S:
                     raise
             self._sent_s = None
 

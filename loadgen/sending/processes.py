@@ -40,7 +40,7 @@ AHEAD_S: Final = 0.1
 """Delay until the common start time. A process reads its message within milliseconds. A process
 that takes longer starts late and reports the lag."""
 
-GRACE_S: Final = 10.0
+_GRACE_S: Final = 10.0
 """Longest wait for a process to stop. Closing its streams takes milliseconds."""
 
 GONE: Final = (asyncio.IncompleteReadError, ConnectionError)
@@ -122,7 +122,7 @@ class SenderProcess:
     async def wait_for_exit(self) -> str:
         """Wait until the process has ended, and return how it ended, in words."""
         try:
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(_GRACE_S):
                 status = await self.process.wait()
         except TimeoutError:
             return "it did not stop in time"
@@ -229,7 +229,7 @@ async def _stop(senders: Sequence[SenderProcess], following: Sequence[asyncio.Ta
     for sender, task in zip(senders, following, strict=True):
         if not task.done():
             sender.writer.write_eof()  # The process closes its streams and reports the end.
-    _, hanging = await asyncio.wait(following, timeout=GRACE_S)
+    _, hanging = await asyncio.wait(following, timeout=_GRACE_S)
     for task in hanging:
         task.cancel()
     if hanging:

@@ -34,7 +34,7 @@ from draftgate.loadgen.types import SINGLE, PlannedRequest, Record
 
 T = TypeVar("T")
 
-REPORT_S: Final = 0.05
+_REPORT_S: Final = 0.05
 """How long to collect events for a report. The live view is drawn twice a second and needs no
 faster reports. Reporting each of 3,000 requests per second would take CPU from the processes that
 measure."""
@@ -74,7 +74,7 @@ class SenderReport(Struct, omit_defaults=True):
 
 
 JOB: Final = Decoder(SenderJob, dec_hook=lambda kind, value: kind(value))
-START: Final = Decoder(SenderStart)
+_START: Final = Decoder(SenderStart)
 REPORT: Final = Decoder(SenderReport, dec_hook=lambda _kind, _value: SINGLE)  # Flows are not sent.
 
 _encoder: Final = Encoder(enc_hook=str)  # This encodes paths, and flows, which no receiver reads.
@@ -126,7 +126,7 @@ class ReportBuffer:
 
     def _flush_soon(self) -> None:
         if self._flushing is None:
-            self._flushing = self._loop.call_later(REPORT_S, self.flush)
+            self._flushing = self._loop.call_later(_REPORT_S, self.flush)
 
 
 async def send(channel: socket.socket) -> None:
@@ -150,7 +150,7 @@ async def send(channel: socket.socket) -> None:
                 part=job.part,
             )
             buffer.flush()
-            clock = start_clock((await receive(reader, START)).at_s)
+            clock = start_clock((await receive(reader, _START)).at_s)
             await asyncio.sleep(max(0.0, TIMER_S - clock()))  # Timers may fire up to TIMER_S early.
             running = asyncio.create_task(
                 run_plan(

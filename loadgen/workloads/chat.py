@@ -17,7 +17,7 @@ from draftgate.loadgen.workloads.base import LengthDistribution, WorkloadSetting
 OPEN_SESSIONS: Final = 32
 """Concurrent conversations. A turn follows 32 requests after the previous turn."""
 
-QUESTION_START: Final = "Explain: "
+_QUESTION_START: Final = "Explain: "
 SYSTEM: Final = "You are a helpful assistant. Answer precisely, and show code where it helps."
 
 MEAN_TURNS: Final = 2.0
@@ -26,7 +26,7 @@ TURN: Final = LengthDistribution(median=42, sigma=1.0, least=8, most=1024)
 """A geometric number of turns, and user messages with a mean of 69 tokens. Both means are those of
 LMSYS-Chat-1M (Zheng et al., ICLR 2024: 2.0 turns, 69.5 tokens). The spread is an assumption."""
 
-ANSWER: Final = LengthDistribution(median=129, sigma=0.86, least=16, most=601)
+_ANSWER: Final = LengthDistribution(median=129, sigma=0.86, least=16, most=601)
 """Median, spread, 1st and 99th percentiles of generated tokens in Azure's conversation trace of
 2023 (19,366 requests, Patel et al., Splitwise, ISCA 2024)."""
 
@@ -84,12 +84,12 @@ class Chat:
         prose, turns, answers = settings.corpus.prose, list[ChatMessage](), list[int]()
         tokens = settings.counter.count(SYSTEM)
         while True:
-            user, answer = TURN.draw(rng), settings.answer_tokens(ANSWER.draw(rng))
+            user, answer = TURN.draw(rng), settings.answer_tokens(_ANSWER.draw(rng))
             fitting = settings.prompt_tokens(tokens + user, answer) - tokens
             if turns and fitting < user:
                 break
             tokens += user + answer
-            message = QUESTION_START + settings.text(prose, rng, user)
+            message = _QUESTION_START + settings.text(prose, rng, user)
             turns.append(ChatMessage("user", cut(message, max(fitting, 1), settings.counter)))
             turns.append(ChatMessage("assistant", settings.text(prose, rng, answer)))
             answers.append(answer)

@@ -7,8 +7,8 @@ from typing import Final
 from draftgate.loadgen.types import RequestSpec
 from draftgate.loadgen.workloads.base import LengthDistribution, WorkloadSettings
 
-PROMPT: Final = LengthDistribution(median=1469, sigma=1.15, least=17, most=7436)
-ANSWER: Final = LengthDistribution(median=13, sigma=0.85, least=6, most=251)
+_PROMPT: Final = LengthDistribution(median=1469, sigma=1.15, least=17, most=7436)
+_ANSWER: Final = LengthDistribution(median=13, sigma=0.85, least=6, most=251)
 """Medians, spreads, and 1st and 99th percentiles of Azure's code completion trace of 2023 (8,819
 requests, Patel et al., Splitwise, ISCA 2024). The spread of prompts uses the quartiles, because the
 trace ends at about 7,400 tokens. Its responses are short, and `max_tokens` sets another length."""
@@ -28,8 +28,8 @@ class Code:
     def request(self, index: int) -> RequestSpec:
         settings = self._settings
         rng = settings.rng(self.name, index)
-        answer = settings.answer_tokens(ANSWER.draw(rng))
-        tokens = settings.prompt_tokens(PROMPT.draw(rng), answer)
+        answer = settings.answer_tokens(_ANSWER.draw(rng))
+        tokens = settings.prompt_tokens(_PROMPT.draw(rng), answer)
         source = settings.text(settings.corpus.code, rng, tokens)
         return settings.spec(self.name, index, answer, _up_to_an_opened_block(source))
 

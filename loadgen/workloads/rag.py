@@ -20,7 +20,7 @@ from draftgate.loadgen.workloads.rag_flow import RagFlow, RagOptions
 from draftgate.loadgen.workloads.rag_plan import PASSAGE_TOKENS, PASSAGES, answer_prompt, fit
 from draftgate.loadgen.workloads.rag_search import Retriever
 
-POPULARITY: Final = 0.8
+_POPULARITY: Final = 0.8
 """The Zipf exponent of the popularity of passages. Web documents have exponents of 0.64 to 0.83
 (Breslau et al., INFOCOM 1999)."""
 
@@ -90,11 +90,11 @@ class Rag:
 
     @cached_property
     def _popularity(self) -> Shares:
-        return zipf(len(self.pairs), POPULARITY)
+        return zipf(len(self.pairs), _POPULARITY)
 
     @cached_property
     def _indexed(self) -> Shares:
-        return zipf(min(INDEXED, len(self.pairs)), POPULARITY)
+        return zipf(min(INDEXED, len(self.pairs)), _POPULARITY)
 
     @cached_property
     def _context_tokens(self) -> int:

@@ -76,7 +76,7 @@ shipped model wrote 29 to 54 and 9 to 38 tokens (20 replies, 2026-11-26)."""
 PLAN: Final = "plan"
 NEXT: Final = "next"
 RETRIEVE: Final = "retrieve"
-ANSWER: Final = "answer"
+_ANSWER: Final = "answer"
 
 
 class Agent(StrEnum):
@@ -158,7 +158,7 @@ class RagFlow:
         self, request: RequestSpec, answered: Sequence[Record], elapsed_s: float
     ) -> RequestSpec | None:
         last = answered[-1].planned.request.hop if answered else ""
-        if last == ANSWER or self._is_refused(answered):
+        if last == _ANSWER or self._is_refused(answered):
             return None
         searches, valid = self._replay(answered)
         rounds = sum(record.planned.request.hop == RETRIEVE for record in answered)
@@ -229,7 +229,7 @@ class RagFlow:
         )
         limit = request.max_tokens
         passages = self._passages(searches, answer_prompt((), self.question), limit)
-        hop = self._chat(request, answer_prompt(passages, self.question), ANSWER, limit)
+        hop = self._chat(request, answer_prompt(passages, self.question), _ANSWER, limit)
         return replace(hop, facts=facts)
 
     def _passages(self, searches: Searches, prompt: str, answer_tokens: int) -> list[str]:
@@ -271,7 +271,7 @@ class RagFlow:
 
     def _later(self, hop: str, rounds: int, request: RequestSpec) -> list[RequestWork]:
         """Return the expected work of the requests after a hop, with all rounds of an agent."""
-        if hop == ANSWER:
+        if hop == _ANSWER:
             return []
         count, context = self.settings.counter.count, self.context_tokens
         retrieval = RequestWork(count(self.question) + count(QUERY_CHARACTERS * "x"))

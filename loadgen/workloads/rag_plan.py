@@ -45,7 +45,7 @@ NEXT_INSTRUCTION: Final = (
     ' JSON: {"steps": [{"source": "code", "query": "...", "uses": []}]}. If the passages below'
     ' answer the question, write {"steps": []}.\n\n'
 )
-QUESTION_START: Final = "Question: what is said about"
+_QUESTION_START: Final = "Question: what is said about"
 
 
 class PlanStep(Struct, frozen=True):
@@ -127,7 +127,7 @@ def answer_prompt(passages: Sequence[str], question: str) -> str:
 
 def asked(question: str) -> str:
     """Return the question as prompts state it."""
-    return f'{QUESTION_START} "{question}"?'
+    return f'{_QUESTION_START} "{question}"?'
 
 
 def fit(

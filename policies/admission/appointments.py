@@ -36,7 +36,7 @@ LATE_S: Final = 1.5
 whole seconds and networks add some delay. A client that is later loses its place, and is
 admitted only if the pool has capacity."""
 
-GRACE_S: Final = 5.0
+_GRACE_S: Final = 5.0
 GRACE_SHARE: Final = 0.25
 """The gateway expects a client for this many seconds, plus this share of its delay, after its
 appointment. OpenAI's clients add a quarter of jitter to their delays."""
@@ -96,7 +96,7 @@ class Booking:
     @property
     def until_s(self) -> float:
         """The time after which the client is no longer expected."""
-        return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
+        return self.due_s + _GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
 
 
 class BookingNote(NamedTuple):

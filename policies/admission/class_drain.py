@@ -30,14 +30,14 @@ FLOW_S: Final = 20.0
 """Time constant of the rate of a flow, in seconds. If each request takes a tenth of a second of the
 pool, the estimated rate is within 5%."""
 
-LEAST_FLOW_S: Final = 2.0
+_LEAST_FLOW_S: Final = 2.0
 """Minimum time over which the first work of a class is spread, because one request is not a flow.
 """
 
-LEAST_SHARE: Final = 0.01
+_LEAST_SHARE: Final = 0.01
 """Share of the pool below which the flow of a class is ignored."""
 
-MEMORY_S: Final = 600.0
+_MEMORY_S: Final = 600.0
 """Time constant of the age of a flow, in seconds. The age is the work divided by the rate.
 (Chosen, not tuned.)"""
 
@@ -73,12 +73,12 @@ class _Flow:
 
     def add(self, work_s: float, now_s: float) -> None:
         self.recent_s = self.recent_s * math.exp((self.at_s - now_s) / FLOW_S) + work_s
-        self.total_s = self.total_s * math.exp((self.at_s - now_s) / MEMORY_S) + work_s
+        self.total_s = self.total_s * math.exp((self.at_s - now_s) / _MEMORY_S) + work_s
         self.at_s = now_s
 
     def rate(self, now_s: float) -> float:
         """Return the work per second, assuming a constant rate since the start."""
-        seen_s = max(now_s - self.since_s, LEAST_FLOW_S)
+        seen_s = max(now_s - self.since_s, _LEAST_FLOW_S)
         left_s = self.recent_s * math.exp((self.at_s - now_s) / FLOW_S)
         return left_s / (FLOW_S * -math.expm1(-seen_s / FLOW_S))
 
@@ -169,7 +169,7 @@ class ClassFlows:
             level: flow.rate(now_s) for level, flow in self._flows.items() if level != priority
         }
         better = {
-            level: rate for level, rate in rates.items() if level < priority and rate > LEAST_SHARE
+            level: rate for level, rate in rates.items() if level < priority and rate > _LEAST_SHARE
         }
         worse = sum(rate for level, rate in rates.items() if level > priority)
         shares = [

@@ -21,7 +21,7 @@ from draftgate.policies.admission.wait_forecast import (
 )
 from draftgate.policies.values import immutable, replace
 
-TARGET_SHARE: Final = 0.35
+_TARGET_SHARE: Final = 0.35
 """Predicted wait at an appointment, as a share of the longest wait that surely meets the deadline.
 The rest is a margin for clients that find more work ahead than predicted. With 0.5, three times the
 capacity by five tenants had 2% less goodput (simulated, tests/policies/overload_servers.py, three
@@ -33,11 +33,11 @@ the pool admits any request, despite bookings. So the pool is never idle because
 may not return. If no client returns, goodput at three times the capacity is within 4% of its
 peak (simulated, tests/policies/overload_servers.py, 2026-11-21)."""
 
-PACE: Final = 0.95
+_PACE: Final = 0.95
 """Share of the pool's time for appointments.
 
 The rest is for clients that the pool refuses again. When no new requests arrive, the pool may be
-idle for this rest. With 0.97 and a `TARGET_SHARE` of 0.5, five tenants lost goodput (simulated,
+idle for this rest. With 0.97 and a `_TARGET_SHARE` of 0.5, five tenants lost goodput (simulated,
 tests/policies/overload_servers.py, one run, 2026-11-23)."""
 
 LEAST_RETRY_S: Final = 0.05
@@ -185,7 +185,7 @@ class Deadline:
         better_s, own_s = self.appointments.ahead_s(
             priority, view.tenant, view.share, predicted.work_s
         )
-        booked_s = self._longer_s(view, drain, (better_s / PACE, own_s / PACE))
+        booked_s = self._longer_s(view, drain, (better_s / _PACE, own_s / _PACE))
         return _Outlook(
             predicted,
             booked_s,
@@ -222,7 +222,7 @@ class Deadline:
                 outlook.ahead_s,
                 partial(self._longer_s, view, drain),
             )
-        retry_s = start_s - TARGET_SHARE * outlook.sure_s
+        retry_s = start_s - _TARGET_SHARE * outlook.sure_s
         retry_s = max(refused.retry_after_s, retry_s, LEAST_RETRY_S)
         if not view.sheddable:
             new = Booking(

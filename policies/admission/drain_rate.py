@@ -24,7 +24,7 @@ from typing import Final
 
 from draftgate.policies.admission.types import AdmissionView
 
-MEMORY_S: Final = 120.0
+_MEMORY_S: Final = 120.0
 """Time constant of the sums, in seconds of a full pool. A pool of 16 sequences ends about 600
 requests in this time, whose mean length is known to about 3%. (Chosen, not tuned, 2026-11-23.)"""
 
@@ -63,7 +63,7 @@ class DrainRate:
             drained_s = (self._queued_s - queued_s) / view.pool.share
             if queued_s <= 0.0:  # the pool may have been idle at the end
                 elapsed_s = min(elapsed_s, self.factor * drained_s)
-            kept = math.exp(-elapsed_s / MEMORY_S)
+            kept = math.exp(-elapsed_s / _MEMORY_S)
             self._seconds = self._seconds * kept + elapsed_s
             self._drained_s = self._drained_s * kept + drained_s
             found = self._seconds / max(self._drained_s, self._seconds / MOST_FACTOR)

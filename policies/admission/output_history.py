@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-MOST_TENANTS: Final = 4096
+_MOST_TENANTS: Final = 4096
 """Maximum number of tenants. The least recently used tenant is forgotten first."""
 
-FORGETTING: Final = 0.98
+_FORGETTING: Final = 0.98
 """Decay per finished sequence, which averages about the last fifty. (Chosen: output lengths change
 with the application, within minutes.)"""
 
@@ -29,14 +29,14 @@ class _Ratio:
         return (self.used + PRIOR_SEQUENCES * to) / (self.sequences + PRIOR_SEQUENCES)
 
     def add(self, used: float) -> None:
-        self.sequences = self.sequences * FORGETTING + 1.0
-        self.used = self.used * FORGETTING + used
+        self.sequences = self.sequences * _FORGETTING + 1.0
+        self.used = self.used * _FORGETTING + used
 
 
 class OutputHistory:
     """The mean ratio of output tokens to `max_tokens`, for each tenant and for all tenants."""
 
-    def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
+    def __init__(self, most_tenants: int = _MOST_TENANTS) -> None:
         self._most = most_tenants
         self._tenants = OrderedDict[str, _Ratio]()  # the most recently used tenant is last
         self._all = _Ratio()

@@ -20,7 +20,7 @@ SHARED_ERROR: Final = 0.3
 """Initial relative error that all coefficients share, as for a profile from another machine of the
 same kind."""
 
-FORGETTING: Final = 1e-4
+_FORGETTING: Final = 1e-4
 """Share of the learned covariance that each measurement removes. Chosen for 5% noise: in steady
 state a measurement moves estimates by 1 to 2%, and about 200 steps suffice to learn a doubled
 cost."""
@@ -91,7 +91,7 @@ class NonNegativeRegression:
         gain = np.linalg.solve(expected, np.column_stack((clipped, towards)))
         self._scaled = self._scaled + towards.T @ gain[:, 0]
         self._covariance -= towards.T @ gain[:, 1:]
-        share = FORGETTING * len(values)
+        share = _FORGETTING * len(values)
         self._covariance += share * (self._prior - self._covariance)
         self._covariance = (self._covariance + self._covariance.T) / 2
         self._forbid_negative()

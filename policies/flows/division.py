@@ -25,7 +25,7 @@ from draftgate.policies.values import replace
 LEAST_HOP_S: Final = 1e-3
 """Minimum predicted time of a hop in seconds, so that each hop has a budget."""
 
-LEAST_SHARE: Final = 0.1
+_LEAST_SHARE: Final = 0.1
 """Minimum share of the remaining time for the hops. The time that a client takes between hops is a
 forecast from its earlier flows, and must not leave nothing for the hops. (Chosen, not tuned.)"""
 
@@ -81,7 +81,7 @@ def divide(
     later_here_s = sum([h.weight * service_s(h, speed) for h in later if not h.elsewhere])
     later_s = later_served_s + max(later_wait_s, 0.0)
     gaps_s = sum([hop.weight * hop.gap_s for hop in later])
-    usable_s = max(remaining_s - gaps_s, LEAST_SHARE * remaining_s)
+    usable_s = max(remaining_s - gaps_s, _LEAST_SHARE * remaining_s)
     budget_s = usable_s * (own_s / (own_s + later_s))
     least_s = served_s + later_s + gaps_s
     return Division(

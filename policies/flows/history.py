@@ -27,7 +27,7 @@ MOST_KINDS: Final = 8
 MOST_HOPS: Final = 32
 """Positions that are distinguished. Later hops of longer flows are not predicted."""
 
-FORGETTING: Final = 0.95
+_FORGETTING: Final = 0.95
 """Decay per hop of a state, which averages about the last twenty. (Chosen, not tuned: the hops of
 an application change with its releases, and twenty flows take seconds.)"""
 
@@ -49,8 +49,8 @@ class _Mean:
 
     def add(self, value: float) -> None:
         """Add a value, which decays all earlier values."""
-        self.total = self.total * FORGETTING + value
-        self.weight = self.weight * FORGETTING + 1.0
+        self.total = self.total * _FORGETTING + value
+        self.weight = self.weight * _FORGETTING + 1.0
 
     @property
     def value(self) -> float:
@@ -77,7 +77,7 @@ class _State:
     def add_following(self, kind: HopKind | None) -> None:
         """Count what followed a hop."""
         for known in self.following:
-            self.following[known] *= FORGETTING
+            self.following[known] *= _FORGETTING
         self.following[kind] = self.following.get(kind, 0.0) + 1.0
         if len(self.following) > MOST_KINDS:
             others = [known for known in self.following if known != kind]

@@ -50,7 +50,7 @@ from draftgate.policies.speculation.cluster_price import price_rise
 from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import WorkerLoad
 
-HYSTERESIS: Final = 2.0
+_HYSTERESIS: Final = 2.0
 """Factor of the least gain for each earlier move of the stream. A stream that two noisy loads send
 back and forth therefore soon stays. (Chosen, not tuned, 2026-11-23.)"""
 
@@ -65,7 +65,7 @@ MOST_PAIRS: Final = 4
 """Pairs of workers that one call compares, as many as the moves of a gateway. (Chosen, not tuned,
 2026-11-23.)"""
 
-MOST_COMPARED: Final = 16
+_MOST_COMPARED: Final = 16
 """Streams of a worker whose gain is predicted, those with the most expected work per byte. (Chosen,
 not tuned, 2026-11-23.)"""
 
@@ -80,7 +80,7 @@ class LeastTime:
         moves = make_room(pool, streams_of)
         for source, sink in _pairs(undecided(pool, moves)):
             streams = [one for one in streams_of(source.worker_id) if one.may_move]
-            best = nlargest(MOST_COMPARED, streams, key=_work_per_byte)
+            best = nlargest(_MOST_COMPARED, streams, key=_work_per_byte)
             found = [
                 _move(stream, source, sink, pool.link) for stream in best if fits(stream, sink)
             ]
@@ -157,7 +157,7 @@ def _move(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link
         sink.worker_id,
         MoveReason.DRAIN if source.leaving else MoveReason.FASTER,
         float("inf") if source.leaving else gain_s,
-        COST_FACTOR * cost_s * HYSTERESIS**stream.moves,
+        COST_FACTOR * cost_s * _HYSTERESIS**stream.moves,
         f"saves {gain_s:.3f} s ({words}) for {cost_s:.3f} s",
     )
 

@@ -32,7 +32,7 @@ COST_FACTOR: Final = 2.0
 """A move must save at least this many times its cost, because predictions have errors. The design
 requires 2."""
 
-MOST_COMPARED: Final = 4
+_MOST_COMPARED: Final = 4
 """Workers whose streams are compared, those that lack the least memory. (Chosen, not tuned,
 2026-11-23.)"""
 
@@ -55,7 +55,7 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
     idle = [one for one in pool.workers if not one.moving]
     able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
     nearest = nsmallest(
-        MOST_COMPARED, able, key=lambda one: (lacking[one.worker_id], one.worker_id)
+        _MOST_COMPARED, able, key=lambda one: (lacking[one.worker_id], one.worker_id)
     )
     found = [
         (num_bytes, move)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-WINDOW_S: Final = 10.0
+_WINDOW_S: Final = 10.0
 """Window in which requests and retries count, in seconds (Finagle's). If an upstream fails with
 many requests in flight, the requests of this window pay for their retries. The gateway detects
 the outage within a few seconds."""
@@ -44,7 +44,7 @@ class RetryBudget:
         self,
         share: float = RETRY_SHARE,
         least_per_s: float = LEAST_PER_S,
-        window_s: float = WINDOW_S,
+        window_s: float = _WINDOW_S,
     ) -> None:
         self._share = share
         self._free = least_per_s * window_s

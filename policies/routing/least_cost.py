@@ -24,7 +24,7 @@ TIE_MARGIN: Final = 0.05
 """Relative cost margin within which a worker equals the best worker. It must also be no busier and
 have as much of the prompt cached. Identical idle workers never measure exactly the same speed."""
 
-TARGET_SHARE: Final = 0.7
+_TARGET_SHARE: Final = 0.7
 """Share of a target within which a prediction must be for a worker to be in time.
 
 A prediction does not know the prompts that arrive later. An A100 with three A10G met the targets of
@@ -99,8 +99,8 @@ class LeastCost:
 
 def _timely(service: ServiceLevel, predictions: Sequence[RoutePrediction]) -> Sequence[int]:
     """Return the places of the workers that will meet the targets, or all if there is none."""
-    ttft_s = math.inf if service.ttft_s is None else TARGET_SHARE * service.ttft_s
-    tpot_s = math.inf if service.tpot_s is None else TARGET_SHARE * service.tpot_s
+    ttft_s = math.inf if service.ttft_s is None else _TARGET_SHARE * service.ttft_s
+    tpot_s = math.inf if service.tpot_s is None else _TARGET_SHARE * service.tpot_s
     timely = [
         place
         for place, one in enumerate(predictions)

@@ -19,7 +19,7 @@ OVERLOAD: Final = 1.25
 """Multiple of the mean load above which a worker gets no credit for its cache. Consistent hashing
 with bounded loads (Mirrokni et al. 2018) balances load and cache hits best near this value."""
 
-STALE_S: Final = 1.0
+_STALE_S: Final = 1.0
 """Age of a load with a staleness of one half, in seconds: the interval between two heartbeats."""
 
 MOST_OFFERS: Final = 64
@@ -70,7 +70,7 @@ def price(_request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
 
 def staleness(_request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
     """Return a score that grows with the age of each worker's load."""
-    return [Score(worker.age_s / (worker.age_s + STALE_S)) for worker in workers]
+    return [Score(worker.age_s / (worker.age_s + _STALE_S)) for worker in workers]
 
 
 def latency(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:

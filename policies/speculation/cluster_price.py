@@ -34,7 +34,7 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.speculation.price import LEAST_S
 from draftgate.policies.types import WorkerLoad
 
-FORGETTING: Final = 0.98
+_FORGETTING: Final = 0.98
 """Decay of the mean need per request, which averages about the last fifty, as for output lengths
 (`output_history`). (Chosen, not tuned, 2026-11-22.)"""
 
@@ -81,7 +81,7 @@ class MeanNeed:
 
     def add_request(self, need: CapacityNeed) -> None:
         """Learn from a placed request."""
-        self._requests = self._requests * FORGETTING + 1.0
+        self._requests = self._requests * _FORGETTING + 1.0
         self._sequences += (need.sequences - self._sequences) / self._requests
         self._prompt_tokens += (need.prompt_tokens - self._prompt_tokens) / self._requests
         self._most_tokens += (need.most_tokens - self._most_tokens) / self._requests

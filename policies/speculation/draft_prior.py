@@ -90,7 +90,7 @@ DRAFT_MODEL: Final = PriorEffects(
     outcome_temperature=-0.15,
 )
 
-NGRAM: Final = PriorEffects(
+_NGRAM: Final = PriorEffects(
     matches=True,
     strength=0.44,
     agreement=(-0.08, -0.47, -0.34, 0.13, 0.0, 0.42),
@@ -103,8 +103,8 @@ NGRAM: Final = PriorEffects(
 
 EFFECTS: Final = MappingProxyType(
     {
-        "ngram": NGRAM,
-        "prediction": NGRAM,
+        "ngram": _NGRAM,
+        "prediction": _NGRAM,
         "draft_model": DRAFT_MODEL,
         "eagle": DRAFT_MODEL,
         "sparse_self": PriorEffects(

@@ -18,7 +18,7 @@ from typing import Final
 
 from draftgate.policies.speculation.survival import OUTCOME_ROWS
 
-FORGETTING: Final = 0.99
+_FORGETTING: Final = 0.99
 """Decay per lookup of a row, which averages about the last hundred, because texts change."""
 
 SHRINKAGE: Final = 4.0
@@ -67,7 +67,7 @@ class _MeanGains:
         return (self._sums[row] + SHRINKAGE * overall) / (self._counts[row] + SHRINKAGE)
 
     def add_lookup(self, row: int, gain: float) -> None:
-        self._sums[row] = FORGETTING * self._sums[row] + gain
-        self._counts[row] = FORGETTING * self._counts[row] + 1.0
-        self._sum = FORGETTING * self._sum + gain
-        self._count = FORGETTING * self._count + 1.0
+        self._sums[row] = _FORGETTING * self._sums[row] + gain
+        self._counts[row] = _FORGETTING * self._counts[row] + 1.0
+        self._sum = _FORGETTING * self._sum + gain
+        self._count = _FORGETTING * self._count + 1.0

@@ -47,7 +47,7 @@ Array = NDArray[np.float64]
 LEAST_S: Final = 1e-9
 """Minimum time of a step, because no number of slots would be best if steps took no time."""
 
-FORGETTING: Final = 0.98
+_FORGETTING: Final = 0.98
 """Decay per step, which averages about the last fifty. (Chosen, not tuned, 2026-11-22.)"""
 
 
@@ -180,5 +180,5 @@ class LongRunSpeedup:
             tokens: expected weighted tokens of the step.
             plain_tokens: weighted tokens of steps without drafts in the same time.
         """
-        self._tokens = FORGETTING * self._tokens + tokens
-        self._plain_tokens = FORGETTING * self._plain_tokens + plain_tokens
+        self._tokens = _FORGETTING * self._tokens + tokens
+        self._plain_tokens = _FORGETTING * self._plain_tokens + plain_tokens

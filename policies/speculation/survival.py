@@ -36,7 +36,7 @@ PRIOR_ACCEPTANCE: Final = 0.5
 """Running acceptance of a worker before its first draft. Plans of requests depend on it, but no
 draft (`draft_forecast`)."""
 
-PRIOR_WEIGHT: Final = 8.0
+_PRIOR_WEIGHT: Final = 8.0
 """Weight of a coarse estimate in a finer estimate, in tokens: of all drafts in a row, and of a row
 in each position. (4 to 16 give the same Brier score within 0.002 on the recorded drafts.)"""
 
@@ -61,7 +61,7 @@ MOST_OFFSET_STEP: Final = 1.5
 """Newton steps for an offset from the prior, and the longest of them in logits. Eight reach the
 offset within 0.01 if all of 4,000 tokens contradict a prior of 0.05. (Computed, 2026-11-28.)"""
 
-HALF_LIFE_DRAFTS: Final = 8192
+_HALF_LIFE_DRAFTS: Final = 8192
 """Number of drafts after which a table's counts weigh half. 40 rows of 16 positions need thousands
 of drafts, while a request's own shift follows immediately."""
 
@@ -145,7 +145,7 @@ class AcceptanceRate:
         self.accepted = self.accepted * self.forgetting + accepted
         self.rejected = self.rejected * self.forgetting + rejected
 
-    def rate(self, prior: float = PRIOR_ACCEPTANCE, weight: float = PRIOR_WEIGHT) -> float:
+    def rate(self, prior: float = PRIOR_ACCEPTANCE, weight: float = _PRIOR_WEIGHT) -> float:
         """Return the acceptance, in (0, 1), shrunk toward `prior` by `weight` slots."""
         return (self.accepted + prior * weight) / (self.accepted + self.rejected + weight)
 
@@ -247,7 +247,7 @@ class SurvivalTable:
                 one half.
         """
         self._group = group
-        self._weight = PRIOR_WEIGHT if prior is None else FITTED_WEIGHT
+        self._weight = _PRIOR_WEIGHT if prior is None else FITTED_WEIGHT
         self._prior = np.zeros((rows, POSITIONS)) if prior is None else prior
         self._accepted = np.zeros((rows, POSITIONS))
         self._rejected = np.zeros((rows, POSITIONS))
@@ -297,7 +297,7 @@ class SurvivalTable:
         """Apply all drafts that have been counted so far."""
         if not self._new:
             return
-        kept = 0.5 ** (len(self._new) / HALF_LIFE_DRAFTS)
+        kept = 0.5 ** (len(self._new) / _HALF_LIFE_DRAFTS)
         self._drafts = self._drafts * kept + len(self._new)
         self._accepted *= kept
         self._rejected *= kept
@@ -408,7 +408,7 @@ def _logits(
     for axes in ((0, 1, 2), (1, 2), (1,))[: 3 if group > 1 else 2]:
         logits = logits + _offsets(logits, weight, accepted, tested, axes)
     chances = 1.0 / (1.0 + np.exp(-logits))
-    chances = (accepted + chances * PRIOR_WEIGHT) / (tested + PRIOR_WEIGHT)
+    chances = (accepted + chances * _PRIOR_WEIGHT) / (tested + _PRIOR_WEIGHT)
     return np.asarray((np.log(chances) - np.log1p(-chances)).reshape(-1, POSITIONS))
 
 

@@ -38,11 +38,11 @@ KNEE_TOKENS: Final = 320.0
 """Number of tokens that doubles the time of a step, before any measurement. It is the ratio of 5.9
 to 6.9 ms and 18 to 21 us per token (Llama-8B bf16 on an H100, the reference scale)."""
 
-PRIOR_WEIGHT: Final = 64.0
+_PRIOR_WEIGHT: Final = 64.0
 """Weight of that prior against measurements, in streams x squared sequences: 16 streams whose
 batches differ by two sequences. (Chosen, not tuned, 2026-11-22.)"""
 
-FORGETTING: Final = 0.98
+_FORGETTING: Final = 0.98
 """Decay per stream, which averages about the last 50."""
 
 _BISECTIONS: Final = 40
@@ -114,11 +114,11 @@ class BatchShare:
             tpot_s: mean seconds between two of its tokens, more than 0.
             running: mean number of concurrent sequences, including its own, at least 1.
         """
-        self._streams = self._streams * FORGETTING + 1.0
-        self._sum_s = self._sum_s * FORGETTING + tpot_s
-        self._sum_running = self._sum_running * FORGETTING + running
-        self._sum_squared = self._sum_squared * FORGETTING + running * running
-        self._sum_product = self._sum_product * FORGETTING + running * tpot_s
+        self._streams = self._streams * _FORGETTING + 1.0
+        self._sum_s = self._sum_s * _FORGETTING + tpot_s
+        self._sum_running = self._sum_running * _FORGETTING + running
+        self._sum_squared = self._sum_squared * _FORGETTING + running * running
+        self._sum_product = self._sum_product * _FORGETTING + running * tpot_s
 
     def share(self, running: float, step_tokens: float) -> float:
         """Return the share of a step's time that grows with the batch, 0 to 1.
@@ -141,7 +141,7 @@ class BatchShare:
         prior_s = _prior_share(usual, step_tokens) * mean_s / usual
         variation = max(self._sum_squared - self._streams * usual * usual, 0.0)
         covariation = self._sum_product - self._streams * usual * mean_s
-        slope_s = (covariation + PRIOR_WEIGHT * prior_s) / (variation + PRIOR_WEIGHT)
+        slope_s = (covariation + _PRIOR_WEIGHT * prior_s) / (variation + _PRIOR_WEIGHT)
         return min(max(slope_s, 0.0), mean_s / usual)  # the constant part cannot be negative
 
 

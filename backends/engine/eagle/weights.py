@@ -30,8 +30,8 @@ from draftgate.backends.errors import CheckpointError
 
 LAYER: Final = "layers.0."
 FUSION: Final = "fc.weight"
-EMBEDDING: Final = "embed_tokens.weight"
-HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 TO_TARGET, FROM_TARGET = "d2t", "t2d"
 IGNORED: Final = "rotary_emb.inv_freq"
 """End of the name of a tensor that older checkpoints store and that the config determines."""
@@ -99,7 +99,7 @@ def load_head_weights(
                 mlp=DenseMlp(gate_up, down),
             ),
             final_norm=norm("norm"),
-            lm_head=matrix(HEAD),
+            lm_head=matrix(_HEAD),
             embedding=_embedding(reader, checkpoint, config, target, directory).to(device),
             token_ids=_token_ids(checkpoint, config, len(target.embedding)).to(device),
             checkpoint_hash=checkpoint_hash(directory),
@@ -130,14 +130,14 @@ def _shapes(config: HeadConfig, checkpoint: Checkpoint) -> dict[str, tuple[int, 
     shapes: dict[str, tuple[int, ...]] = {
         FUSION: (hidden, TAPS * config.target_hidden_size),
         "norm.weight": (hidden,),
-        HEAD: (config.draft_vocab_size, hidden),
+        _HEAD: (config.draft_vocab_size, hidden),
     }
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         shapes[f"{LAYER}{norm}.weight"] = (hidden,)
     for modules in _products(config):
         shapes |= modules.shapes()
-    if EMBEDDING in checkpoint.tensors:
-        shapes[EMBEDDING] = (model.vocab_size, hidden)
+    if _EMBEDDING in checkpoint.tensors:
+        shapes[_EMBEDDING] = (model.vocab_size, hidden)
     return shapes
 
 
@@ -168,11 +168,11 @@ def _embedding(
     target: Weights,
     directory: Path,
 ) -> Tensor:
-    if EMBEDDING in checkpoint.tensors:
-        return reader.read([EMBEDDING])
+    if _EMBEDDING in checkpoint.tensors:
+        return reader.read([_EMBEDDING])
     if target.embedding.shape[1] != config.model.hidden_size:
         raise CheckpointError(
-            f"{directory}: tensor {EMBEDDING} is missing, and the model's embedding has "
+            f"{directory}: tensor {_EMBEDDING} is missing, and the model's embedding has "
             f"{target.embedding.shape[1]} columns, not {config.model.hidden_size}"
         )
     return target.embedding

@@ -13,7 +13,7 @@ from draftgate.backends.tokenizer import read_json
 
 BERT: Final = "bert"
 MODEL_TYPES: Final = (BERT, "roberta", "xlm-roberta")
-ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+_ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class EncoderConfig:
             does not.
         first_position: index of the first token's position embedding. RoBERTa's table begins with
             the positions of padding.
-        activation: one of `ACTIVATIONS`.
+        activation: one of `_ACTIVATIONS`.
         prefix: what the names of its tensors begin with in checkpoints that have a head.
     """
 
@@ -95,7 +95,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
         num_segments=min(token_types, 2) if kind == BERT else 1,
         first_position=first,
         layer_norm_eps=fields.number("layer_norm_eps", 1e-12),
-        activation=str(fields.get("hidden_act") or ACTIVATIONS[0]),
+        activation=str(fields.get("hidden_act") or _ACTIVATIONS[0]),
         prefix="bert." if kind == BERT else "roberta.",
     )
 
@@ -106,9 +106,9 @@ def _require_encoder(fields: Fields) -> None:
     Raises:
         CheckpointError: the engine does not support the variant.
     """
-    activation = fields.get("hidden_act") or ACTIVATIONS[0]
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
+    activation = fields.get("hidden_act") or _ACTIVATIONS[0]
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
         raise fields.error("hidden_act", f"{reprlib.repr(activation)} is unknown; known: {known}")
     positions = fields.get("position_embedding_type") or "absolute"
     if positions != "absolute":

@@ -43,14 +43,14 @@ document ends. (Chosen by that reasoning, not tuned, 2026-11-26.)"""
 TIMED_TOKENS: Final = (16, 64, 256)
 """Token counts of the timed steps: a query, a passage, and a full step of documents."""
 
-TIMED_RUNS: Final = 3
+_TIMED_RUNS: Final = 3
 """Runs of each shape. The fastest run counts, because other processes only lengthen runs."""
 
 PROBE_LENGTHS: Final = (1, 2, 3, 7, 16, 33, 61)
 """Lengths of the texts that test whether bits depend on the batch: below and above the least rows
 of a product, and odd lengths, which end a vector register early."""
 
-PROBE_VOCABULARY: Final = 32
+_PROBE_VOCABULARY: Final = 32
 """Upper bound on the token ids of timed and probed texts."""
 
 
@@ -139,7 +139,7 @@ def rows_are_exact(encoder: Encoder, max_tokens: int) -> bool:
 
 
 def _text(tokens: int) -> Sequence[int]:
-    return [place * 7 % PROBE_VOCABULARY for place in range(tokens)]
+    return [place * 7 % _PROBE_VOCABULARY for place in range(tokens)]
 
 
 def _measured_cost(runner: EncoderRunner, max_tokens: int) -> StepCost:
@@ -149,7 +149,7 @@ def _measured_cost(runner: EncoderRunner, max_tokens: int) -> StepCost:
     for tokens in buckets:
         text = [_text(tokens)]
         runner.pooled(text)  # the first run compiles kernels
-        measured_s.append(min(_timed_s(runner, text) for _ in range(TIMED_RUNS)))
+        measured_s.append(min(_timed_s(runner, text) for _ in range(_TIMED_RUNS)))
     return StepCost(tuple(buckets), tuple(accumulate(measured_s, max)))
 
 

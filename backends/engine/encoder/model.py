@@ -21,7 +21,7 @@ from draftgate.backends.engine.linear import padded_rows
 
 TANH: Final = "tanh"
 
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
     "gelu_new": lambda x: functional.gelu(x, approximate=TANH),
     "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate=TANH),
@@ -36,7 +36,7 @@ class Encoder:
     def __init__(self, config: EncoderConfig, weights: EncoderWeights) -> None:
         self.config = config
         self._weights = weights
-        self._activation = ACTIVATIONS[config.activation]
+        self._activation = _ACTIVATIONS[config.activation]
         self.device = weights.words.device
 
     def hidden(

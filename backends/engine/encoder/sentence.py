@@ -37,7 +37,7 @@ MODES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 """Functions that pool the states of a text, [tokens, hidden_size], by their mode."""
 
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
     "GELU": torch.nn.functional.gelu,
@@ -168,9 +168,9 @@ def activation_of(fields: Fields, field: str, named: str) -> Callable[[Tensor], 
     Raises:
         CheckpointError: the engine does not support the activation.
     """
-    activation = ACTIVATIONS.get(named.rpartition(".")[2])
+    activation = _ACTIVATIONS.get(named.rpartition(".")[2])
     if activation is None:
-        known = ", ".join(ACTIVATIONS)
+        known = ", ".join(_ACTIVATIONS)
         raise fields.error(field, f"{reprlib.repr(named)} is not one of {known}")
     return activation
 

@@ -15,14 +15,14 @@ from draftgate.backends.engine.encoder.config import EncoderConfig
 from draftgate.backends.engine.linear import Linear
 
 WORDS: Final = "embeddings.word_embeddings.weight"
-POSITIONS: Final = "embeddings.position_embeddings.weight"
+_POSITIONS: Final = "embeddings.position_embeddings.weight"
 TOKEN_TYPES: Final = "embeddings.token_type_embeddings.weight"
 NORM: Final = "embeddings.LayerNorm"
 
-QKV: Final = ("attention.self.query", "attention.self.key", "attention.self.value")
-OUTPUT: Final = ("attention.output.dense",)
+_QKV: Final = ("attention.self.query", "attention.self.key", "attention.self.value")
+_OUTPUT: Final = ("attention.output.dense",)
 UP: Final = ("intermediate.dense",)
-DOWN: Final = ("output.dense",)
+_DOWN: Final = ("output.dense",)
 ATTENTION_NORM: Final = "attention.output.LayerNorm"
 OUTPUT_NORM: Final = "output.LayerNorm"
 
@@ -110,16 +110,16 @@ def load_encoder_weights(
     def layer(index: int) -> EncoderLayer:
         at = f"encoder.layer.{index}."
         return EncoderLayer(
-            linear(at, QKV),
-            linear(at, OUTPUT),
+            linear(at, _QKV),
+            linear(at, _OUTPUT),
             norm(at + ATTENTION_NORM),
             linear(at, UP),
-            linear(at, DOWN),
+            linear(at, _DOWN),
             norm(at + OUTPUT_NORM),
         )
 
     token_types = read(TOKEN_TYPES)[: config.num_segments, None]
-    positions = (token_types + read(POSITIONS)[config.first_position :]).flatten(0, 1)
+    positions = (token_types + read(_POSITIONS)[config.first_position :]).flatten(0, 1)
     layers = tuple(map(layer, range(config.num_layers)))
     return EncoderWeights(read(WORDS), positions, norm(NORM), layers)
 
@@ -129,14 +129,14 @@ def encoder_shapes(config: EncoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         WORDS: (config.vocab_size, hidden),
-        POSITIONS: (config.num_positions, hidden),
+        _POSITIONS: (config.num_positions, hidden),
         TOKEN_TYPES: (config.num_token_types, hidden),
     }
     norms = [NORM]
     for index in range(config.num_layers):
         at = f"encoder.layer.{index}."
-        sizes = [(module, hidden, hidden) for module in (*QKV, *OUTPUT)]
-        sizes += [(UP[0], inner, hidden), (DOWN[0], hidden, inner)]
+        sizes = [(module, hidden, hidden) for module in (*_QKV, *_OUTPUT)]
+        sizes += [(UP[0], inner, hidden), (_DOWN[0], hidden, inner)]
         for module, outputs, inputs in sizes:
             shapes[f"{at}{module}.weight"] = (outputs, inputs)
             shapes[f"{at}{module}.bias"] = (outputs,)

@@ -45,7 +45,7 @@ _FLOAT32: Final = (ProductTiles(16, 32, 32, num_warps=4, num_stages=3),)
 _LEAST_DEPTH: Final = 16
 """Inputs of a matrix instruction in 16 bits."""
 
-WORD: Final = tl.constexpr(8)
+_WORD: Final = tl.constexpr(8)
 """Numbers of a word of 32 bits."""
 
 
@@ -100,7 +100,7 @@ def _int4_product_kernel(
     outputs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live, inside = own < rows, outputs < OUTPUTS
     x_rows_ptr = x_ptr + own.to(tl.int64)[:, None] * INPUTS
-    words_rows_ptr = words_ptr + outputs.to(tl.int64)[:, None] * (INPUTS // WORD)
+    words_rows_ptr = words_ptr + outputs.to(tl.int64)[:, None] * (INPUTS // _WORD)
     of_groups = outputs.to(tl.int64) * GROUPS
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(GROUPS * STEPS):
@@ -110,11 +110,11 @@ def _int4_product_kernel(
         read = ((within < GROUP) & (inputs < INPUTS))[None, :]
         x = tl.load(x_rows_ptr + inputs[None, :], mask=live[:, None] & read, other=0.0)
         # The words after a group are those of the next one, whose x is 0 here.
-        places = group * (GROUP // WORD) + step % STEPS * (DEPTH // WORD)
-        places += tl.arange(0, DEPTH // WORD)
+        places = group * (GROUP // _WORD) + step % STEPS * (DEPTH // _WORD)
+        places += tl.arange(0, DEPTH // _WORD)
         words = tl.load(
             words_rows_ptr + places[None, :],
-            mask=inside[:, None] & (places < INPUTS // WORD)[None, :],
+            mask=inside[:, None] & (places < INPUTS // _WORD)[None, :],
             other=0,
         )
         scales = tl.load(scales_ptr + of_groups + group, mask=inside, other=0.0).to(tl.float32)
@@ -166,7 +166,7 @@ def int4_product(
         )
     if groups != triton.cdiv(inputs, group):
         raise ValueError(f"{inputs} inputs do not have {groups} groups of {group}")
-    if inputs % WORD.value or group % WORD.value:
+    if inputs % _WORD.value or group % _WORD.value:
         raise ValueError(f"{inputs} inputs in groups of {group} do not fill words of 8 weights")
     if not all(t.is_contiguous() for t in (x, packed, scales, zeros)):
         raise ValueError("the product with 4 bits needs contiguous tensors")

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": False}
+_LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 8, "enable_fp_fusion": False}
 """Options of the compiler, a part of the numerics class."""
 
 
@@ -98,6 +98,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     if rows:
         block = triton.next_power_of_2(hidden)
         _rms_norm_kernel[(rows,)](
-            out, x, residual, weight, eps, HIDDEN=hidden, BLOCK=block, **LAUNCH_OPTIONS
+            out, x, residual, weight, eps, HIDDEN=hidden, BLOCK=block, **_LAUNCH_OPTIONS
         )
     return out

@@ -29,7 +29,7 @@ from torch import Tensor
 from draftgate.backends.engine.kernels.fp8_product import e4m3
 from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells
 
-LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
+_LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
 """Options of the compiler, a part of the numerics class.
 
 The limit of 64 registers prevents ptxas from spilling.
@@ -172,7 +172,7 @@ def rope_kv(
             HALF_PAD=half_pad,
             HEADS=heads,
             FP8=layer_kv.dtype is FP8,
-            **LAUNCH_OPTIONS,
+            **_LAUNCH_OPTIONS,
         )
     return query
 

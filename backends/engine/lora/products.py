@@ -21,7 +21,7 @@ from draftgate.backends.engine.mlp import DenseMlp
 from draftgate.backends.engine.weights import LayerWeights, Weights
 from draftgate.backends.errors import CheckpointError
 
-NO_ADAPTER: Final = 0
+_NO_ADAPTER: Final = 0
 """The slot of rows without an adapter."""
 
 ADAPTED_ROWS: Final = tuple(sorted({max(MIN_ROWS, rows) for rows in (4, 16, 64, MAX_ROWS)}))
@@ -213,5 +213,5 @@ def _groups(slots: Tensor) -> tuple[AdapterRows, ...]:
     return tuple(
         AdapterRows(slot, (slots == slot).nonzero()[:, 0], len(slots))
         for slot in slots.unique().tolist()
-        if slot != NO_ADAPTER
+        if slot != _NO_ADAPTER
     )

@@ -22,7 +22,7 @@ from draftgate.backends.types import GenerationRequest, Pace
 
 logger = logging.getLogger(__name__)
 
-THREAD_NAME: Final = "draftgate-adapters"
+_THREAD_NAME: Final = "draftgate-adapters"
 
 
 class AdapterMemory(Protocol):
@@ -74,7 +74,7 @@ class AdapterService:
         self._paces: dict[str, tuple[Pace, float]] = {}  # of waiting requests
         # Kernels depend on the number of threads, which each thread sets for itself.
         threads = torch.get_num_threads()
-        self._reader = ThreadPoolExecutor(1, THREAD_NAME, torch.set_num_threads, (threads,))
+        self._reader = ThreadPoolExecutor(1, _THREAD_NAME, torch.set_num_threads, (threads,))
 
     def connect(
         self, run: Callable[[Callable[[], None]], None], reject: Callable[[str, str], None]

@@ -24,7 +24,7 @@ from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, Ragg
 from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables
 from draftgate.backends.engine.transfer import to_device
 
-MAX_TREE_TOKENS: Final = 64
+_MAX_TREE_TOKENS: Final = 64
 """Maximum draft tokens of a tree, the bits of a mask."""
 
 
@@ -49,7 +49,7 @@ class SpanLists:
         """Return the spans of a step as lists.
 
         Raises:
-            ValueError: a draft is a tree of more than `MAX_TREE_TOKENS` tokens.
+            ValueError: a draft is a tree of more than `_MAX_TREE_TOKENS` tokens.
         """
         lists = cls()
         if spans.tails:
@@ -88,7 +88,7 @@ class SpanLists:
 
     def _add_grown(self, own: AttentionSpan, rows: Many[AttentionSpan], page_tokens: int) -> None:
         """Add rows of a tree whose earlier tokens are in the cache."""
-        most = min(MAX_TREE_TOKENS, len(own.pages) * page_tokens - own.start)
+        most = min(_MAX_TREE_TOKENS, len(own.pages) * page_tokens - own.start)
         slots = slots_of(own.pages, range(own.start, own.start + most), page_tokens)
         place = {slot: index for index, slot in enumerate(slots)}
         paths = [[place[slot] for slot in row.tail] for row in rows]
@@ -105,9 +105,9 @@ class SpanLists:
         confirmed = branches[0].tail_start - own.start
         first_branch = own.rows - confirmed
         drafts = first_branch + sum(branch.rows for branch in branches)
-        if drafts > MAX_TREE_TOKENS:
+        if drafts > _MAX_TREE_TOKENS:
             raise ValueError(
-                f"a draft tree has {drafts} tokens, more than the maximum of {MAX_TREE_TOKENS}"
+                f"a draft tree has {drafts} tokens, more than the maximum of {_MAX_TREE_TOKENS}"
             )
         self.ancestors.extend([0] * confirmed)
         self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))

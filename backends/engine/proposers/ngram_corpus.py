@@ -18,7 +18,7 @@ IDLE_S: Final = 3600.0
 """Seconds after which an unused corpus is dropped. Idle tenants would otherwise take the memory of
 active ones. This time does not depend on other owners, so it reveals nothing about them."""
 
-LEAST_TOKENS: Final = 64
+_LEAST_TOKENS: Final = 64
 """Length below which the rest of a corpus is dropped whole."""
 
 OWNER_BYTES: Final = 1024
@@ -67,7 +67,7 @@ class Corpus(Generic[TextT]):
             self.generations = (young,)
         else:
             kept = young.tokens[len(young.tokens) // 2 :]
-            self.generations = (self._lookup.index(kept),) if len(kept) >= LEAST_TOKENS else ()
+            self.generations = (self._lookup.index(kept),) if len(kept) >= _LEAST_TOKENS else ()
         self._count_bytes()
 
     def _count_bytes(self) -> None:

@@ -17,7 +17,7 @@ from draftgate.backends.engine.quantisation.scheme import Int4Scheme
 from draftgate.backends.engine.stored_linear import FusedModules
 from draftgate.backends.errors import CheckpointError
 
-WORD: Final = 8
+_WORD: Final = 8
 """Weights in an int32."""
 
 PACKED_WEIGHTS: Final = ("qweight", "weight_packed")
@@ -73,8 +73,8 @@ def unpacked_shape(packed: tuple[int, ...], scheme: Int4Scheme) -> tuple[int, in
     """Return the numbers of outputs and inputs of a weight from the shape of its words."""
     first, second = packed
     if scheme.layout == "packed":
-        return first, WORD * second
-    return (WORD * second, first) if scheme.layout == "awq" else (second, WORD * first)
+        return first, _WORD * second
+    return (_WORD * second, first) if scheme.layout == "awq" else (second, _WORD * first)
 
 
 def require_int4(
@@ -85,18 +85,18 @@ def require_int4(
     Raises:
         CheckpointError: a tensor is missing, or has another shape or dtype. The message names it.
     """
-    if outputs % WORD or inputs % WORD:
+    if outputs % _WORD or inputs % _WORD:
         raise CheckpointError(
-            f"{module}: its {outputs} outputs and {inputs} inputs must be multiples of {WORD} "
+            f"{module}: its {outputs} outputs and {inputs} inputs must be multiples of {_WORD} "
             "for weights of 4 bits"
         )
     groups, words = _groups(inputs, scheme), ("I32",)
     shapes = {
-        "awq": (("qweight", (inputs, outputs // WORD)), ("qzeros", (groups, outputs // WORD))),
-        "gptq": (("qweight", (inputs // WORD, outputs)), ("qzeros", (groups, outputs // WORD))),
+        "awq": (("qweight", (inputs, outputs // _WORD)), ("qzeros", (groups, outputs // _WORD))),
+        "gptq": (("qweight", (inputs // _WORD, outputs)), ("qzeros", (groups, outputs // _WORD))),
         "packed": (
-            ("weight_packed", (outputs, inputs // WORD)),
-            ("weight_zero_point", (outputs // WORD, groups)),
+            ("weight_packed", (outputs, inputs // _WORD)),
+            ("weight_zero_point", (outputs // _WORD, groups)),
         ),
     }[scheme.layout]
     num_bytes = sum(
@@ -186,7 +186,7 @@ def _stored(
 
 def _awq_numbers(words: Tensor) -> Tensor:
     """Return the numbers of AWQ's words [rows, outputs / 8] for each output, [outputs, rows]."""
-    places: Tensor = unpack(_bytes(words)).view(len(words), -1, WORD)
+    places: Tensor = unpack(_bytes(words)).view(len(words), -1, _WORD)
     return places[..., AWQ_PLACES].flatten(1).T.contiguous()
 
 
