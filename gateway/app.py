@@ -50,7 +50,7 @@ from draftgate.gateway.state.guarded.store import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tls import Listener, tls_listener
 
-CHECK_INTERVAL_S: Final = 0.5
+_CHECK_INTERVAL_S: Final = 0.5
 """Interval of the check for remaining workers. Requests notice a failure independently."""
 
 _EXTRAS: Final = {
@@ -328,7 +328,7 @@ async def serve(
 async def _last_worker_lost(node: Node) -> None:
     """Wait until the last worker is lost. Never return if workers can recover."""
     while node.failure is None:  # noqa: ASYNC110 - workers set no event
-        await asyncio.sleep(CHECK_INTERVAL_S)
+        await asyncio.sleep(_CHECK_INTERVAL_S)
 
 
 class Signals:

@@ -14,7 +14,7 @@ from typing import Final
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-TIMEOUT_S: Final = 2.0
+_TIMEOUT_S: Final = 2.0
 """Maximum time of an attempt. Both attempts fit into the 5 s that containers allow."""
 
 
@@ -28,14 +28,14 @@ def check(url: str) -> None:
         HTTPException: the response is not HTTP.
     """
     try:
-        urlopen(url, timeout=TIMEOUT_S).close()  # noqa: S310 - the image sets the URL
+        urlopen(url, timeout=_TIMEOUT_S).close()  # noqa: S310 - the image sets the URL
     except HTTPError:
         raise
     except (OSError, HTTPException):
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         secure = url.replace("http://", "https://", 1)
-        urlopen(secure, timeout=TIMEOUT_S, context=context).close()  # noqa: S310
+        urlopen(secure, timeout=_TIMEOUT_S, context=context).close()  # noqa: S310
 
 
 if __name__ == "__main__":

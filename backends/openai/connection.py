@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 
 from draftgate.backends.connection_errors import ConnectionFailed
 
-MOST_HEAD_BYTES: Final = 64 << 10
+_MOST_HEAD_BYTES: Final = 64 << 10
 """Maximum size of the head of a response in bytes, of which a gateway passes on most."""
 
 MOST_UNREAD_BYTES: Final = 128 << 10
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(_unreadable(error))
         response = self._response
-        if response is not None and not response.status and self._head_bytes > MOST_HEAD_BYTES:
+        if response is not None and not response.status and self._head_bytes > _MOST_HEAD_BYTES:
             self.abort(ConnectionFailed("its response cannot be read (its head is too large)"))
         if self._exceeds:  # bytes that no request asked for
             self.abort()

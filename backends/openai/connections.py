@@ -23,7 +23,7 @@ from draftgate import __version__
 from draftgate.backends.connection_errors import ConnectionFailed
 from draftgate.backends.openai.connection import Connection, Response
 
-CONNECT_S: Final = 5.0
+_CONNECT_S: Final = 5.0
 """Timeout of a connection in seconds, which takes a round trip or two. The response may take any
 time."""
 
@@ -31,7 +31,7 @@ IDLE_CONNECTION_S: Final = 4.0
 """Seconds for which an idle connection is reused. vLLM and SGLang (uvicorn) close idle connections
 after 5 s, so that few requests meet a closed connection."""
 
-STALE_S: Final = 5.0
+_STALE_S: Final = 5.0
 """Seconds within which a closed connection shows itself. The server's kernel answers the first
 segment of a request with a reset. A connection that breaks later had an upstream that worked on the
 request, so it counts as a failure."""
@@ -197,7 +197,7 @@ class Connections:
             )
             self._resolved_s = loop.time()
         tls = {"ssl": _tls_context(), "server_hostname": self._host} if self._is_tls else {}
-        async with asyncio.timeout(CONNECT_S) as limit:
+        async with asyncio.timeout(_CONNECT_S) as limit:
             self._connecting.add(limit)
             try:
                 connection = await self._open_connection(tls)
@@ -243,7 +243,7 @@ def _is_stale(error: OSError, seconds: float) -> bool:
     """Return whether a reused connection failed because the server had already closed it."""
     if isinstance(error, ConnectionFailed) and error.has_begun:
         return False  # a part of a head has arrived
-    return seconds < STALE_S or error.errno == errno.ETIMEDOUT
+    return seconds < _STALE_S or error.errno == errno.ETIMEDOUT
 
 
 @lru_cache

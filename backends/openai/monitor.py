@@ -33,10 +33,10 @@ MISSING_S: Final = 30.0
 """Seconds until the gateway requests a missing metrics page, or the known number of slots, again.
 The engine may have restarted with other settings."""
 
-MOST_BYTES: Final = 4 << 20
+_MOST_BYTES: Final = 4 << 20
 """Maximum size of a page in bytes: for metrics ten times that of a vLLM with eight engines."""
 
-INLINE_BYTES: Final = 512 << 10
+_INLINE_BYTES: Final = 512 << 10
 """Size in bytes from which pages are parsed in a thread. A page of 344 kB in 3,457 lines, as from a
 vLLM with eight engines, takes 1.4 ms (Zen 5, 2026-11-22). The event loop may be blocked for 5."""
 
@@ -87,7 +87,7 @@ class UpstreamMonitor:
         healthy = False
         try:
             async with self._get("/health") as response:
-                await response.read(MOST_BYTES)
+                await response.read(_MOST_BYTES)
                 if response.status >= 500:
                     reason = f"/health responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
@@ -122,7 +122,7 @@ class UpstreamMonitor:
         self._next_slots_s = self._clock() + MISSING_S
         try:
             async with self._get("/props") as response:
-                props = json.loads(await response.read(MOST_BYTES))
+                props = json.loads(await response.read(_MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
         return _number(props, "total_slots") or None
@@ -144,7 +144,7 @@ class UpstreamMonitor:
                     reason = f"/v1/models responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
                 if response.status == 200:
-                    listing = json.loads(await response.read(MOST_BYTES))
+                    listing = json.loads(await response.read(_MOST_BYTES))
                     self.model = _first_model(listing) or self.model
                     self.models = _names(listing) or self.models
         except (OSError, ValueError, RecursionError) as error:
@@ -159,9 +159,9 @@ def _failure(error: Exception) -> ProbeFailure:
 
 
 async def _read_page(response: Response) -> EngineMetrics | None:
-    page = await response.read(MOST_BYTES)
+    page = await response.read(_MOST_BYTES)
     text = page.decode("utf-8", "replace")
-    if len(page) <= INLINE_BYTES:
+    if len(page) <= _INLINE_BYTES:
         return read_metrics(text)
     return await asyncio.to_thread(read_metrics, text)
 

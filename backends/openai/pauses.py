@@ -15,7 +15,9 @@ from draftgate.policies.resilience.breaker import Breaker, Patience
 DEFAULT_PAUSE_S: Final = 1.0
 """Pause in seconds after a refusal (429, 503) without a duration."""
 
-PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
+_PATIENCE: Final = Patience(
+    failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0
+)
 """Patience with an upstream. The restart of an engine takes tens of seconds to minutes. No pause
 exceeds `--upstream-max-pause-s`."""
 
@@ -43,8 +45,8 @@ class Pauses:
             url: the address of the upstream, for messages.
             longest_s: maximum length of any pause in seconds.
         """
-        first_s = min(PATIENCE.first_pause_s, longest_s)
-        self.breaker = Breaker(replace(PATIENCE, first_pause_s=first_s, longest_pause_s=longest_s))
+        first_s = min(_PATIENCE.first_pause_s, longest_s)
+        self.breaker = Breaker(replace(_PATIENCE, first_pause_s=first_s, longest_pause_s=longest_s))
         self._url = url
         self._longest_s = longest_s
         self._pause = UpstreamPause(0.0, 503, "")

@@ -64,7 +64,7 @@ MEMORY_SHARE: Final = 0.9
 ACTIVATION_BYTES: Final = 2e9
 """Share of the memory that may be used, and the bytes of activations, as in `h100-8b`."""
 
-TOKEN_BUCKETS: Final = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+_TOKEN_BUCKETS: Final = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Token counts of CUDA graphs. Beyond the last one, the time of a step has the same slope."""
 
 DRAFT_SEQUENCES: Final = (1, 4, 16, 64, 256)
@@ -232,7 +232,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         raise ValueError(f"{name}: {group} x {gpu.device} cannot hold {model.name}{hint}")
     fixed_s, token_s = _step(gpu, model, form, group)
     reads = group * READ_SHARE * gpu.read_bytes_s
-    read_s = {n: _num_bytes(model, form, model.read_weights(n)) / reads for n in TOKEN_BUCKETS}
+    read_s = {n: _num_bytes(model, form, model.read_weights(n)) / reads for n in _TOKEN_BUCKETS}
     draft_s = _draft_depth_s(gpu, model, group)
     kv_token_s = model.kv_token_bytes / reads
     # The host launches all depths at once, so its time is left out, as in `h100-8b`.
@@ -244,8 +244,8 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "model": model.name,
         "dtype": "bfloat16",
         "source": _source(gpu, model, form, group),
-        "token_buckets": TOKEN_BUCKETS,
-        "step_s": [fixed_s + read_s[tokens] + token_s * tokens for tokens in TOKEN_BUCKETS],
+        "token_buckets": _TOKEN_BUCKETS,
+        "step_s": [fixed_s + read_s[tokens] + token_s * tokens for tokens in _TOKEN_BUCKETS],
         "kv_token_s": kv_token_s,
         "sequence_s": 0.0,
         "prefill_attention_s": pair_flop / (group * ATTENTION_SHARE * gpu.flop_s),
@@ -257,8 +257,8 @@ def derived_profile(name: str) -> dict[str, Any] | None:
                 "depth_s": [draft_s + token_s / 8 * (n - 1) for n in DRAFT_SEQUENCES],
             },
             "sparse_self": {
-                "sequences": TOKEN_BUCKETS,
-                "depth_s": [fixed_s - HOST_S + read_s[n] + sparse_s * n for n in TOKEN_BUCKETS],
+                "sequences": _TOKEN_BUCKETS,
+                "depth_s": [fixed_s - HOST_S + read_s[n] + sparse_s * n for n in _TOKEN_BUCKETS],
             },
         },
         "kv_token_bytes": model.kv_token_bytes,

@@ -20,7 +20,7 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationPlan
 
-TIMEOUT_S: Final = 30.0
+_TIMEOUT_S: Final = 30.0
 """Time limit for the response of a server, in seconds."""
 
 
@@ -65,7 +65,7 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
             f"{address}/decisions",
             params={"limit": KEPT},
             headers=key,
-            timeout=TIMEOUT_S,
+            timeout=_TIMEOUT_S,
         )
     except httpx.HTTPError as error:
         raise OSError(f"cannot reach {source}: {error}") from None

@@ -24,18 +24,18 @@ from draftgate.gateway.state.commands import ListWorkers
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.state.values import STALE_S, Snapshot, WorkerReport, WorkerView
 
-READ_S: Final = 1.0
+_READ_S: Final = 1.0
 """Interval of reading the store, which equals the interval of the workers' reports."""
 
 WORKER_READ_S: Final = 1e-4
 """Least interval of reading the store, for each worker and for each node of the pool.
 
 The server takes 10 to 15 us per worker for a snapshot on a busy machine. All nodes together thus
-take at most a seventh of its time. The interval exceeds `READ_S` in pools with more than 10,000
+take at most a seventh of its time. The interval exceeds `_READ_S` in pools with more than 10,000
 pairs of a worker and a node. With 1,000 workers and 64 nodes, it is 6.4 s. (`draftgate bench
 scale`, AMD EPYC Zen 3, 2026-11-23.)"""
 
-REFUSED_S: Final = 30.0
+_REFUSED_S: Final = 30.0
 """Time until the node tries again to link to a worker that rejected the link.
 
 An operator may have corrected the configuration, such as the secret. (Chosen, not tuned.)"""
@@ -137,7 +137,7 @@ class Members:
             self._arrived.clear()
             await self.refresh()
             try:
-                async with asyncio.timeout(READ_S):
+                async with asyncio.timeout(_READ_S):
                     await self._arrived.wait()
             except TimeoutError:
                 pass  # read the store again
@@ -230,7 +230,7 @@ class Members:
 
     def _is_to_be_retried(self, member: _Member) -> bool:
         refused_s = member.refused_s
-        return refused_s is not None and _now_s() - refused_s > REFUSED_S
+        return refused_s is not None and _now_s() - refused_s > _REFUSED_S
 
     def _join(self, report: WorkerReport) -> None:
         backend = self._reach(report)
@@ -303,7 +303,7 @@ class Members:
 def read_pause_s(workers: int, nodes: int) -> float:
     """Return the time in which a node does not read the store again, or 0 in a small pool."""
     pause_s = WORKER_READ_S * workers * nodes
-    return pause_s if pause_s > READ_S else 0.0
+    return pause_s if pause_s > _READ_S else 0.0
 
 
 async def _stop(member: _Member) -> None:

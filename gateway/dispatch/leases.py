@@ -18,12 +18,12 @@ from draftgate.policies.quotas import QuotaReservation
 LEASE_S: Final = 30.0
 """A lease expires after this time without a renewal."""
 
-MOST_OFFERS: Final = 8
+_MOST_OFFERS: Final = 8
 """Maximum workers that a reservation may choose from, which are the routing policy's best.
 
 More workers would hardly help, because all eight would have to fill up between two reports."""
 
-REFUSED_S: Final = 0.025
+_REFUSED_S: Final = 0.025
 """Time for which a refusal also answers requests that are at least as large.
 
 It is half of `queue.BACKOFF_S`, after which the refused requests ask again."""
@@ -91,7 +91,7 @@ class Leases:
                 shortage = await self._store.call(ReserveQuota(quota, LEASE_S))
             return Reservation(None, shortage=shortage)
         self._held.pop(request_id, None)
-        offers = _offers(routed, MOST_OFFERS if self._store.outage is None else 1)
+        offers = _offers(routed, _MOST_OFFERS if self._store.outage is None else 1)
         command = ReserveLease(request_id, tokens, offers, LEASE_S, quota)
         found = await self._store.call(command)
         if found.lease is not None:
@@ -114,15 +114,15 @@ class Leases:
         if now_s() - self._refused_s > CONTENDED_S:
             return self._note(await self.reserve(request_id, tokens, routed, quota), tokens)
         async with self._asking:
-            if now_s() - self._refused_s < REFUSED_S and tokens >= self._refused_tokens:
+            if now_s() - self._refused_s < _REFUSED_S and tokens >= self._refused_tokens:
                 return Reservation(None, Refusal.FULL)
             return self._note(await self.reserve(request_id, tokens, routed, quota), tokens)
 
     def _note(self, found: Reservation, tokens: int) -> Reservation:
-        """Remember a refusal, the smallest of those within `REFUSED_S`."""
+        """Remember a refusal, the smallest of those within `_REFUSED_S`."""
         if self.must_wait(found):
             now_s = asyncio.get_running_loop().time()
-            recent = now_s - self._refused_s < REFUSED_S
+            recent = now_s - self._refused_s < _REFUSED_S
             self._refused_tokens = min(self._refused_tokens, tokens) if recent else tokens
             self._refused_s = now_s
         return found

@@ -22,7 +22,7 @@ RECOVERY_S: Final = 15.0
 A broken link is reopened within 5 s, and a process restarts a few seconds later. (Chosen, not
 tuned, 2026-11-22.)"""
 
-CHECK_INTERVAL_S: Final = 0.1
+_CHECK_INTERVAL_S: Final = 0.1
 """Interval of checks during that wait, which is too short to notice in a stopped stream."""
 
 
@@ -32,10 +32,10 @@ async def wait_for(fleet: Fleet, ready: Callable[[], bool]) -> bool:
     Returns:
         Whether the condition became true in time.
     """
-    for _ in range(round(RECOVERY_S / CHECK_INTERVAL_S)):
+    for _ in range(round(RECOVERY_S / _CHECK_INTERVAL_S)):
         if ready() or not fleet.may_grow:
             break
-        await asyncio.sleep(CHECK_INTERVAL_S)
+        await asyncio.sleep(_CHECK_INTERVAL_S)
     return ready()
 
 

@@ -18,7 +18,7 @@ from draftgate.gateway.state.store import Store
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory, KeyTally
 
-AT_ONCE: Final = 100
+_AT_ONCE: Final = 100
 """Tallies, and bookings, per exchange.
 
 Such an update takes 3 ms of the server, a sixth of the deadline (CPU time with Redis 6.2, AMD
@@ -99,9 +99,9 @@ class Sharing:
     async def _exchange_once(self) -> bool:
         """Send what is new, merge what the store returns, and return whether more is left."""
         number = self._number + 1
-        restored = tuple(islice(self._restoring, AT_ONCE))
-        sent = tuple(self._history.take(AT_ONCE))
-        taken = self._appointments.take(self._now_s(), AT_ONCE, self._source)
+        restored = tuple(islice(self._restoring, _AT_ONCE))
+        sent = tuple(self._history.take(_AT_ONCE))
+        taken = self._appointments.take(self._now_s(), _AT_ONCE, self._source)
         model = self._model()
         notes = tuple([note._replace(model=model) for note in taken])
         exchange = ExchangeNews(
@@ -124,4 +124,4 @@ class Sharing:
         self._appointments.confirm()
         bookings = [note for note in news.bookings if note.model == model]
         self._appointments.merge(bookings, self._now_s())
-        return news.more or bool(self._restoring) or AT_ONCE in {len(sent), len(notes)}
+        return news.more or bool(self._restoring) or _AT_ONCE in {len(sent), len(notes)}

@@ -25,7 +25,7 @@ import httptools
 from aiohttp import HttpVersion, HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-MOST_HEAD_BYTES: Final = 16 << 10
+_MOST_HEAD_BYTES: Final = 16 << 10
 """Maximum size of a head. The default of most servers is 8 or 16 KiB."""
 
 MOST_BODY_BYTES: Final = 1 << 20
@@ -116,8 +116,8 @@ class Expected:
         """
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:
-            return None if len(data) < MOST_HEAD_BYTES else "head"
-        if end > MOST_HEAD_BYTES:
+            return None if len(data) < _MOST_HEAD_BYTES else "head"
+        if end > _MOST_HEAD_BYTES:
             return "head"
         length = _LENGTH.search(data, 0, end)
         if length is None:

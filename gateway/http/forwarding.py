@@ -63,7 +63,7 @@ from draftgate.policies.values import replace
 
 T = TypeVar("T")
 
-INLINE_BYTES: Final = 256 << 10
+_INLINE_BYTES: Final = 256 << 10
 """Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
 5 ms. A body of 1 MB takes 7 ms, or 13 ms with a model name to replace. (Zen 4, two busy cores,
 2026-11-21.)"""
@@ -318,7 +318,7 @@ async def _read(
 ) -> tuple[ForwardedFields, bytes]:
     """Return the fields of a request, and its body for the upstream."""
     body = await read_body(request)
-    if len(body) <= INLINE_BYTES:
+    if len(body) <= _INLINE_BYTES:
         return _read_fields(body, model, account)
     return await offload(_read_fields, body, model, account)
 

@@ -34,7 +34,7 @@ LAST_RESPONSES_S: Final = 2.0
 """Maximum time for the last responses, in seconds. Requests for tokens are refused at once, so only
 slow bodies and slow readers take longer. (Chosen, not tuned.)"""
 
-CHECK_S: Final = 0.01
+_CHECK_S: Final = 0.01
 """Interval of the checks whether connections still need a response."""
 
 _SO_ATTACH_FILTER: Final = 26
@@ -91,7 +91,7 @@ async def answer_last_requests(
         async with asyncio.timeout(LAST_RESPONSES_S):
             await asyncio.gather(*accepted, return_exceptions=True)
             while _needing_response(handlers):  # noqa: ASYNC110 - connections set no event
-                await asyncio.sleep(CHECK_S)
+                await asyncio.sleep(_CHECK_S)
 
 
 @contextmanager

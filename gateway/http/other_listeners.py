@@ -16,7 +16,7 @@ from typing import Final
 
 from draftgate.gateway.http.connections import Connection
 
-CHECK_S: Final = 0.25
+_CHECK_S: Final = 0.25
 """Interval of the checks, in seconds. A running process accepts its own connections within
 milliseconds, so a check takes only a system call for each listener. (Chosen, not tuned.)"""
 
@@ -54,7 +54,7 @@ async def _accept_forever(
     loop = asyncio.get_running_loop()
     serving = set[asyncio.Task[object]]()
     while listeners:
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(_CHECK_S)
         for listener in listeners:
             for client in _waiting(listener):
                 task = loop.create_task(_serve(client, connect, tls))

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from draftgate.gateway.launch.messages import WorkerStatus
 from draftgate.gateway.processes.messages import Notice, Order
 
-PAUSE_S: Final = 5.0
+_PAUSE_S: Final = 5.0
 """Pause before the restart of a worker that failed to load, in seconds. Ray would restart it
 immediately and without limit. (Chosen: short compared with loading.)"""
 
@@ -79,7 +79,7 @@ class WorkerActor:
         sys.stderr.write(f"draftgate: a worker exited with status {status}; Ray restarts it\n")
         sys.stderr.flush()
         if not self._was_ready:
-            time.sleep(PAUSE_S)
+            time.sleep(_PAUSE_S)
         os._exit(DIED)
 
 

@@ -16,7 +16,7 @@ from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 READ_S: Final = 10.0
 """Interval of reading the advice. The advice itself reacts to a burst within about 30 s."""
 
-TIMEOUT_S: Final = 5.0
+_TIMEOUT_S: Final = 5.0
 """Timeout of reading the metrics of a gateway."""
 
 STALE_S: Final = 300.0
@@ -65,7 +65,7 @@ class GatewayAdvice:
 
     async def read(self) -> int | None:
         """Return the largest advice, or None while no gateway has one."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
             for url in self._urls:
                 await self._read_one(http, url)

@@ -36,9 +36,9 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.state.commands import ListWorkers
 
-FAILED: Final = 1
+_FAILED: Final = 1
 
-CHECK_S: Final = 1.0
+_CHECK_S: Final = 1.0
 """Interval of checking the pool, which equals the interval of the workers' reports."""
 
 FORCE_EXIT_S: Final = 10.0
@@ -61,7 +61,7 @@ def main() -> None:
         notices.write(Notice(failure=str(error)))
         flush()
         sys.stderr.write(f"draftgate: {error}\n")
-        sys.exit(FAILED)
+        sys.exit(_FAILED)
 
 
 def _run(order: Order, notices: _NoticeWriter) -> None:
@@ -125,7 +125,7 @@ async def _report(where: Listening, notices: _NoticeWriter) -> None:
         notices.write(Notice(where.url, joined, banner=banner(where)))
         if where.node.siblings is not None:
             await where.node.siblings.share()
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(_CHECK_S)
 
 
 async def _is_joined(node: Node, before: bool) -> bool:
@@ -170,7 +170,7 @@ def _end_with_parent() -> None:
     time.sleep(SECOND_SIGNAL_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(FORCE_EXIT_S)
-    os._exit(FAILED)
+    os._exit(_FAILED)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.memory.store import MemoryStore
 
-PAUSE_S: Final = 1.0
+_PAUSE_S: Final = 1.0
 """Pause before a process that died starts again, in seconds. A process that dies at once would
 otherwise keep a core busy. (Chosen, not tuned, 2026-11-23.)"""
 
@@ -74,7 +74,7 @@ class ChildProcess:
                 accept_new_clients(self._order.listener)
             self._order = replace(self._order, restarted=True)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), PAUSE_S)
+                await asyncio.wait_for(self._stopping.wait(), _PAUSE_S)
 
     def stop(self) -> None:
         """Drain the process. A second call stops it immediately."""

@@ -26,7 +26,7 @@ from draftgate.policies.types import ANY_PROPOSER
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions")
 """The endpoints that every model has. Series of other endpoints begin with their first request."""
 
-OPERATIONS: Final = ("chat", "text_completion")
+_OPERATIONS: Final = ("chat", "text_completion")
 
 RESUMED: Final = ("same_class", "other_class")
 
@@ -47,7 +47,7 @@ def create_series(metrics: Metrics, policy: str, proposers: Iterable[str]) -> No
 
 def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDefinition, Labels]]:
     yield metric.EVICTED_RESPONSES, ()
-    for operation in OPERATIONS:
+    for operation in _OPERATIONS:
         yield metric.TTFT, (operation,)
         yield metric.TPOT, (operation,)
     for endpoint, ending in product(ENDPOINTS, Ending):

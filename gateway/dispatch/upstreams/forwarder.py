@@ -19,7 +19,7 @@ MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during
 an outage."""
 
-MOST_CALLS: Final = 2
+_MOST_CALLS: Final = 2
 """Maximum calls of one request to one upstream. The first call may have used a closing
 connection."""
 
@@ -70,7 +70,7 @@ class Forwarder:
             usable = [pair for pair in usable if has_capacity(pair[1], waiting.need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
         if not found and not refused:
-            found = [pair for pair in usable if tried.count(pair[0].worker_id) < MOST_CALLS]
+            found = [pair for pair in usable if tried.count(pair[0].worker_id) < _MOST_CALLS]
         if waiting is not None:
             found = [pair for pair in found if pair[0].worker_id not in waiting.avoid] or found
         if not found:

@@ -43,7 +43,7 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import BATCH_PRIORITY
 from draftgate.policies.values import replace
 
-PATH: Final = "/v1/embeddings"
+_PATH: Final = "/v1/embeddings"
 
 INLINE_STATE_BYTES: Final = 64 << 10
 """Longer responses are encoded in a thread. 16384 numbers take 0.8 ms as decimals, or 0.2 ms as
@@ -56,7 +56,7 @@ _WIRE: Final = np.dtype("<f4")
 class EmbeddingsEndpoint(WatchedEndpoint):
     """The endpoint that embeds texts."""
 
-    path = PATH
+    path = _PATH
     operation = "embeddings"
     task = Task.EMBED
 

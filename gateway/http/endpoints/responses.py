@@ -20,7 +20,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
 
-PATH: Final = "/v1/responses"
+_PATH: Final = "/v1/responses"
 
 
 class ResponsesEndpoint(Endpoint):
@@ -48,4 +48,4 @@ class ResponsesEndpoint(Endpoint):
         return partial(store_response, node, parsed) if parsed.conversation else None
 
 
-RESPONSES: Final = ResponsesEndpoint(PATH, "chat", parse_responses, ResponseRendering, PARAMS)
+RESPONSES: Final = ResponsesEndpoint(_PATH, "chat", parse_responses, ResponseRendering, PARAMS)

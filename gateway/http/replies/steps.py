@@ -12,7 +12,7 @@ from draftgate.gateway.http.replies.rendering import WholeChoice
 from draftgate.gateway.http.replies.shapes import StepReply
 from draftgate.policies.speculation.plan_reason import compare
 
-GRAMMAR: Final = "grammar"
+_GRAMMAR: Final = "grammar"
 """The proposer of tokens that a grammar forces."""
 
 
@@ -51,7 +51,7 @@ def describe_step(step: StepTrace) -> str:
     if step.offered == 0:
         return "no draft tokens" + _at_price(step)
     accepted, verified = f"{step.accepted} accepted", len(step.draft_ids)
-    if step.proposer == GRAMMAR:
+    if step.proposer == _GRAMMAR:
         return f"the grammar allows no other tokens: {step.offered} forced, {accepted}"
     return f"{verified} of {step.offered} draft tokens verified{_limit(step)}; {accepted}"
 

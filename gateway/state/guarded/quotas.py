@@ -34,7 +34,7 @@ from draftgate.policies.quotas import (
     release_of,
 )
 
-AT_ONCE: Final = 100
+_AT_ONCE: Final = 100
 """Reservations per call of renew or settle.
 
 The server needs 1.7 ms for 100 settlements, and 1.6 ms to restore 100 lost reservations. Meanwhile
@@ -73,7 +73,7 @@ class GuardedQuotas:
         self._used_alone = QuotaLedger()
         self._quotas: dict[str, Quota] = {}
         self._debts: dict[str, QuotaReservation] = {}
-        self._pending = Outbox(calls, commands.SettleQuotas, AT_ONCE, clock)
+        self._pending = Outbox(calls, commands.SettleQuotas, _AT_ONCE, clock)
 
     @property
     def outage(self) -> str | None:
@@ -202,8 +202,8 @@ class GuardedQuotas:
         Raises:
             StoreError: some reservations were not renewed.
         """
-        for begin in range(0, max(1, len(reservations)), AT_ONCE):
-            some = tuple(reservations[begin : begin + AT_ONCE])
+        for begin in range(0, max(1, len(reservations)), _AT_ONCE):
+            some = tuple(reservations[begin : begin + _AT_ONCE])
             known = partial(self._on_known, some)
             self._gateways = await self._calls.run(commands.RenewQuotas(some, self._ttl_s), known)
             known()

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 
 from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 
-CONNECT_S: Final = 1.0
+_CONNECT_S: Final = 1.0
 """Timeout of a connection, with TLS and name resolution.
 
 No request waits for this timeout, because calls have their own deadline
@@ -27,7 +27,7 @@ ANSWER_S: Final = 1.0
 
 The timeout limits the calls that a hung server accumulates to the calls of one second."""
 
-RETRIES: Final = 1
+_RETRIES: Final = 1
 """Immediate retries on a new connection, because the server may have restarted.
 
 Every script may run twice."""
@@ -73,9 +73,9 @@ def _options() -> Options:
     return {
         "decode_responses": True,
         "protocol": 2,
-        "socket_connect_timeout": CONNECT_S,
+        "socket_connect_timeout": _CONNECT_S,
         "socket_timeout": ANSWER_S,
-        "retry": Retry(NoBackoff(), RETRIES, BROKEN),  # type: ignore[arg-type] # every exception is accepted
+        "retry": Retry(NoBackoff(), _RETRIES, BROKEN),  # type: ignore[arg-type] # every exception is accepted
     }
 
 
