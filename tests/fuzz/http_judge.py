@@ -244,10 +244,13 @@ class Judge:
 def _parsed(methods: list[str], received: bytes, *, ended: bool) -> list[Answer]:
     """Return the responses to requests with these methods.
 
-    A request with an invalid head has no method, so the response may have a body although the
-    method is HEAD. Its connection closes.
+    A request with an invalid head has no method for one of the parsers, so that its response may or
+    may not have a body, as after HEAD. Its connection closes.
     """
-    for names in (methods, [*methods[:-1], "GET"], ["GET"] * len(methods)):
+    unknown = (
+        ["HEAD" if i == place else name for i, name in enumerate(methods)] for place in range(5)
+    )
+    for names in (methods, [*methods[:-1], "GET"], ["GET"] * len(methods), *unknown):
         responses = Responses(names, 0.0)
         responses.feed(received, 0.0)
         if ended:
