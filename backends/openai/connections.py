@@ -31,7 +31,7 @@ IDLE_CONNECTION_S: Final = 4.0
 """Seconds for which an idle connection is reused. vLLM and SGLang (uvicorn) close idle connections
 after 5 s, so that few requests meet a closed connection."""
 
-_STALE_S: Final = 5.0
+STALE_S: Final = 5.0
 """Seconds within which a closed connection shows itself. The server's kernel answers the first
 segment of a request with a reset. A connection that breaks later had an upstream that worked on the
 request, so it counts as a failure."""
@@ -243,7 +243,7 @@ def _is_stale(error: OSError, seconds: float) -> bool:
     """Return whether a reused connection failed because the server had already closed it."""
     if isinstance(error, ConnectionFailed) and error.has_begun:
         return False  # a part of a head has arrived
-    return seconds < _STALE_S or error.errno == errno.ETIMEDOUT
+    return seconds < STALE_S or error.errno == errno.ETIMEDOUT
 
 
 @lru_cache

@@ -52,7 +52,7 @@ from draftgate.policies.moves import (
 )
 from draftgate.policies.rescheduling.types import ChosenMove
 
-_CHECK_INTERVAL_S: Final = 0.1
+CHECK_INTERVAL_S: Final = 0.1
 """Interval of the search for workers that are leaving, which equals the interval of the reports of
 workers on other nodes."""
 
@@ -134,7 +134,7 @@ class Moves:
         if self.enabled and self._streams and self._timer is None:
             loop = asyncio.get_running_loop()
             # An empty context keeps request ids out of the log lines.
-            self._timer = loop.call_later(_CHECK_INTERVAL_S, self._check, context=Context())
+            self._timer = loop.call_later(CHECK_INTERVAL_S, self._check, context=Context())
 
     def _begin_moves(self) -> None:
         """Begin as many moves as may copy blocks at the same time."""

@@ -14,7 +14,7 @@ from draftgate.gateway.app import Signals, until_signal
 from draftgate.gateway.launch.advice import READ_S, PoolLimits
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 
-_POLL_S: Final = 1.0
+POLL_S: Final = 1.0
 """Interval of reading a worker's status."""
 
 STATUS_TIMEOUT_S: Final = 5.0
@@ -278,7 +278,7 @@ class Launcher:
         while worker.runs:
             await worker.poll()
             self._polled.set()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -34,7 +34,7 @@ from draftgate.loadgen.search.types import SearchGoal
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Record, Slo
 
-_MOST_REQUESTS: Final = 6000
+MOST_REQUESTS: Final = 6000
 """Most simulated requests per deployment. An interval of 5% needs 2,000 to 8,000 requests near the
 root. Chosen, not tuned, 2026-11-24."""
 
@@ -104,7 +104,7 @@ class Planner:
             answer_s=_finite(lengths.output_tokens * targets.tpot_s),
             share=targets.share,
             precision=precision,
-            most_requests=_MOST_REQUESTS,
+            most_requests=MOST_REQUESTS,
             seed=seed,
         )
         simulation = Simulation(source, machines.files, phases, link)

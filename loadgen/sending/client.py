@@ -40,7 +40,7 @@ _KEEPALIVE_S: Final = 4.0
 """How long to keep idle connections, shorter than servers do (uvicorn: 5 s). A request on a
 connection that the server is closing would fail without a fault of the server."""
 
-_STALE_S: Final = 1.0
+STALE_S: Final = 1.0
 """Seconds within which a connection that the server had closed shows itself. One that breaks later
 is a fault of the server."""
 
@@ -241,7 +241,7 @@ class StreamExchange:
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError):
                 reused_s = None if self._sent_s is None else self._clock() - self._sent_s
-                if self._connecting_s is not None or reused_s is None or reused_s > _STALE_S:
+                if self._connecting_s is not None or reused_s is None or reused_s > STALE_S:
                     raise
             self._sent_s = None
 
