@@ -380,7 +380,7 @@ def ends_connection(request: Request, response: Response, most_bytes: int) -> bo
     """
     if isinstance(request, DirectRequest) or response.status == 101:
         return False  # the body is complete, or a peer uses the connection
-    if request.method == hdrs.METH_CONNECT or _asks_for_upgrade(request):
+    if _is_last(request):
         # aiohttp reads the body of CONNECT as further requests. It loses what a client sends in the
         # same packet after a request for another protocol, or after the response to its head.
         return True
@@ -396,10 +396,12 @@ def ends_connection(request: Request, response: Response, most_bytes: int) -> bo
     return length is None or length > most_bytes or body.exception() is not None
 
 
-def _asks_for_upgrade(request: web.BaseRequest) -> bool:
-    """Return whether a request asks for another protocol."""
+def _is_last(request: web.BaseRequest) -> bool:
+    """Return whether a request must be the last one, by its method or by `Connection`."""
     values = request.headers.getall("Connection", ())
-    return "Upgrade" in request.headers and any("upgrade" in value.lower() for value in values)
+    options = {option.strip() for value in values for option in value.lower().split(",")}
+    upgrades = "upgrade" in options and "Upgrade" in request.headers
+    return request.method == hdrs.METH_CONNECT or upgrades or "close" in options
 
 
 def _end_unless_unread(transport: asyncio.BaseTransport) -> bool:

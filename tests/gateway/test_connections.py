@@ -217,6 +217,18 @@ async def test_ignored_upgrade_ends_the_connection(sim: Listening, protocol: str
     writer.close()
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_close_wins_over_keep_alive(sim: Listening, version: str) -> None:
+    """The connection closes if any option of `Connection` is `close`."""
+    reader, writer = await connect(sim)
+    options = "Connection: x, close\r\nConnection: keep-alive\r\n"
+    writer.write(f"GET /health HTTP/{version}\r\nHost: localhost\r\n{options}\r\n".encode())
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["connection"]) == (200, "close")
+    assert await is_closed(reader)
+    writer.close()
+
+
 async def test_pooled_client_survives_broken_bodies(sim: Listening) -> None:
     """A client with one pooled connection alternates broken and good requests without errors."""
     limits = httpx.Limits(max_connections=1)
