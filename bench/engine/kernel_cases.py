@@ -36,7 +36,8 @@ from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.kernels.swiglu import swiglu
 from draftgate.backends.engine.linear import Product
 from draftgate.backends.engine.quantisation.fp8_kv import FP8
-from draftgate.backends.engine.quantisation.linear import KernelLinear, QuantisedLinear
+from draftgate.backends.engine.quantisation.kernels import KernelLinear
+from draftgate.backends.engine.quantisation.linear import QuantisedLinear
 from draftgate.backends.engine.quantisation.scheme import Fp8Scheme, Int4Scheme
 from draftgate.backends.engine.rope import Rope
 

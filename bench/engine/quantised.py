@@ -39,6 +39,6 @@ def product(weight: Fp8Weight | Int4Weight, device: torch.device, *, exact: bool
     if device.type == "cpu":
         return QuantisedLinear(weight)
     # Some machines lack Triton.
-    from draftgate.backends.engine.quantisation.linear import KernelLinear
+    from draftgate.backends.engine.quantisation.kernels import KernelLinear
 
     return KernelLinear(weight, exact=exact)

@@ -175,6 +175,6 @@ def _read(
     if not for_gpu:
         return QuantisedLinear(weight, bias)
     # Some machines lack Triton.
-    from draftgate.backends.engine.quantisation.linear import KernelLinear
+    from draftgate.backends.engine.quantisation.kernels import KernelLinear
 
     return KernelLinear(weight, bias, exact=exact)

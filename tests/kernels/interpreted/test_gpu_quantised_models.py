@@ -13,7 +13,7 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import KvPool
-from draftgate.backends.engine.quantisation.linear import KernelLinear
+from draftgate.backends.engine.quantisation.kernels import KernelLinear
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.policies.registry import speculation_policy
