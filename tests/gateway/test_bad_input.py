@@ -333,7 +333,7 @@ async def test_unexpected_exception_is_a_bare_500(
     def explode(_job: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(sim.node.dispatcher.admission, "admit", explode)
+    monkeypatch.setattr(sim.node.dispatcher.admission, "admit_now", explode)
     response = await http.post(TEXT, json={"prompt": "a"})
     assert response.status_code == 500
     assert "secret" not in response.text
