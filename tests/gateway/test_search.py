@@ -64,7 +64,7 @@ class Pool:
     def find(self, need: CapacityNeed, taken: frozenset[str] = frozenset()) -> set[str]:
         """Return the ids of the workers that the search offers, of which it compares some."""
         found = self.search.find(need, lambda: VIEW, avoid=frozenset(), taken=taken)
-        return set() if found is None else {worker.worker_id for worker, _ in found.usable}
+        return set() if found is None else {worker.worker_id for worker, _ in found[0]}
 
     def with_capacity(self, need: CapacityNeed, taken: frozenset[str] = frozenset()) -> set[str]:
         """Return the ids of all workers with capacity."""

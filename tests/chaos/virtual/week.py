@@ -130,18 +130,15 @@ class _Client:
         self.job = make_job(kind, f"r{number}")
         self.choices = [Choice() for _ in range(self.job.n)]
 
-    def placed(self, _placed: object) -> None: ...
-    def given_up(self, *_why: object) -> None: ...
-    def fetched(self, _fetch: object) -> None: ...
-    def moved(self, _move: object) -> None: ...
-
-    def resumed(self, resume: Resume) -> None:
-        self._run.outcomes.resumes[resume.cause.value] += 1
+    def observe(self, event: object) -> None:
+        """Count the continuations on another worker."""
+        if isinstance(event, Resume):
+            self._run.outcomes.resumes[event.cause.value] += 1
 
     async def read(self) -> None:
         dispatcher = self.gateway.dispatcher
         with dispatcher.counted():
-            async with dispatcher.run(self.job, watch=self) as run:
+            async with dispatcher.run(self.job, watch=self.observe) as run:
                 await read_rest(run, self.choices)
 
     def begun(self, truth: Sequence[Choice]) -> bool:
