@@ -8,9 +8,9 @@ other request reserves its quota before it waits, in a call of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
-from draftgate.gateway.deadlines import within
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.gateway.state.commands import ReadLevels, RenewQuotas, ReserveQuota, SettleQuotas
 from draftgate.gateway.state.guarded.calls import DEADLINE_S
@@ -107,7 +107,8 @@ class Quotas:
         if (memory := self._store.memory) is not None:
             return memory.apply(command).of(quota)
         try:
-            return (await within(DEADLINE_S, self._store.call(command))).of(quota)
+            async with asyncio.timeout(DEADLINE_S):
+                return (await self._store.call(command)).of(quota)
         except (StoreError, TimeoutError):
             return {}
 
