@@ -76,9 +76,8 @@ class Connection(web.RequestHandler):
         super().__init__(*args, **options)
         self._audit = audit
         self.direct = direct
-        self._kept = (
-            bytearray()
-        )  # the first bytes of a direct request, or those of further requests
+        # The first bytes of a direct request, or those of the requests after it.
+        self._kept = bytearray()
         self._rest: asyncio.TimerHandle | None = None  # limits the time for the rest of a request
         self._request: asyncio.Task[None] | None = None  # the direct request that runs
 

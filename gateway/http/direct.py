@@ -73,7 +73,7 @@ class Head:
     Attributes:
         path: the path without the query.
         target: the path with the query, as sent.
-        known: what `of_headers` has read in the headers.
+        known: what has been read in the headers or checked, by what has read or checked it.
     """
 
     __slots__ = ("headers", "known", "path", "target")
