@@ -95,7 +95,7 @@ async def hand_over(kv: KvFetcher, stream: Prompt, successor: Hold, move: Migrat
                 return MoveEnd.ENDED if stream.output.is_complete else end
             if is_exact(stream, successor) and not stream.is_read_slowly:
                 return await overlap.switch(1)
-    stream.hand_over(successor, move.end)
+    move.hand_over(successor)
     return MoveEnd.MOVED
 
 

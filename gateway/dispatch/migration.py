@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftgate.gateway.dispatch.decisions import MoveRecord
+from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.prompt import Prompt
@@ -23,7 +24,10 @@ class Migration:
         sink: id of the destination, or empty while it is unknown.
         chosen: the choice of the policy, or None if the source is leaving.
         now_s: clock in seconds.
+        handed_over: whether the prompt continues on the destination, and reports the end itself.
     """
+
+    handed_over = False
 
     def __init__(
         self,
@@ -62,6 +66,11 @@ class Migration:
     def note_delta(self) -> None:
         """Record the time of a delta of the source, which may be the last one."""
         self._last_s = self.now_s()
+
+    def hand_over(self, successor: Hold) -> None:
+        """Let the prompt continue with the hold on the destination."""
+        self.handed_over = True
+        self._prompt.hand_over(successor, self.end)
 
     def end(self, end: MoveEnd) -> None:
         """Report the move, and count a move of the prompt."""

@@ -219,7 +219,8 @@ class Moves:
             self._moving.pop(stream, None)
             self._chosen.pop(stream, None)
             stream.copied = stream.hands_over = False
-            if end is not MoveEnd.MOVED:
+            # The prompt may cancel this task before it returns, although it continues as planned.
+            if not move.handed_over:
                 stream.retry_s = self._now_s() + RETRY_S
                 stream.failures += end in _FAILURES
                 move.end(end)
@@ -260,7 +261,7 @@ class Moves:
                             return await overlap.switch(VERIFIED_TOKENS)
                 else:
                     move.note_delta()
-            stream.hand_over(successor, move.end)
+            move.hand_over(successor)
             return end
         finally:
             if stream.successor is not successor:

@@ -125,7 +125,7 @@ class Overlap:
         elif switches and splice.caught_up:
             self._end.set_result(MoveEnd.MOVED)
             self._successor.continue_with(splice)
-            stream.hand_over(self._successor, self._move.end)
+            self._move.hand_over(self._successor)
         elif not self._running:
             self._end.set_result(MoveEnd.ENDED)
         elif switches and not self._paused:

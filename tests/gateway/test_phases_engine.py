@@ -14,8 +14,10 @@ from msgspec import structs
 
 from draftgate.backends.kv_transfer import turns
 from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch import handover
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.overlap import Overlap
 from draftgate.policies.moves import MoveEnd, MoveReason
 from tests.gateway.harness import eventually, needs_engine
 from tests.gateway.test_move_engines import CONFIG, KINDS, SteppingEngine, bytes_of, job_of
@@ -73,6 +75,21 @@ async def test_texts_and_blocks_equal_those_of_one_engine(kind: str) -> None:
     assert choices == plain
     moves = [move for move in watch.moves if move.reason is MoveReason.PHASES]
     assert [move.end for move in moves] == [MoveEnd.MOVED]
+
+
+async def test_a_handover_ends_once_when_its_prompt_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handover is reported once, although its prompt cancels the task that began it before the
+    task has seen the end."""
+    take = Overlap.take
+
+    def wake_first(self: Overlap, delta: Delta) -> None:
+        self._stream.wake()
+        take(self, delta)
+
+    monkeypatch.setattr(Overlap, "take", wake_first)
+    choices, watch, plain = await apart(job_of("logprobs", 1))
+    assert choices == plain
+    assert [move.end for move in watch.moves] == [MoveEnd.MOVED]
 
 
 class Stopping(SteppingEngine):
