@@ -77,9 +77,9 @@ async def test_texts_and_blocks_equal_those_of_one_engine(kind: str) -> None:
     assert [move.end for move in moves] == [MoveEnd.MOVED]
 
 
-async def test_a_handover_ends_once_when_its_prompt_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handover is reported once, although its prompt cancels the task that began it before the
-    task has seen the end."""
+async def test_a_handover_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is reported once although its prompt cancels the task that began it, before that task has
+    seen the end."""
     take = Overlap.take
 
     def wake_first(self: Overlap, delta: Delta) -> None:
