@@ -1,0 +1,1 @@
+"""Loads models from GGUF files, the format of llama.cpp."""
