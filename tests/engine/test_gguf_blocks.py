@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftgate.backends.engine.gguf.blocks import (
-    BLOCK_TYPES,
-    UNSUPPORTED_TYPES,
-    BlockType,
-    unpack,
-)
+from draftgate.backends.engine.gguf.blocks import unpack
+from draftgate.backends.gguf.block_types import BLOCK_TYPES, UNSUPPORTED_TYPES, BlockType
 
 TYPES = list(BLOCK_TYPES.values())
 

@@ -1,1 +1,1 @@
-"""Loads models from GGUF files, the format of llama.cpp."""
+"""Reads the weights of GGUF files."""
