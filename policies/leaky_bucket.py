@@ -62,8 +62,14 @@ class LeakyBucket:
 
     def drain(self, now_us: int) -> None:
         """Drain units from the top of the stack until a time."""
-        self._take((now_us - self.at_us) * self.rate, math.inf)
+        units = (now_us - self.at_us) * self.rate
         self.at_us = now_us
+        if units < self.level:
+            self._take(units, math.inf)
+        elif self.level:
+            self.level = 0
+            self.numbers.clear()
+            self.units.clear()
 
     def add(self, number: int, units: int) -> None:
         """Add units at the top of the stack."""

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from draftgate.gateway.dispatch.pool_totals import PoolReader, PoolTotals
+from draftgate.gateway.dispatch.pool_totals import PoolReader
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
@@ -176,7 +176,9 @@ class AdmissionController:
         self._decide(request, None)
 
     def _needed_quota(self, request: Entry) -> QuotaReservation | None:
-        tokens = sum([need.most_tokens for need in request.needs])
+        needs = request.needs
+        several = len(needs) > 1
+        tokens = sum([need.most_tokens for need in needs]) if several else needs[0].most_tokens
         return self.quotas.needed(request.tenant, request.request_id, tokens)
 
     def _decide(self, request: Entry, quota: QuotaReservation | None) -> None:
@@ -186,15 +188,15 @@ class AdmissionController:
             quota: what it still has to reserve.
         """
         try:
-            now_s, totals = self._now_s(), self._pool.read()
-            view = self._view(request, now_s, totals)
+            now_s = self._now_s()
+            view = self._view(request, now_s)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
                 refused = self._refusal(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
             request.predicted, request.since_s, request.quota = decision, now_s, quota
             request.expected_tokens = view.output_tokens
-            request.ticket_s = decision.work_s / self._pool_scale(totals) / len(request.needs)
+            request.ticket_s = decision.work_s / self._pool_scale() / len(request.needs)
         except BaseException:  # policies can be third-party code
             self.quotas.release(request.request_id)
             raise
@@ -207,7 +209,7 @@ class AdmissionController:
         Args:
             promised_s: residence of sequences that will arrive ahead of the request, in seconds.
         """
-        view = self._view(request, self._now_s(), self._pool.read())
+        view = self._view(request, self._now_s())
         if promised_s and view.pool.max_sequences:
             more_s = promised_s / view.pool.max_sequences / view.pool.share
             queue = view.queue
@@ -255,8 +257,7 @@ class AdmissionController:
 
         The length of a completed request also improves the forecast.
         """
-        if entry.request_id in self.quotas:
-            self.quotas.settle(entry.request_id, entry.prompt_tokens + entry.output_tokens)
+        self.quotas.settle(entry.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == entry.sequences:
             self._outputs.add_sequence(
                 entry.tenant, entry.output_tokens // entry.ended, entry.max_tokens
@@ -265,7 +266,7 @@ class AdmissionController:
     def _reconsider(self, request: Entry, ticket: Ticket, waited_s: float) -> Refused | None:
         """Return the refusal of a waiting request that would wait too long, or None to keep it."""
         now_s = self._now_s()
-        view = self._view(request, now_s, self._pool.read(), ticket)
+        view = self._view(request, now_s, ticket)
         refused = self._policy.reconsider(view, waited_s, now_s)
         return refused and self._refusal(refused)
 
@@ -285,32 +286,26 @@ class AdmissionController:
         first, *others = request.needs
         return not (others or self.quotas.is_short(request.tenant)) and self._queue.has_room(first)
 
-    def _view(
-        self,
-        request: Entry,
-        now_s: float,
-        totals: PoolTotals,
-        ticket: Ticket | None = None,
-    ) -> AdmissionView:
+    def _view(self, request: Entry, now_s: float, ticket: Ticket | None = None) -> AdmissionView:
         """Return the policy's view of a request, the workers and the queue.
 
         Args:
-            totals: the loads of the serving workers.
             ticket: the ticket of a request that waits, or None for a new request.
         """
         bounds = self._bounds
         service = request.service if request.judged is None else request.judged
-        max_wait_s, sheddable = bounds.timeout_s, self._is_sheddable(service.priority)
+        max_wait_s, least = bounds.timeout_s, bounds.shed_priority
+        sheddable = least is not None and service.priority >= least
         if request.continues:
             max_wait_s, sheddable = _UNLIMITED_S, False
         needs, sequences = request.needs, request.sequences
         several = len(needs) > 1
         prompt_tokens = sum([n.prompt_tokens for n in needs]) if several else needs[0].prompt_tokens
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
-        pool = totals.view(prompt_tokens / len(needs) + output_tokens)
+        pool = self._pool.view(prompt_tokens / len(needs) + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
-            ticket = self._ticket(request, own_s / self._pool_scale(totals), now_s)
+            ticket = self._ticket(request, own_s / self._pool_scale(), now_s)
         return AdmissionView(
             request.fingerprint,
             prompt_tokens,
@@ -325,7 +320,7 @@ class AdmissionController:
             pool,
             self._empty_queue
             if ticket is None
-            else self._queue_view(ticket, now_s, self._pool_scale(totals) / pool.share),
+            else self._queue_view(ticket, now_s, self._pool_scale() / pool.share),
         )
 
     def _queue_view(self, ticket: Ticket, now_s: float, scale: float) -> QueueView:
@@ -346,21 +341,17 @@ class AdmissionController:
             class_s=ordering.class_ahead_s(ticket) * scale,
         )
 
-    def _pool_scale(self, totals: PoolTotals) -> float:
-        """Return how many seconds the current pool takes for a second of the tickets' work.
+    def _pool_scale(self) -> float:
+        """Return how many seconds the pool now takes for a second of the tickets' work.
 
         Tickets keep the work of their admission. The work takes longer if the pool has lost workers
         since the first waiting request was admitted.
         """
-        sequences = totals.max_sequences
+        sequences = self._pool.max_sequences
         if not (len(self._queue) and self._ticket_sequences and sequences):
             self._ticket_sequences = sequences
             return 1.0
         return self._ticket_sequences / sequences
-
-    def _is_sheddable(self, priority: int) -> bool:
-        least = self._bounds.shed_priority
-        return least is not None and priority >= least
 
     def _ticket(self, request: Entry, work_s: float, since_s: float) -> Ticket:
         """Return the ticket of a prompt.

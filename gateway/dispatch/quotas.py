@@ -44,20 +44,16 @@ class Quotas:
             model: a function that returns the name of the model in the pool.
         """
         self._store = store
-        self._quotas = quotas
         self._now_s = now_s
         self._model = model
         self._held: dict[str, QuotaReservation] = {}
         self._short_until_s: dict[str, float] = {}  # by tenant
+        self.change(quotas)
 
     @property
     def open(self) -> int:
         """Number of requests that have reserved a part of a quota."""
         return len(self._held)
-
-    def __contains__(self, request_id: str) -> bool:
-        """Return whether a request has reserved a part of a quota."""
-        return request_id in self._held
 
     def needed(self, tenant: str, request_id: str, tokens: int) -> QuotaReservation | None:
         """Return what a request reserves, or None for a tenant without a quota.
@@ -66,7 +62,7 @@ class Quotas:
             tokens: the maximum number of tokens of the request.
         """
         quota = self._quotas.get(tenant)
-        if quota is None or not quota.is_limited:
+        if quota is None:
             return None
         return QuotaReservation(request_id, quota_account(tenant, self._model()), tokens, quota)
 
@@ -101,7 +97,7 @@ class Quotas:
         It is empty without a quota, and while the store does not answer within `DEADLINE_S`.
         """
         quota = self._quotas.get(tenant)
-        if quota is None or not quota.is_limited:
+        if quota is None:
             return {}
         command = ReadLevels(quota_account(tenant, self._model()))
         if (memory := self._store.memory) is not None:
@@ -114,18 +110,20 @@ class Quotas:
 
     def settle(self, request_id: str, used_tokens: int) -> None:
         """Charge the tokens that a request used, and release the rest."""
-        self._end(Settlement(request_id, used_tokens))
+        if self._held.pop(request_id, None) is not None:
+            self._store.post(SettleQuotas((Settlement(request_id, used_tokens),)))
 
     def release(self, request_id: str) -> None:
         """Undo a reservation, so that the request does not count against any limit."""
-        self._end(release_of(request_id))
+        if self._held.pop(request_id, None) is not None:
+            self._store.post(SettleQuotas((release_of(request_id),)))
 
     async def renew(self) -> None:
         """Renew the reservations of all open requests.
 
         The call counts this node among those that share the quotas, even without reservations.
         """
-        if self._held or any(quota.is_limited for quota in self._quotas.values()):
+        if self._held or self._quotas:
             await self._store.call(RenewQuotas(tuple(self._held.values()), LEASE_S))
 
     def change(self, quotas: Mapping[str, Quota]) -> None:
@@ -134,12 +132,8 @@ class Quotas:
         What a tenant has used of a limit counts against its new limit, which applies from the
         tenant's next request on.
         """
-        self._quotas = quotas
+        self._quotas = {tenant: quota for tenant, quota in quotas.items() if quota.is_limited}
         self._short_until_s.clear()
-
-    def _end(self, used: Settlement) -> None:
-        if self._held.pop(used.request_id, None) is not None:
-            self._store.post(SettleQuotas((used,)))
 
 
 def quota_account(tenant: str, model: str) -> str:

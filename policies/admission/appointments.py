@@ -178,6 +178,7 @@ class Appointments:
     """The bookings, and the work that they will bring to the pool.
 
     Attributes:
+        classes: the priority classes that have bookings.
         kept_share: learned share of appointments that clients keep.
     """
 
@@ -187,6 +188,7 @@ class Appointments:
         self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # fingerprint -> number -> booking
         self._by_end: list[tuple[float, int, Booking]] = []  # a heap
         self._classes: defaultdict[int, dict[str, _TenantBookings]] = defaultdict(dict)
+        self.classes: Collection[int] = self._classes.keys()
         self._by_due: defaultdict[int, PrefixSumQueue] = defaultdict(PrefixSumQueue)
         self._count = 0
         self._number = 0
@@ -198,11 +200,6 @@ class Appointments:
     def __len__(self) -> int:
         """Return the number of bookings."""
         return self._count
-
-    @property
-    def classes(self) -> Collection[int]:
-        """The priority classes that have bookings."""
-        return self._classes.keys()
 
     def expire(self, now_s: float) -> None:
         """Drop bookings whose clients did not return."""

@@ -83,7 +83,8 @@ def admit(view: AdmissionView, predicted: WaitForecast) -> Admitted:
     reason = "capacity is free"
     if predicted.wait_s > 0:
         reason = f"{view.queue.length} requests wait; predicted wait {predicted.wait_s:.2f} s"
-    return Admitted(predicted.wait_s, predicted.ttft_s, predicted.work_s, view.service, reason)
+    ttft_s = predicted.wait_s + predicted.prompt_s
+    return Admitted(predicted.wait_s, ttft_s, predicted.work_s, view.service, reason)
 
 
 class WaitCorrection:
@@ -95,18 +96,17 @@ class WaitCorrection:
 
     Requests with a target overtake requests without one, whose waits therefore say little about the
     pool. Waits without a target count only while no requests with a target arrive.
+
+    Attributes:
+        factor: the factor by which forecasts are multiplied.
     """
 
     def __init__(self) -> None:
+        self.factor = 1.0
         self._log = 0.0
         self._mean_s = 0.0
         self._lessons = 0
         self._since_target = _FIRST_LESSONS
-
-    @property
-    def factor(self) -> float:
-        """The factor by which forecasts are multiplied."""
-        return math.exp(self._log)
 
     def add_wait(self, predicted_s: float, waited_s: float, *, has_target: bool) -> None:
         """Learn from a wait that was predicted with this correction.
@@ -124,6 +124,7 @@ class WaitCorrection:
         moved = self._log + step * min(off, _MOST_SURPRISE)
         limit = math.log(_MOST_CORRECTION)
         self._log = min(max(moved, -limit), limit)
+        self.factor = math.exp(self._log)
 
 
 def pool_of(
@@ -140,7 +141,10 @@ def pool_of(
     running = prompt_tokens = timed = timed_prompts = 0
     tpot_s = prompt_token_s = sequence_s = 0.0
     for load in loads:
-        limits.append(_sequence_limit(load, sequence_tokens))
+        limit = float(load.max_sequences)
+        if sequence_tokens and load.kv_blocks_total:  # otherwise the memory is unknown
+            limit = min(limit, max(load.kv_total_tokens / sequence_tokens, 1.0))
+        limits.append(limit)
         running += load.running + load.waiting
         prompt_tokens += load.prompt_tokens
         speed = load.speed
@@ -224,10 +228,3 @@ def drained_s(
     pressing_s = PRESSING_SHARE * (view.max_wait_s if target_s is None else target_s)
     own_s += max(ahead_s - others_s, 0.0)
     return drain.wait_s(correction * (others_s + better_s + own_s), correction * own_s, pressing_s)
-
-
-def _sequence_limit(load: WorkerLoad, sequence_tokens: float) -> float:
-    if not sequence_tokens or not load.kv_blocks_total:  # unknown memory
-        return float(load.max_sequences)
-    in_memory = load.kv_total_tokens / sequence_tokens
-    return min(float(load.max_sequences), max(in_memory, 1.0))

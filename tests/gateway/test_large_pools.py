@@ -88,29 +88,29 @@ def test_a_decision_compares_the_holders_of_the_prompt() -> None:
     run_virtual(scenario())
 
 
-def test_totals_of_a_large_pool_are_read_again_after_a_pause() -> None:
-    """Forecasts in a large pool use the same totals for a time that grows with the pool."""
+def test_loads_of_a_large_pool_are_read_again_after_a_pause() -> None:
+    """Forecasts in a large pool use the same loads for a time that grows with the pool."""
     now_s = [0.0]
 
     async def scenario() -> None:
         _, workers = queue_of(*[1] * LARGE)
         reader = PoolReader(cast(RealFleet, Fleet(workers=workers)), lambda: now_s[0])
-        first = reader.read()
-        assert first.max_sequences == LARGE
-        assert reader.read() is first
+        first = reader.view(100.0)
+        assert (first.workers, reader.max_sequences) == (LARGE, LARGE)
+        assert reader.view(100.0) is first
         now_s[0] = 1.0
-        assert reader.read() is not first
+        assert reader.view(100.0) is not first
 
     run_virtual(scenario())
 
 
-def test_totals_of_a_small_pool_are_always_present() -> None:
+def test_loads_of_a_small_pool_are_always_present() -> None:
     """Forecasts in a small pool always read the loads."""
 
     async def scenario() -> None:
         _, workers = queue_of(*[1] * SMALL_POOL)
         reader = PoolReader(cast(RealFleet, Fleet(workers=workers)), lambda: 0.0)
-        assert reader.read() is not reader.read()
+        assert reader.view(100.0) is not reader.view(100.0)
 
     run_virtual(scenario())
 

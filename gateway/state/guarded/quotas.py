@@ -33,6 +33,7 @@ from draftgate.policies.quotas import (
     Totals,
     release_of,
 )
+from draftgate.policies.values import replace
 
 _AT_ONCE: Final = 100
 """Reservations per call of renew or settle.
@@ -118,9 +119,8 @@ class GuardedQuotas:
 
     def reserve_alone(self, reservation: QuotaReservation) -> Shortage | None:
         """Reserve from this gateway's share of the quota."""
-        share = reservation._replace(
-            quota=reservation.quota.share(self._gateways, reservation.tokens)
-        )
+        quota = reservation.quota.share(self._gateways, reservation.tokens)
+        share = replace(reservation, quota=quota)
         shortage = self._mirror.reserve(share, self._clock())
         if shortage is None:
             self._alone[reservation.request_id] = reservation
