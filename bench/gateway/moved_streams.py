@@ -17,11 +17,10 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway import assembly
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
-from draftgate.gateway.dispatch.decisions import Decisions
-from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher, RunningJob
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Event, Move, Resume
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
@@ -39,6 +38,7 @@ class Observed:
     """An observer of a job, and the times of its deltas.
 
     Attributes:
+        run: the job, once it runs.
         worker: the worker on which the job began, or None before.
         copied_s: end of the last transfer of blocks.
         computed_tokens: tokens that a worker computed although another worker had done so.
@@ -47,6 +47,7 @@ class Observed:
     times_s: list[float] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
+    run: RunningJob | None = None
     worker: FleetWorker | None = None
     copied_s: float = 0.0
     computed_tokens: int = 0
@@ -56,8 +57,9 @@ class Observed:
     def __call__(self, event: Event) -> None:
         """Record the first worker, a switch, a fetch or a move."""
         match event:
-            case Placement():
-                self.worker = self.worker or event.worker
+            case Decision():
+                assert self.run is not None
+                self.worker = self.worker or self.run.holds[0].worker
             case Resume():
                 self._resumed(event)
             case KvFetch():
@@ -67,10 +69,12 @@ class Observed:
 
     def _resumed(self, resume: Resume) -> None:
         """Record a switch."""
-        worker = resume.placed.worker
+        assert self.run is not None
+        hold = self.run.holds[resume.index]
+        worker = hold.worker
         self.resumes.append(resume)
         self._switched = len(self.times_s)
-        known = len(resume.placed.request.prompt_ids) + resume.kept_tokens
+        known = len(hold.request.prompt_ids) + resume.kept_tokens
         form, blocks = worker.kv_format, self._held_blocks.get(worker.worker_id, 0)
         self.computed_tokens += known - (0 if form is None else blocks * form.block_tokens)
         self._held_blocks.clear()
@@ -125,10 +129,11 @@ async def run_job(
         settled: number of deltas after a switch at which the client leaves, or None.
     """
     async with dispatcher.run(job, watch=observed) as run:
+        observed.run = run
         async for _ in run.deltas:
             observed.times_s.append(loop_time_s())
             if begun is not None and len(observed.times_s) == BEGUN_TOKENS:
-                begun(run.placed[0].worker)
+                begun(run.holds[0].worker)
             if settled is not None and observed.deltas_since_switch >= settled:
                 return
 

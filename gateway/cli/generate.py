@@ -77,9 +77,8 @@ async def _stream(node: Node, sample: Sample) -> None:
             outcome = delta.outcome or outcome
     seconds = time.perf_counter() - begin_s
     typer.echo()
-    typer.echo(
-        _summary(tokens, seconds, outcome, run.placed[0].request.speculation.reason), err=True
-    )
+    reason = run.holds[0].request.speculation.reason
+    typer.echo(_summary(tokens, seconds, outcome, reason), err=True)
 
 
 def _decoded(argument: str) -> str:

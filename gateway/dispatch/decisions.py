@@ -258,19 +258,14 @@ class Decisions:
             self._file.append(line)
 
     def add_move(
-        self, request_id: str, prompt: int, tenant: str, decision: Decision | None, move: MoveRecord
+        self, request_id: str, prompt: int, tenant: str, decision: Decision, move: MoveRecord
     ) -> None:
-        """Record the end of a move in the decision about its source, and among the latest moves.
-
-        Args:
-            decision: the decision, or None if the request needed none.
-        """
+        """Record the end of a move in the decision about its source, and among the latest moves."""
         move = msgspec.structs.replace(move, ended_s=self._now_s())
         self.moves.append(RecentMove(request_id, prompt, tenant, move))
-        if decision is not None:
-            decision.moves = (*decision.moves, move)[-KEPT_MOVES_OF_RUN:]
-            if self._changed is not None:
-                self._changed.add(id(decision))
+        decision.moves = (*decision.moves, move)[-KEPT_MOVES_OF_RUN:]
+        if self._changed is not None:
+            self._changed.add(id(decision))
 
     def latest(self, most: int, tenant: str | None = None) -> list[Decision]:
         """Return the latest decisions, newest first.

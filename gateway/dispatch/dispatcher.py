@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Self
 
-from draftgate.backends.types import GenerationRequest
+from draftgate.backends.streams import UnreadDeltas
+from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.flows import Flows, Hop
-from draftgate.gateway.dispatch.hold import Parts
+from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import Replicator
@@ -122,6 +124,11 @@ class Dispatcher:
 class RunningJob(Run):
     """A run and its context, which admits the job and finally cancels its remaining work.
 
+    Attributes:
+        holds: the latest hold of each prompt whose request was sent, by its index.
+        path_reason: why its pace or its chunks follow the path to the client, or empty.
+        unread: the deltas that the sink keeps for a slow client.
+
     Raises:
         InvalidRequest, RequestRejected: the job can never run on this node.
         Overloaded, QuotaExceeded: the job is rejected for now. The error has the retry time. The
@@ -129,15 +136,21 @@ class RunningJob(Run):
         BackendFailed: no worker is left.
     """
 
+    path_reason = ""
+    unread: UnreadDeltas | None = None
+    _running: Prompt | Prompts
+    _reader: AsyncGenerator[Delta, None] | None = None
+
     def __init__(
         self, parts: Parts, moves: Moves, flows: Flows, job: Job, span: Span, watch: Watch
     ) -> None:
         super().__init__(job, span, watch)
+        self.holds: dict[int, Hold] = {}
         self._parts = parts
         self._moves = moves
         self._flows = flows
 
-    async def __aenter__(self) -> Run:
+    async def __aenter__(self) -> Self:
         job, parts = self.job, self._parts
         with self.span.child("admit") if self.span.recording else NO_SPAN as admit:
             fleet = parts.fleet
@@ -156,9 +169,9 @@ class RunningJob(Run):
                 await self._admit_hop(job, job.flow)
             if admit.recording:
                 admit.set(admission_attributes(self.entry))
-        prompt = partial(Prompt, parts, self._moves, self)
+        prompt = partial(Prompt, parts, self._moves, self, holds=self.holds)
         count = len(self.requests)
-        self.begin(prompt(0) if count == 1 else Prompts(prompt, count))
+        self._running = prompt(0) if count == 1 else Prompts(prompt, count)
         return self
 
     async def __aexit__(
@@ -168,11 +181,88 @@ class RunningJob(Run):
         trace: TracebackType | None,
     ) -> None:
         try:
-            await self.aclose()
+            await self._running.aclose()
         finally:
+            # These end cycles of references, which only a collection would free.
+            del self._running
+            self._reader, self.sink = None, ignore
             self._parts.admission.settle(self.entry)
             if self.hop is not None:
                 await self._end_hop(self.hop, error)
+
+    def wake(self) -> None:
+        """Let `wait` return, because the sink keeps deltas."""
+        self._running.wake()
+
+    async def wait(self) -> bool:
+        """Run until all choices have ended, or until `wake` is called.
+
+        Returns:
+            Whether choices may be left.
+
+        Raises:
+            QueueTimeout: a prompt waited too long for its first worker.
+            BackendFailed: a prompt has no worker and cannot continue.
+            OutputCut: the grammar of a prompt allows no continuation of an incomplete output.
+            Exception: the sink has raised this error.
+        """
+        return await self._running.wait()
+
+    async def finished(self) -> None:
+        """Run until all choices have ended. The errors are those of `wait`."""
+        while await self._running.wait():
+            pass
+
+    @property
+    def deltas(self) -> AsyncGenerator[Delta, None]:
+        """The deltas for a reader that may be slow, which needs no `sink`.
+
+        They end when all choices have ended, or with an error of `wait`.
+        """
+        if self._reader is None:
+            self._reader = self._read()
+        return self._reader
+
+    async def _read(self) -> AsyncGenerator[Delta, None]:
+        unread = self.unread = UnreadDeltas()
+
+        def keep(delta: Delta) -> None:
+            unread.put(delta)
+            self.wake()
+
+        self.sink, more = keep, True
+        while more:
+            more = await self.wait()
+            while unread:
+                yield unread.pop()
+
+    @property
+    def unread_tokens(self) -> int:
+        """Number of generated tokens that wait for the client."""
+        return 0 if self.unread is None else self.unread.tokens
+
+    def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
+        """Set the pace of all sequences of the job, as `Backend.set_pace`."""
+        self.pace, self.tpot_s = pace, tpot_s
+        for hold in self.holds.values():
+            hold.set_pace(pace, tpot_s)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all prompts."""
+        return self.job.n * len(self.requests)
+
+    @property
+    def full_tps(self) -> float:
+        """Tokens per second that its workers generate for it at full pace, or 0 if unknown."""
+        tpots_s = [hold.worker.backend.load().speed.tpot_s for hold in self.holds.values()]
+        return sum([self.job.n / tpot_s for tpot_s in tpots_s if tpot_s])
+
+    def note_path(self, reason: str) -> None:
+        """Record why the job follows the path to its client, also in its latest decisions."""
+        self.path_reason = reason
+        for hold in self.holds.values():
+            hold.decision.path = reason
 
     async def _admit_hop(self, job: Job, flow: FlowTag) -> None:
         """Admit a job that names a flow, with the targets of its part of the remaining time."""

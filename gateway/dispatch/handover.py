@@ -82,7 +82,7 @@ async def hand_over(kv: KvFetcher, stream: Prompt, successor: Hold, move: Migrat
         BackendFailed: a worker failed.
     """
     with Overlap(stream, successor, move) as overlap:
-        copies = _Copies(kv, stream, successor.placed.worker, move)
+        copies = _Copies(kv, stream, successor.worker, move)
         chains = await copies.chains()
         while not stream.hold.decodes:
             end = await copies.copy(chains, LEAST_BLOCKS)

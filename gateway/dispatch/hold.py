@@ -9,11 +9,12 @@ from typing import NamedTuple, Protocol
 from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.output import Output
-from draftgate.gateway.dispatch.placement import Placement, Placer
+from draftgate.gateway.dispatch.placement import Placer, with_adapter
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
 from draftgate.gateway.dispatch.run import Run
@@ -32,7 +33,6 @@ from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.routing.types import RouteView
-from draftgate.policies.values import replace
 
 
 class Parts(NamedTuple):
@@ -81,6 +81,10 @@ class Holder(Owner, Protocol):
     index: int
     output: Output
 
+    def begin(self) -> None:
+        """Notice that its present hold sends the request."""
+        ...
+
 
 class Hold:
     """What a prompt holds on one worker: capacity, claim, lease, blocks, span and deltas.
@@ -93,14 +97,18 @@ class Hold:
     belongs to a move, which gets its deltas.
 
     Attributes:
-        placed: the worker and the speculation plan.
+        worker: the worker, which a reservation may change.
+        request: the request for the prompt, or for the rest of the prompt, with its speculation
+            plan once that is decided.
+        output: the output of the prompt.
+        decision: the decision about speculation, once the worker is leased.
         error: why the worker sends no further deltas, or None.
         num_deltas: number of deltas so far.
         decodes: whether a choice has its first token from this worker.
         on_delta: a callback after each observed delta, or None.
     """
 
-    placed: Placement
+    decision: Decision
     error: Exception | None = None
     num_deltas = 0
     decodes = False
@@ -132,14 +140,20 @@ class Hold:
         """
         self.worker = routed.worker
         self.run = prompt.run
+        self.request = request
+        self.output = prompt.output
         self.routed = routed
         self._parts = parts
         self._index = prompt.index
-        self._request = request
         self._need = need
-        self._output = prompt.output
-        self._prompt: Owner = prompt
+        self._prompt = prompt
         self._owner: Owner = prompt
+
+    @property
+    def numerics_class(self) -> str | None:
+        """The class of the worker with the digest of the request's adapter, or None."""
+        numerics = self.worker.backend.card.numerics_class
+        return None if numerics is None else with_adapter(numerics, self.request.adapter)
 
     def start_now(self) -> bool:
         """Start as `start` does if nothing has to wait, and return whether it did."""
@@ -147,7 +161,7 @@ class Hold:
             self._take_over(self._splice)
             return True
         if self._reservation is None:
-            run, request = self.run, self._request
+            run, request = self.run, self.request
             if run.span.recording or request.resumed or self.routed.cached_blocks:
                 return False
             found = self._parts.leases.reserve_at_once(run.entry.quota)
@@ -169,11 +183,11 @@ class Hold:
             BackendFailed: the worker has failed or rejects the request.
         """
         await self._lease()
-        if self._request.resumed:
-            await self._parts.kv.fetch_resumed(self.run, self.placed)
+        if self.request.resumed:
+            await self._parts.kv.fetch_resumed(self.run, self.request, self.worker)
         elif self.routed.cached_blocks:
             cached_blocks = self.routed.cached_blocks
-            await self._parts.kv.fetch_new(self.run, self.placed, cached_blocks)
+            await self._parts.kv.fetch_new(self.run, self.request, self.worker, cached_blocks)
         self._send()
 
     async def prepare(self) -> None:
@@ -186,7 +200,7 @@ class Hold:
         except BaseException as error:
             self.close(error)
             raise
-        self.worker.await_blocks(self._request.request_id)
+        self.worker.await_blocks(self.request.request_id)
 
     def take_decode(self) -> tuple[str, Routed | None]:
         """Return the reserved worker that continues the request, and the id of the rest.
@@ -196,12 +210,12 @@ class Hold:
         decode = self.routed.decode
         if decode is not None:
             self.routed = self.routed._replace(decode=None)
-        return decode_id(self._request.request_id), decode
+        return decode_id(self.request.request_id), decode
 
     @property
     def rest(self) -> GenerationRequest:
         """The request for the rest of the present output."""
-        return self._output.rest(self._request.request_id)
+        return self.output.rest(self.request.request_id)
 
     def extend(self) -> None:
         """Continue a prepared hold from the present output, unless its request has been sent."""
@@ -220,9 +234,7 @@ class Hold:
         self._send()
 
     def _replace_request(self, request: GenerationRequest) -> None:
-        self._request = request
-        planned = request.planned(self.placed.request.speculation)
-        self.placed = replace(self.placed, request=planned)
+        self.request = request.planned(self.request.speculation)
 
     def continue_with(self, splice: Splice) -> None:
         """Set the output of a request that was sent early, with which the prompt continues."""
@@ -230,12 +242,12 @@ class Hold:
 
     def set_pace(self, pace: Pace, tpot_s: float = 0.0) -> None:
         """Set the pace of the request on its worker, which the job's own pace replaces."""
-        self.worker.generating.set_pace(self._request.request_id, pace, tpot_s)
+        self.worker.generating.set_pace(self.request.request_id, pace, tpot_s)
 
     @property
     def is_owed(self) -> bool:
         """Whether the worker owes a delta."""
-        ended = self.error is not None or self._output.is_complete
+        ended = self.error is not None or self.output.is_complete
         return not ended and self.run.pace is not Pace.PAUSED
 
     @property
@@ -265,26 +277,28 @@ class Hold:
 
     def _observe(self, delta: Delta) -> None:
         """Pass a delta to output, queue, trace, acceptance history and the prompt."""
-        counted = self._output.add(delta)
+        counted = self.output.add(delta)
         if not self._begun:
             self._begin()
         if self._spans is not None:
             self._spans.observe(delta)
         if delta.outcome is not None:
             self.run.entry.ended += 1
-            self._parts.placer.record_outcome(self.placed, delta.outcome)
+            self._parts.placer.record_outcome(
+                self.request, self.worker, self.decision, delta.outcome
+            )
         if self.on_delta is not None:
             self.on_delta(delta)
         if delta.finish_reason is FinishReason.ABORT:
             # Every worker would end the output here, so none can continue it.
-            self.fail(OutputCut(self._output.tokens))
+            self.fail(OutputCut(self.output.tokens))
         else:
             self._prompt.take(counted)
 
     def _begin(self) -> None:
         """Report the first delta to worker, admission and queue."""
         self._begun = True
-        self.worker.started(self._request.request_id)
+        self.worker.started(self.request.request_id)
         self._parts.admission.answered(self.run.entry)
         self._parts.queue.dispatch_waiting(self.worker)
 
@@ -298,7 +312,7 @@ class Hold:
             NoCapacity: other gateways have filled the workers.
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         """
-        leases, entry, request = self._parts.leases, self.run.entry, self._request
+        leases, entry, request = self._parts.leases, self.run.entry, self.request
         span, recording = self.run.span, self.run.span.recording
         if recording:
             record_route(span, self.routed)
@@ -316,11 +330,11 @@ class Hold:
         with span.child("decide") if recording else NO_SPAN as child:
             self._decide(found)
             if recording:
-                describe_decision(child, self.placed.view, self.placed.load)
+                describe_decision(child, self.decision)
 
     def _accept(self, found: Reservation) -> None:
         """Record what the store has reserved, with the errors of `_lease`."""
-        parts, entry, request_id = self._parts, self.run.entry, self._request.request_id
+        parts, entry, request_id = self._parts, self.run.entry, self.request.request_id
         if entry.quota is not None:
             parts.admission.record_quota(entry, found.shortage)
         if parts.leases.must_wait(found):
@@ -333,13 +347,14 @@ class Hold:
         if found.lease is not None and found.lease.worker_id != self.worker.worker_id:
             self._move_to(found.lease.worker_id)
         self._reservation = found
-        self.placed = self._parts.placer.place(
-            self.run.job, self._index, self._request, self.routed, found, self._need
+        self.decision = self._parts.placer.decide(
+            self.run.job, self._index, self.request, self.routed, found, self._need
         )
+        self.request = self.request.planned(self.decision.plan)
 
     def _move_to(self, worker_id: str) -> None:
         """Reserve another worker that the router offered."""
-        request = self._request
+        request = self.request
         self.worker.release(request.request_id)
         self.worker = next(one for one in self.routed.choices if one.worker_id == worker_id)
         self.worker.reserve(request.request_id, self._need)
@@ -349,9 +364,9 @@ class Hold:
 
     def _send(self) -> None:
         """Send the request to its worker."""
-        run, worker, request = self.run, self.worker, self.placed.request
+        run, worker, request = self.run, self.worker, self.request
         if self._owner is self._prompt:
-            run.place(self._index, self.placed)
+            self._prompt.begin()
         if run.span.recording:
             placed: Attributes = {
                 "draftgate.prompt": self._index,
@@ -362,7 +377,7 @@ class Hold:
             request = self._spans.carried(request)
         if self.routed.cached_blocks:
             cached_blocks = self.routed.cached_blocks
-            self._prefix = self._parts.replicator.begin(run, self.placed, cached_blocks)
+            self._prefix = self._parts.replicator.begin(run, request, worker, cached_blocks)
         lease = None if self._reservation is None else self._reservation.lease
         worker.submit(request, self, 0 if lease is None else lease.number)
         self._sent = True
@@ -373,7 +388,7 @@ class Hold:
     def _take_over(self, splice: Splice) -> None:
         """Give the prompt the deltas of a request that was sent early."""
         self._owner = self._prompt
-        self.run.place(self._index, self.placed)
+        self._prompt.begin()
         if self.run.pace is not Pace.FULL:
             self.set_pace(self.run.pace, self.run.tpot_s)
         self._further = splice.continued(self._observe)
@@ -394,23 +409,23 @@ class Hold:
         try:
             if self._sent:
                 self._parts.watchdog.unwatch(self)
-                self.worker.generating.cancel(self._request.request_id)
-            if self._begun and not self._output.is_complete:
+                self.worker.generating.cancel(self.request.request_id)
+            if self._begun and not self.output.is_complete:
                 # The worker reports no outcome of a choice that is cancelled, lost or moved.
-                self._parts.placer.record_unfinished(self.placed, self._output.unfinished)
+                self._parts.placer.record_unfinished(self.decision, self.output.unfinished)
             if self._spans is not None:
                 self._spans.end()
                 if error is not None:
                     self._span.fail(error)
                 self._span.end()
         finally:
-            del self._prompt, self._owner  # ends a cycle of references
+            del self._prompt, self._owner, self.run  # end cycles of references
             self._further = None
             self._release(error)
 
     def _release(self, error: BaseException | None) -> None:
         """Release the capacity of the worker, and dispatch the next request."""
-        parts, request_id, decode = self._parts, self._request.request_id, self.routed.decode
+        parts, request_id, decode = self._parts, self.request.request_id, self.routed.decode
         self.worker.release(request_id)
         if decode is not None:
             decode.worker.release(decode_id(request_id))

@@ -18,7 +18,6 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, KvPulls, can_supply
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.span_attributes import describe_kv_fetch
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -44,17 +43,20 @@ class KvFetcher:
         self._fleet = fleet
         self.pulls = pulls
 
-    async def fetch_resumed(self, run: Run, placed: Placement) -> None:
+    async def fetch_resumed(self, run: Run, request: GenerationRequest, sink: FleetWorker) -> None:
         """Pull the prefixes of a resumed request, as far as this is predicted to save time."""
-        sink, form = placed.worker, placed.worker.kv_format
-        sources = self._sources(sink)
+        form, sources = sink.kv_format, self._sources(sink)
         if form is None or not sources:
             return
-        for hashes in await offload(block_chains, placed.request, form.block_tokens):
+        for hashes in await offload(block_chains, request, form.block_tokens):
             await reported(run, self._fetch_prefix(hashes, sources, sink, form))
 
     async def fetch_new(
-        self, run: Run, placed: Placement, cached_blocks: Mapping[str, int]
+        self,
+        run: Run,
+        request: GenerationRequest,
+        sink: FleetWorker,
+        cached_blocks: Mapping[str, int],
     ) -> None:
         """Pull the prefix of a new request if another worker probably holds more of it.
 
@@ -64,7 +66,7 @@ class KvFetcher:
             cached_blocks: leading blocks that workers probably held before the request was placed,
                 by worker id, without workers that hold none.
         """
-        sink, hashes = placed.worker, placed.request.block_hashes
+        hashes = request.block_hashes
         arriving = self.pulls.arriving(sink, hashes)
         if arriving is not None:
             await arriving.wait()  # for at most the time to compute its blocks
@@ -75,7 +77,7 @@ class KvFetcher:
         form = sink.kv_format
         if form is None:
             return
-        usable = (len(placed.request.prompt_ids) - 1) // form.block_tokens
+        usable = (len(request.prompt_ids) - 1) // form.block_tokens
         source, most = None, min(known, usable)
         for one in self._sources(sink):
             blocks = min(cached_blocks.get(one.worker_id, 0), usable)

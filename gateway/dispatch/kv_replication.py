@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draftgate.backends.kv_transfer.format import KvFormat
+from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.dispatch.kv_fetch import pull_if_faster, reported
 from draftgate.gateway.dispatch.kv_pulls import FetchCause, KvFetch, can_supply
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -70,14 +70,20 @@ class Replicator:
         self._prefixes: dict[bytes, _Prefix] = {}
         self._copies = set[asyncio.Task[KvFetch]]()
 
-    def begin(self, run: Run, placed: Placement, cached_blocks: Mapping[str, int]) -> PrefixUse:
+    def begin(
+        self,
+        run: Run,
+        request: GenerationRequest,
+        worker: FleetWorker,
+        cached_blocks: Mapping[str, int],
+    ) -> PrefixUse:
         """Count a request that is sent, and copy its prefix if that is hot now.
 
         Args:
             cached_blocks: leading blocks that workers probably held before the request was placed,
                 by worker id, without workers that hold none.
         """
-        request, worker, load = placed.request, placed.worker, placed.load
+        load = worker.backend.load()
         most = (len(request.prompt_ids) - 1) // load.kv_block_tokens
         most = min(most, max(cached_blocks.values()))
         use = PrefixUse(request.block_hashes[most - 1], worker, request.n)

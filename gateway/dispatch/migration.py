@@ -47,7 +47,7 @@ class Migration:
         self.now_s = now_s
         self._prompt = prompt
         self._placer = placer
-        self._source = prompt.hold.placed
+        self._source = prompt.hold
         self._blocks = self._bytes = 0
         self._last_s: float | None = None  # time of the last delta of the source
         self._span = prompt.run.span.child("migrate")
@@ -87,7 +87,7 @@ class Migration:
             chosen=self.chosen,
         )
         run = prompt.run
-        self._placer.record_move(run.job, move.index, self._source, _record(move))
+        self._placer.record_move(run.job, move.index, self._source.decision, _record(move))
         describe_move(self._span, move)
         self._span.end()
         run.watch(move)

@@ -246,10 +246,10 @@ class Moves:
             self._parts.queue.claims.end(request.request_id)
             return MoveEnd.NO_ROOM
         try:
-            move.sink = successor.placed.worker.worker_id
+            move.sink = successor.worker.worker_id
             if move.hands_over:
                 return await hand_over(self._parts.kv, stream, successor, move)
-            end = await self._copy(stream, successor.placed.worker, move)
+            end = await self._copy(stream, successor.worker, move)
             if end is not MoveEnd.MOVED:
                 return end
             stream.copied = True

@@ -20,7 +20,7 @@ from draftgate.policies.moves import STALL_S, MoveEnd, may_switch
 
 def is_exact(stream: Prompt, successor: Hold) -> bool:
     """Return whether both workers compute the same tokens, whatever else they run."""
-    source, sink = stream.worker.backend.card, successor.placed.worker.backend.card
+    source, sink = stream.worker.backend.card, successor.worker.backend.card
     # A traced response reports the steps of one worker for each token.
     same_class = source.capabilities.exact and source.numerics_class == sink.numerics_class
     return same_class and not stream.run.job.traced

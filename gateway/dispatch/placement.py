@@ -26,9 +26,8 @@ from draftgate.policies.types import (
     RequestView,
     SpeculationMode,
     SpeculationPlan,
-    WorkerLoad,
 )
-from draftgate.policies.values import immutable, replace
+from draftgate.policies.values import replace
 
 UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
 """The plan of a request without a worker."""
@@ -44,28 +43,6 @@ INLINE_TOKENS: Final = 16 << 10
 The check takes 0.5 and 0.4 ms at these limits. The thread also hashes the blocks of longer prompts,
 which takes 1.8 us per block. Shorter prompts are hashed only if the routing policy reads them (one
 core, AMD Zen 4, 2026-11-21)."""
-
-
-@immutable
-class Placement:
-    """A request with its speculation plan and its worker.
-
-    Attributes:
-        view, load: the inputs of the decision.
-        decision: the recorded decision, or None for a request without output.
-    """
-
-    request: GenerationRequest
-    worker: FleetWorker
-    view: RequestView
-    load: WorkerLoad
-    decision: Decision | None = None
-
-    @property
-    def numerics_class(self) -> str | None:
-        """The class of the worker with the digest of the request's adapter, or None."""
-        numerics = self.worker.backend.card.numerics_class
-        return None if numerics is None else _adapted(numerics, self.request.adapter)
 
 
 def need_of(request: GenerationRequest) -> CapacityNeed:
@@ -179,7 +156,7 @@ class Placer:
             first.load().kv_block_tokens,
         )
 
-    def place(
+    def decide(
         self,
         job: Job,
         index: int,
@@ -187,11 +164,11 @@ class Placer:
         routed: Routed,
         reservation: Reservation,
         need: CapacityNeed,
-    ) -> Placement:
+    ) -> Decision:
         """Decide how far a sized request may speculate on its worker, and record the decision.
 
         The decision uses the load that the worker will have when the leased requests of all
-        gateways have arrived. Requests without output need no decision.
+        gateways have arrived. The decision about a request without output is not recorded.
 
         Args:
             reservation: the reservation of the worker's capacity.
@@ -205,42 +182,51 @@ class Placer:
             self._usual.add_request(replace(need, most_tokens=reservation.lease.tokens))
         view = self._view(job, index, request, worker.backend.card.model_id)
         if not request.sampling.max_tokens:
-            plan, decision = NOTHING_TO_DRAFT, None
-        else:
-            plan = self._policy.decide(view, load)
-            if routed.decode is not None:
-                plan = _for_prompt(plan)
-            decision = self._decisions.record(
-                *(job.request_id, worker.worker_id, view, load, plan, routed.route),
-                tenant=job.tenant,
-                load_age_s=worker.load_age_s,
-                degraded=reservation.degraded,
-                phases=routed.phases,
-            )
-        return Placement(request.planned(plan), worker, view, load, decision)
+            plan = NOTHING_TO_DRAFT
+            return Decision(job.request_id, 0.0, worker.worker_id, view, load, plan)
+        plan = self._policy.decide(view, load)
+        if routed.decode is not None:
+            plan = _for_prompt(plan)
+        return self._decisions.record(
+            job.request_id,
+            worker.worker_id,
+            view,
+            load,
+            plan,
+            routed.route,
+            tenant=job.tenant,
+            load_age_s=worker.load_age_s,
+            degraded=reservation.degraded,
+            phases=routed.phases,
+        )
 
-    def record_outcome(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+    def record_outcome(
+        self,
+        request: GenerationRequest,
+        worker: FleetWorker,
+        decision: Decision,
+        outcome: SpeculationOutcome,
+    ) -> None:
         """Record the outcome of a choice, and its acceptance unless a grammar forced its drafts."""
-        request = placed.request
-        if placed.decision is not None:
-            self._decisions.add_outcome(placed.decision, outcome)
+        if request.sampling.max_tokens:
+            self._decisions.add_outcome(decision, outcome)
         if request.grammar is None:
             self._history.add_choice(
                 request.tenant,
-                _adapted(placed.worker.backend.card.model_id, request.adapter),
+                with_adapter(worker.backend.card.model_id, request.adapter),
                 greedy=request.sampling.temperature == 0,
                 drafted=outcome.num_drafted_tokens,
                 histogram=outcome.acceptance_histogram,
             )
 
-    def record_unfinished(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+    def record_unfinished(self, decision: Decision, outcome: SpeculationOutcome) -> None:
         """Record what a worker drafted for choices that it did not finish."""
-        if placed.decision is not None and outcome.num_spec_steps:
-            self._decisions.add_outcome(placed.decision, outcome, choices=0)
+        if outcome.num_spec_steps:
+            self._decisions.add_outcome(decision, outcome, choices=0)
 
-    def record_move(self, job: Job, index: int, source: Placement, move: MoveRecord) -> None:
-        """Record that a prompt has moved from its placement, or could not move."""
-        self._decisions.add_move(job.request_id, index, job.tenant, source.decision, move)
+    def record_move(self, job: Job, index: int, source: Decision, move: MoveRecord) -> None:
+        """Record that a prompt has moved from the worker of a decision, or could not move."""
+        self._decisions.add_move(job.request_id, index, job.tenant, source, move)
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.
@@ -251,7 +237,7 @@ class Placer:
         kept = min([len(choice.output_ids) for choice in resumed]) if resumed else 0
         temperature = job.sampling.temperature
         # Drafts of the model alone may suit an adapter less, so each adapter has its own record.
-        model = _adapted(model, job.adapter)
+        model = with_adapter(model, job.adapter)
         of_tenant, of_model = self._history.counts(job.tenant, model, greedy=temperature == 0)
         return RequestView(
             len(request.prompt_ids) + kept,
@@ -266,7 +252,7 @@ class Placer:
         )
 
 
-def _adapted(name: str, adapter: str) -> str:
+def with_adapter(name: str, adapter: str) -> str:
     """Return the name of a model or numerics class with the digest of an adapter, if not empty."""
     return f"{name}/lora-{adapter}" if adapter else name
 

@@ -26,7 +26,7 @@ from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.output import Output
-from draftgate.gateway.dispatch.placement import Placement, need_of
+from draftgate.gateway.dispatch.placement import need_of
 from draftgate.gateway.dispatch.recovery import cause_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Run
@@ -110,20 +110,24 @@ class Prompt:
     moved_s = -math.inf
     state: PromptState = WAITS
     _woken = False
-    _lost: Placement | None = None  # the last placement that it has lost
+    _lost: Hold | None = None  # the last hold that it has lost
     _error: BackendFailed  # the reason of that loss
     _end_of_move: Callable[[MoveEnd], None] | None = None  # of a move that got the prompt
     _news: asyncio.Future[None] | None = None  # of the task that awaits `wait`
 
-    def __init__(self, parts: Parts, mover: Mover, run: Run, index: int) -> None:
+    def __init__(
+        self, parts: Parts, mover: Mover, run: Run, index: int, holds: dict[int, Hold]
+    ) -> None:
         """Create a prompt, which waits for a worker from the first `wait` on.
 
         Args:
             index: index of the prompt in its job.
+            holds: gets each hold of the prompt that sends its request, by its index.
         """
         self.run = run
         self.index = index
-        self.output = run.outputs[index] = Output(run.requests[index])
+        self.output = Output(run.requests[index])
+        self._holds = holds
         self.waiting = self._place = parts.admission.waiting(run.entry, index)
         self._parts = parts
         self._mover = mover
@@ -135,7 +139,7 @@ class Prompt:
     @property
     def worker(self) -> FleetWorker:
         """The worker of the present hold."""
-        return self.hold.placed.worker
+        return self.hold.worker
 
     @property
     def tokens(self) -> int:
@@ -172,6 +176,16 @@ class Prompt:
         end_of_move, self._end_of_move = self._end_of_move, None
         if end_of_move is not None:
             end_of_move(end)
+
+    def begin(self) -> None:
+        """Record a hold that sends the request. The first one charges the prompt."""
+        run, hold = self.run, self.hold
+        self._holds[self.index] = hold
+        if self._lost is None:
+            run.entry.prompt_tokens += len(hold.request.prompt_ids)
+            if run.hop is not None:
+                run.hop.start()
+            run.watch(hold.decision)
 
     def take(self, delta: Delta) -> None:
         """Pass a delta of the present worker to the sink of the run."""
@@ -214,7 +228,7 @@ class Prompt:
                     self.state = RUNS
                     self._mover.add(self)
                     if self._lost is not None:
-                        self._record_resume(self._lost, self.hold.placed)
+                        self._record_resume(self._lost, self.hold)
                 elif isinstance(self.hold.error, OutputCut):
                     raise self.hold.error  # although all choices may have ended
                 elif self.output.is_complete:
@@ -316,38 +330,47 @@ class Prompt:
         Raises:
             BackendFailed: the prompt cannot continue.
         """
-        placed, output = self.run.placements[self.index], self.output
-        assert placed is not None
-        self._lost, self._error = placed, error
+        lost, output = self.hold, self.output
+        self._lost, self._error = lost, error
         output.lose_worker()
         cause = cause_of(error)
         if cause is Cause.MOVED:
             return  # with the successor
         self._end_move(MoveEnd.FAILED)
-        self._avoid.add(placed.worker.worker_id)
-        self._add_loss(placed, cause, output.tokens - self._tokens_before)
-        await self._check(placed, error)
+        self._avoid.add(lost.worker.worker_id)
+        self._add_loss(lost.worker.worker_id, cause, output.tokens - self._tokens_before)
+        await self._check(lost, error)
         self._request = request = self.rest()
         tokens = lease_tokens(request, self.run.entry.expected_tokens)
         avoid = frozenset(self._avoid)
         self._place = self._place.for_rest(request.request_id, need_of(request), avoid, tokens)
 
-    def _add_loss(self, placed: Placement, cause: Cause, new_tokens: int) -> None:
+    def _add_loss(self, worker_id: str, cause: Cause, new_tokens: int) -> None:
         """Add a loss, or the tokens of a worker that is not to blame to the loss before."""
         losses = self._losses
         if cause not in {Cause.LEFT, Cause.ADAPTER}:
-            losses.append(Loss(placed.worker.worker_id, new_tokens))
+            losses.append(Loss(worker_id, new_tokens))
         elif losses:
             losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)
 
-    def _record_resume(self, lost: Placement, placed: Placement) -> None:
+    def _record_resume(self, lost: Hold, hold: Hold) -> None:
         """Record that the prompt continues on another worker."""
-        run, cause = self.run, cause_of(self._error)
-        run.resume(Resume(self.index, lost, placed, cause, str(self._error)))
+        run, cause, numerics = self.run, cause_of(self._error), hold.numerics_class
+        source, sink = lost.worker.worker_id, hold.worker.worker_id
+        resume = Resume(
+            self.index,
+            source,
+            sink,
+            cause,
+            str(self._error),
+            kept_tokens=sum(len(choice.output_ids) for choice in hold.request.resumed),
+            same_numerics_class=numerics is not None and numerics == lost.numerics_class,
+        )
+        run.resumes.append(resume)
+        run.watch(resume)
         if cause is not Cause.MOVED:  # a move records itself
-            ends = lost.worker.worker_id, placed.worker.worker_id
-            record = MoveRecord(*ends, cause.value, MoveEnd.MOVED)
-            self._parts.placer.record_move(run.job, self.index, lost, record)
+            record = MoveRecord(source, sink, cause.value, MoveEnd.MOVED)
+            self._parts.placer.record_move(run.job, self.index, lost.decision, record)
 
     def _view(self) -> RouteView:
         """Return the routing policy's view of the prompt, or of its rest."""
@@ -413,7 +436,7 @@ class Prompt:
         finally:
             place.since_s = since_s
 
-    async def _check(self, lost: Placement, error: BackendFailed) -> None:
+    async def _check(self, lost: Hold, error: BackendFailed) -> None:
         """Wait until the prompt may continue after the loss of a worker.
 
         Raises:
@@ -435,7 +458,7 @@ class Prompt:
         several = f"the request lost {len(losses)} workers; the last error was: {error}"
         raise BackendFailed(several) from error
 
-    def _given_up(self, lost: Placement, error: BackendFailed) -> GivenUp | None:
+    def _given_up(self, lost: Hold, error: BackendFailed) -> GivenUp | None:
         """Return why the prompt cannot continue now, or None if it can continue."""
         fleet = self._parts.fleet
         able = fleet.serving_with(lost.request.adapter)

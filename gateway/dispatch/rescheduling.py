@@ -160,7 +160,7 @@ class Rescheduler:
             stream.tokens,
             max(left, 1.0),
             form.token_bytes,
-            stream.hold.placed.view,
+            stream.hold.decision.request,
             len(lengths),
             laxity_s,
             now_s - stream.moved_s,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from draftgate.backends.types import SpeculationOutcome, Task
 from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.dispatch.job import FlowTag, Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Move, Resume
 from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.speculation.revision import PlanRevision
-from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.types import SpeculationPlan
 
 
 def job_attributes(job: Job) -> Attributes:
@@ -45,12 +45,12 @@ def job_attributes(job: Job) -> Attributes:
     return found
 
 
-def decision_attributes(placed: Placement) -> Attributes:
-    """Return the worker and the speculation plan of a prompt."""
+def decision_attributes(decision: Decision) -> Attributes:
+    """Return the worker and the speculation plan of a new prompt."""
     return {
-        "gen_ai.request.max_tokens": placed.request.sampling.max_tokens,
-        "draftgate.worker_id": placed.worker.worker_id,
-        **plan_attributes(placed.request.speculation),
+        "gen_ai.request.max_tokens": decision.request.max_tokens,
+        "draftgate.worker_id": decision.worker_id,
+        **plan_attributes(decision.plan),
     }
 
 
@@ -144,8 +144,9 @@ def describe_reservation(span: Span, found: Reservation) -> None:
     span.set(attributes)
 
 
-def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
+def describe_decision(span: Span, decision: Decision) -> None:
     """Set the inputs of a speculation decision on a span."""
+    view, load = decision.request, decision.load
     span.set(
         {
             "draftgate.load.running": load.running,
@@ -165,8 +166,8 @@ def resume_attributes(resume: Resume) -> Attributes:
     return {
         "draftgate.prompt": resume.index,
         "draftgate.resume.cause": resume.cause.value,
-        "draftgate.resume.from": resume.lost.worker.worker_id,
-        "draftgate.resume.to": resume.placed.worker.worker_id,
+        "draftgate.resume.from": resume.source,
+        "draftgate.resume.to": resume.sink,
         "draftgate.resume.kept_tokens": resume.kept_tokens,
         "draftgate.resume.same_numerics_class": resume.same_numerics_class,
     }

@@ -8,9 +8,9 @@ from typing import Final
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, SpeculationOutcome
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.flows import Hop
-from draftgate.gateway.dispatch.placement import Placement
-from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.http.replies.metric_shapes import (
     FlowReply,
     PromptMetrics,
@@ -30,6 +30,7 @@ from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.speculation.revision import PlanRevision
+from draftgate.policies.types import SpeculationPlan
 
 StoreReply = Callable[[bytes], Awaitable[bool]]
 """A function that stores the JSON of a response, and returns whether the response is stored."""
@@ -61,7 +62,7 @@ class Answer:
         self.parsed = parsed
         self.rendering = rendering
         self.watch = watch
-        self.run: Run
+        self.run: RunningJob
         self._store = store
         self._frames: dict[int, TextFrame] = {}  # by choice
         self._open_choices = parsed.job.n * len(parsed.job.prompts)
@@ -104,28 +105,31 @@ class Answer:
 
     def metrics(self) -> ResponseMetrics:
         """Return the decisions and their outcomes, summed over the choices of each prompt."""
-        placed = self.run.placed
-        first = placed[0]
+        holds = self.run.holds
+        first = holds[0]
         prompts: list[PromptMetrics] | UnsetType = UNSET
-        if len(placed) > 1:
+        if len(holds) > 1:
             prompts = [
                 PromptMetrics(
-                    one.worker.worker_id, self._speculation(one, self.run.outputs[index].outcome)
+                    hold.worker.worker_id,
+                    self._speculation(hold.request.speculation, hold.output.outcome),
                 )
-                for index, one in enumerate(placed)
+                for _, hold in sorted(holds.items())
             ]
         return ResponseMetrics(
             first.request.sampling.seed,
             first.numerics_class,
             first.worker.worker_id,
-            self._speculation(first, self.watch.outcome),
+            self._speculation(first.request.speculation, self.watch.outcome),
             prompts,
             [_resume_reply(one) for one in self.run.resumes] or UNSET,
             UNSET if self.run.hop is None else _flow_reply(self.run.hop),
         )
 
-    def _speculation(self, placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
-        return speculation_reply(placed, outcome, self.run.path_reason)
+    def _speculation(
+        self, plan: SpeculationPlan, outcome: SpeculationOutcome
+    ) -> SpeculativeDecoding:
+        return speculation_reply(plan, outcome, self.run.path_reason)
 
     def events(self, delta: Delta) -> bytes:
         """Record a delta and return its events, usually one and sometimes none.
@@ -216,22 +220,21 @@ def _milliseconds(seconds: float) -> float:
 def _resume_reply(resume: Resume) -> ResumeReply:
     return ResumeReply(
         resume.index,
-        resume.lost.worker.worker_id,
-        resume.placed.worker.worker_id,
+        resume.source,
+        resume.sink,
         resume.kept_tokens,
         resume.same_numerics_class,
     )
 
 
 def speculation_reply(
-    placed: Placement, outcome: SpeculationOutcome, path_reason: str = ""
+    plan: SpeculationPlan, outcome: SpeculationOutcome, path_reason: str = ""
 ) -> SpeculativeDecoding:
     """Return the speculation plan of a prompt and its outcome.
 
     Args:
         path_reason: why the request follows the path to its client, or empty.
     """
-    plan = placed.request.speculation
     reason = f"{plan.reason}; {path_reason}" if path_reason else plan.reason
     steps, drafted = outcome.num_spec_steps, outcome.num_drafted_tokens
     accepted = outcome.num_accepted_tokens

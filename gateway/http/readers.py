@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from aiohttp.abc import AbstractStreamWriter
 
-from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.http.direct import DirectResponse, Request, of_headers
 from draftgate.gateway.http.requests.headers import read_stated
 from draftgate.gateway.http.tcp_info import TcpInfo, tcp_info
@@ -157,7 +157,7 @@ class Reader:
         Raises:
             InvalidRequest: the rate that the client states is invalid.
         """
-        self.run: Run | None = None
+        self.run: RunningJob | None = None
         self.sent_tokens: Callable[[], int] = lambda: 0
         self.written_bytes = self.writes = 0
         self.stated_tps = of_headers(request, read_stated).rate_tps
@@ -192,7 +192,7 @@ class Reader:
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
 
-    def watch(self, run: Run | None, sent_tokens: Callable[[], int]) -> None:
+    def watch(self, run: RunningJob | None, sent_tokens: Callable[[], int]) -> None:
         """Check the reader from now on until `left`.
 
         The round trip is known from the handshake of the connection.

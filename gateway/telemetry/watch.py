@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Event, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
@@ -152,35 +152,34 @@ class RequestWatch:
     def __call__(self, event: Event) -> None:
         """Record an event of the dispatcher."""
         match event:
-            case Placement():
+            case Decision():
                 self._placed(event)
             case Resume():
                 self._resumed(event)
             case _:
                 self._series.record(event)
 
-    def _placed(self, placed: Placement) -> None:
+    def _placed(self, decision: Decision) -> None:
         """Record the first worker of a prompt.
 
         Span and log show the plan of the first prompt.
         """
-        request = placed.request
-        tokens, plan = len(request.prompt_ids), request.speculation
-        self._series.placed.append((tokens, self._clock() - self._arrival_s))
-        self._add_worker(placed)
+        request, plan = decision.request, decision.plan
+        self._series.placed.append((request.prompt_tokens, self._clock() - self._arrival_s))
+        self._add_worker(decision.worker_id)
         if self._generates:
-            self._series.plans.append((request.sampling.max_tokens, plan))
+            self._series.plans.append((request.max_tokens, plan))
             if self.plan is None:
                 self.plan = plan
                 if self.span.recording:
-                    self.span.set(decision_attributes(placed))
+                    self.span.set(decision_attributes(decision))
         elif self.span.recording:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
 
     def _resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
-        self._add_worker(resume.placed)
+        self._add_worker(resume.sink)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
         self._series.metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
         if self.span.recording:
@@ -191,8 +190,8 @@ class RequestWatch:
             prompt=resume.index,
             cause=resume.cause.value,
             reason=resume.reason,
-            from_worker=resume.lost.worker.worker_id,
-            to_worker=resume.placed.worker.worker_id,
+            from_worker=resume.source,
+            to_worker=resume.sink,
             kept_tokens=resume.kept_tokens,
             same_numerics_class=resume.same_numerics_class,
         )
@@ -340,9 +339,9 @@ class RequestWatch:
         series.recent.add_ended(tpot_s, self.output_tokens, self.outcome)
         series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
 
-    def _add_worker(self, placed: Placement) -> None:
-        if placed.worker.worker_id not in self.workers:
-            self.workers.append(placed.worker.worker_id)
+    def _add_worker(self, worker_id: str) -> None:
+        if worker_id not in self.workers:
+            self.workers.append(worker_id)
 
     def _first_output(self, now_s: float) -> None:
         ttft_s = self._ttft_s = now_s - self._arrival_s

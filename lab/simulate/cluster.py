@@ -227,7 +227,7 @@ async def _run(
         except TooMany as error:
             return rejection_of(planned, error.status, str(error))
     assert last is not None
-    (placed,) = run.placed
+    hold = run.holds[0]
     if pop_deliveries is not None:
-        deliveries = pop_deliveries(placed.request.request_id)
-    return record_of(planned, placed, last, deliveries)
+        deliveries = pop_deliveries(hold.request.request_id)
+    return record_of(planned, hold, last, deliveries)

@@ -20,8 +20,8 @@ from msgspec import to_builtins
 
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, SamplingParams
+from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.http.answer import speculation_reply
 from draftgate.lab.sim.recording import CLASS_SEPARATOR
 from draftgate.lab.sim.textless_worker import Deliveries
@@ -94,16 +94,16 @@ class Chunks(Sequence[TextChunk]):
         return TextChunk(self._deliveries.at_s[place], self._deliveries.tokens[place], 0)
 
 
-def record_of(
-    planned: PlannedRequest, placed: Placement, last: Delta, deliveries: Deliveries
-) -> Record:
+def record_of(planned: PlannedRequest, hold: Hold, last: Delta, deliveries: Deliveries) -> Record:
     """Return the record of a complete response."""
     assert planned.at_s is not None
     assert last.outcome is not None
-    speculation: dict[str, Any] = to_builtins(speculation_reply(placed, last.outcome))
+    speculation: dict[str, Any] = to_builtins(
+        speculation_reply(hold.request.speculation, last.outcome)
+    )
     speculation.pop("reason")  # no report uses this sentence, and a run may have 100,000 records
     metrics: dict[str, Any] = {
-        "worker_id": placed.worker.worker_id,
+        "worker_id": hold.worker.worker_id,
         "speculative_decoding": speculation,
     }
     if deliveries.scheduled_s is not None:
@@ -117,7 +117,7 @@ def record_of(
         chunks=Chunks(deliveries),
         finish_reasons=(str(last.finish_reason),),
         usage={
-            "prompt_tokens": len(placed.request.prompt_ids),
+            "prompt_tokens": len(hold.request.prompt_ids),
             "completion_tokens": sum(deliveries.tokens),
             "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
         },

@@ -33,7 +33,6 @@ from draftgate.gateway.app import Listening, build_fleets, listening, start_work
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.node import Node
@@ -217,16 +216,16 @@ def is_idle(node: Node) -> bool:
     return not busy and reserved == node.in_flight == len(node.dispatcher.queue) == 0
 
 
-async def placed(node: Node, job: Job) -> list[Placement]:
-    """Return the placements of a job's prompts on scripted workers."""
+async def placed(node: Node, job: Job) -> list[Hold]:
+    """Return the holds of a job's prompts on scripted workers."""
     async with node.dispatcher.run(job) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
-        await until(lambda: None not in run.placements or reading.done())
+        await until(lambda: len(run.holds) == len(job.prompts) or reading.done())
         if reading.done():
             reading.result()
         reading.cancel()
         await asyncio.wait({reading})
-        return run.placed
+        return [hold for _, hold in sorted(run.holds.items())]
 
 
 @asynccontextmanager

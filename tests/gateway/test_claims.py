@@ -245,9 +245,7 @@ def test_newcomers_leave_a_claimed_worker_to_its_request() -> None:
             assert not any(task.done() for task in (*newcomers, claimed.stream))
             await claimed.store.call(ReleaseLeases(("theirs",)))
             await asyncio.sleep(0.2)
-            assert [resume.placed.worker.worker_id for resume in claimed.watch.resumes] == [
-                claimed.worker_id
-            ]
+            assert [resume.sink for resume in claimed.watch.resumes] == [claimed.worker_id]
             assert await claimed.claimed_tokens() == 0
             await asyncio.gather(*newcomers)
             assert not claimed.stream.done()

@@ -134,11 +134,11 @@ async def test_dispatcher_records_the_inputs_of_each_decision(scripted: Scripted
     await node.start()
     prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
     job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
-    placements = await placed(node, job)
+    holds = await placed(node, job)
     second, first = node.decisions.latest(9)
     assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
     assert (first.request.repetition, second.request.repetition) == (None, 0.5)
-    assert [first.plan, second.plan] == [placement.request.speculation for placement in placements]
+    assert [first.plan, second.plan] == [hold.request.speculation for hold in holds]
     assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
 
 

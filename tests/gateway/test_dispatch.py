@@ -13,8 +13,8 @@ import pytest
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.commands import PublishReport
@@ -103,7 +103,7 @@ async def test_an_ended_run_is_freed_without_a_collection(
 ) -> None:
     """Nothing that belongs to a run refers to it in a cycle after its end."""
 
-    async def run_job() -> weakref.ref[Run]:
+    async def run_job() -> weakref.ref[RunningJob]:
         async with node.dispatcher.run(job()) as run, asyncio.TaskGroup() as group:
             texts: list[str] = []
             run.sink = lambda delta: texts.append(f"{delta.text} of {run.job.request_id}")

@@ -146,7 +146,7 @@ def test_the_response_is_the_same_wherever_workers_fail(
     assert broken.totals == plain.totals
     assert broken.totals.reserved == broken.totals.settled + broken.totals.released
     assert not plain.watch.resumes
-    losses = [(resume.index, resume.lost.worker.worker_id) for resume in broken.watch.resumes]
+    losses = [(resume.index, resume.source) for resume in broken.watch.resumes]
     assert len(set(losses)) == len(losses), "a prompt lost the same worker twice"
     assert {worker for _, worker in losses} == set(broken.lost)
     assert all(resume.same_numerics_class for resume in broken.watch.resumes)
@@ -192,11 +192,20 @@ def test_unread_output_of_a_lost_worker_is_kept() -> None:
 def test_a_resumed_request_gets_a_new_plan() -> None:
     """A resumed request gets a plan for its new worker within the client's limits."""
     job = replace(make_job(), mode=SpeculationMode.NGRAM, max_draft_tokens=2)
-    (resume,) = run_with_faults(job, after_tokens(5)).watch.resumes
-    view, plan = resume.placed.view, resume.placed.request.speculation
-    assert view.prompt_tokens == len(job.prompts[0]) + resume.kept_tokens
-    assert view.max_tokens == MOST_TOKENS - resume.kept_tokens
-    assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
+
+    async def scenario() -> None:
+        factory = simulated({0: DeviceFault(after_tokens(5))})
+        async with dispatching(factory, 2, config=CONFIG) as dispatched:
+            watch = RecordingWatch()
+            await run_job(dispatched.dispatcher, job, watch)
+            (resume,), (decision, _) = watch.resumes, dispatched.decisions.latest(9)
+        view, plan = decision.request, decision.plan
+        assert decision.worker_id == resume.sink
+        assert view.prompt_tokens == len(job.prompts[0]) + resume.kept_tokens
+        assert view.max_tokens == MOST_TOKENS - resume.kept_tokens
+        assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
+
+    run_scenario(scenario())
 
 
 def test_a_resume_in_another_numerics_class_is_reported() -> None:

@@ -126,7 +126,7 @@ async def test_reserved_tokens_are_released_with_the_request(node: Listening) ->
     async with node.node.dispatcher.run(job) as run:
         assert has_no_reserved_tokens(node)
         reading = asyncio.ensure_future(anext(run.deltas))
-        await until(lambda: None not in run.placements)
+        await until(lambda: len(run.holds) == 2)
         assert [w.reserved_tokens for w in node.node.fleet.workers] == [24, 22]
         reading.cancel()
         await asyncio.wait({reading})

@@ -21,8 +21,8 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.hold import Hold
-from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.state.commands import ListWorkers, ReleaseLeases, ReserveLease
@@ -79,7 +79,7 @@ class Hanging(SimBackend):
 class Client:
     """A client that reads a response, and may leave or get an error."""
 
-    run: Run | None = None
+    run: RunningJob | None = None
 
     def __init__(self, dispatched: Dispatched, number: int, prompts: int, tenant: str) -> None:
         job = make_job(100 + number, 2, OUTPUT_TOKENS)

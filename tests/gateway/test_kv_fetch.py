@@ -178,8 +178,8 @@ def test_resumed_prompt_computes_only_its_last_block() -> None:
     assert outcome.choices == undisturbed(job)
     (change,) = outcome.watch.resumes
     fetch = outcome.fetch
-    assert fetch.source == change.lost.worker.worker_id
-    assert fetch.sink == change.placed.worker.worker_id
+    assert fetch.source == change.source
+    assert fetch.sink == change.sink
     assert fetch.decision.reason is PullReason.FASTER
     assert fetch.end is TransferEnd.COMPLETE
     assert fetch.blocks == (2000 + change.kept_tokens - 1) // 16

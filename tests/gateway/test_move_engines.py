@@ -23,8 +23,8 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GrammarKind, GrammarSpec, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch import moves
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Run
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import SpeculationMode, WorkerLoad
 from tests.gateway.harness import eventually, needs_engine
@@ -109,10 +109,10 @@ async def moved(dispatched: Dispatched, job: Job, draw: Random) -> tuple[list[Ch
     return choices, Counter(move.end for move in watch.moves)
 
 
-def drain_worker_of(run: Run, dispatched: Dispatched) -> None:
+def drain_worker_of(run: RunningJob, dispatched: Dispatched) -> None:
     """Drain the worker of a run, and use the other worker again."""
     for worker in dispatched.fleet.workers:
-        worker.drained = worker is run.placed[0].worker
+        worker.drained = worker is run.holds[0].worker
 
 
 async def compared_blocks(dispatched: Dispatched, job: Job, plain: Job, choices: list) -> int:

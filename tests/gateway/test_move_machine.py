@@ -22,7 +22,7 @@ from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.lab.sim.virtual_time import VirtualTimeLoop
 from draftgate.policies.types import Pace
@@ -122,7 +122,7 @@ class Faulty(ChangedDeltas, SimBackend):
 class Client:
     """A client that reads a stream, and may leave."""
 
-    run: Run | None = None
+    run: RunningJob | None = None
 
     def __init__(self, dispatched: Dispatched, number: int, tokens: int, n: int) -> None:
         job = make_job(tokens, n, OUTPUT_TOKENS)

@@ -98,7 +98,7 @@ async def drained(
                 times.append(asyncio.get_running_loop().time())
                 choices[delta.choice].append(delta)
                 if len(times) == after_deltas:
-                    source = run.placed[0].worker
+                    source = run.holds[0].worker
                     source.drained = True
                 if source is not None and not source.usage.sequences:
                     left_s = min(left_s, times[-1])
@@ -252,7 +252,7 @@ def test_stream_of_a_slow_reader_moves(pace: Pace) -> None:
                 async for delta in run.deltas:
                     choice.append(delta)
                     if source is None and len(choice.token_ids) >= 20:
-                        source = run.placed[0].worker
+                        source = run.holds[0].worker
                         source.drained = True
                         run.set_pace(pace)
                         await asyncio.sleep(3.0)
@@ -399,7 +399,7 @@ async def read(dispatched: Dispatched, job: Job, choices: list[Choice], drained_
             choices[delta.choice].append(delta)
             drained_at -= 1
             if drained_at == 0:
-                run.placed[0].worker.drained = True
+                run.holds[0].worker.drained = True
 
 
 @settings(max_examples=examples(100))

@@ -85,7 +85,7 @@ def test_a_hung_worker_that_recovers_serves_again() -> None:
             assert await result == plain
             assert not dispatched.fleet.workers[0].hung
             assert 3 * LEAST_PATIENCE_S < now_s() < 3 * LEAST_PATIENCE_S + 3.0
-            assert [resume.placed.worker.worker_id for resume in watch.resumes] == ["w-0"]
+            assert [resume.sink for resume in watch.resumes] == ["w-0"]
 
     run_scenario(scenario())
 

@@ -70,7 +70,7 @@ def test_stream_is_listed_on_its_worker_while_it_moves() -> None:
                     seen += [(one.worker_id, one.moving) for one in running]
                     count += 1
                     if count == 20:
-                        source = run.placed[0].worker
+                        source = run.holds[0].worker
                         source.drained = True
             assert process_streams([moves], decisions).running == []
             states = list(dict.fromkeys(seen))

@@ -40,13 +40,12 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.dispatch.admission import Bounds
-from draftgate.gateway.dispatch.decisions import Decisions
-from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher, RunningJob
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.quotas import quota_account
-from draftgate.gateway.dispatch.run import Event, Move, NotResumed, Resume, Run, Watch, ignore
+from draftgate.gateway.dispatch.run import Event, Move, NotResumed, Resume, Watch, ignore
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.commands import ListWorkers, ReadTotals
@@ -327,8 +326,8 @@ class RecordingWatch:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Placement():
-                self.workers.append(event.worker.worker_id)
+            case Decision():
+                self.workers.append(event.worker_id)
             case Resume():
                 self.resumes.append(event)
             case NotResumed():
@@ -368,7 +367,7 @@ async def run_job(dispatcher: Dispatcher, job: Job, watch: Watch = ignore) -> li
     return choices
 
 
-async def read_rest(run: Run, choices: Sequence[Choice]) -> None:
+async def read_rest(run: RunningJob, choices: Sequence[Choice]) -> None:
     """Append the remaining deltas of a run to its choices."""
     async for delta in run.deltas:
         choices[delta.choice].append(delta)
