@@ -17,7 +17,7 @@ from draftgate.gateway.node import Node
 def banner(where: Listening) -> str:
     """Return the address, the served model and an example request."""
     node = where.node
-    described = _upstreams(node) if node.fleet.forwards else _models(node)
+    described = _models(node) if node.fleet.token_ids else _upstreams(node)
     lines = [
         ("API", f"{where.url}/v1"),
         ("live page", f"{where.url}/"),
@@ -83,8 +83,8 @@ _EXAMPLES: Final[Mapping[Task, tuple[str, Mapping[str, object]]]] = {
 
 def _curl(url: str, node: Node) -> str:
     """Return a first request as a command, for the first task of the model."""
-    task = Task.GENERATE if node.fleet.forwards else node.fleet.card.capabilities.tasks[0]
-    path, fields = _EXAMPLES[task]
+    tasks = node.fleet.card.capabilities.tasks
+    path, fields = _EXAMPLES[tasks[0]]
     body = json.dumps({"model": node.models[0].name, **fields})
     key = " -H 'Authorization: Bearer KEY'" if node.accounts.required else ""
     return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"

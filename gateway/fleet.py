@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from draftgate.backends.adapter_card import AdapterCard
-from draftgate.backends.base import Backend, DeltaSink, KvEndpoint, Upstream
+from draftgate.backends.base import Backend, DeltaSink, KvEndpoint, Upstream, UpstreamPause
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.peer.backend import PeerBackend
@@ -42,16 +42,14 @@ class FleetWorker(SentRequests):
     Attributes:
         epoch: the epoch of the worker (`gateway.state.values`).
         own: whether the worker belongs to this node.
-        backend: runs the requests, as a `Backend` (`generating`) or an `Upstream` (`upstream`).
-        forwards: whether the worker is an upstream, which gets requests unchanged.
-        upstream: the backend of a worker that forwards.
+        backend: runs the requests. It is a `Backend` (`generating`) if it takes token ids, and an
+            `Upstream` (`upstream`) otherwise (`Capabilities.token_ids`).
         leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
         drained: whether the worker shall get no more requests, and give its streams to others.
     """
 
     own = True
-    upstream: Upstream
 
     def __init__(
         self,
@@ -66,9 +64,6 @@ class FleetWorker(SentRequests):
         self.epoch = epoch
         self.backend = backend
         self._watermark = 0
-        self.forwards = hasattr(backend, "forward")
-        if self.forwards:
-            self.upstream = cast(Upstream, backend)
         self.leased_tokens = 0
         self.hung = self.drained = False
 
@@ -120,10 +115,15 @@ class FleetWorker(SentRequests):
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker accepts requests now. A failed upstream is always paused."""
+        """Whether the worker accepts requests now."""
         if self.hung or self.drained:
             return False
-        return self.upstream.pause is None if self.forwards else self.backend.failure is None
+        return self.backend.failure is None and self.pause is None
+
+    @property
+    def pause(self) -> UpstreamPause | None:
+        """The pause of a server that must not get requests now, or None."""
+        return getattr(self.backend, "pause", None)
 
     @property
     def status(self) -> str:
@@ -132,7 +132,7 @@ class FleetWorker(SentRequests):
             return "failed"
         if self.hung:
             return "hung"
-        if self.forwards and self.upstream.pause is not None:
+        if self.pause is not None:
             return "paused"
         return "ok" if self.backend.progress >= 1.0 else "loading"
 
@@ -154,9 +154,13 @@ class FleetWorker(SentRequests):
 
     @property
     def generating(self) -> Backend:
-        """The backend of a worker that accepts token ids."""
-        assert not self.forwards
+        """The backend of a worker that takes token ids."""
         return self.backend  # type: ignore[return-value]  # `cast` is a call
+
+    @property
+    def upstream(self) -> Upstream:
+        """The backend of a worker that takes requests as clients send them."""
+        return self.backend  # type: ignore[return-value]
 
     def has_adapter(self, digest: str) -> bool:
         """Return whether the worker has a LoRA adapter, or whether the request needs none."""
@@ -226,6 +230,8 @@ class Fleet:
     Attributes:
         workers: all workers, own workers first.
         rivals: number of other gateways whose requests to the same workers are unknown.
+        token_ids: whether the workers take token ids, once they have started. Otherwise they get
+            requests unchanged, and the gateway has no model to check and render with.
         discovers: whether the node searches for workers of other nodes.
         ending: whether the node is stopping, so that it no longer resumes requests.
     """
@@ -244,6 +250,7 @@ class Fleet:
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
         self.rivals = 0
+        self.token_ids = True
         self.discovers = self.ending = False
         self.upstream_models = UpstreamModels()
         self._last: FleetWorker | None = None  # the last worker that was removed
@@ -320,11 +327,6 @@ class Fleet:
         return None if recovers else outage
 
     @property
-    def forwards(self) -> bool:
-        """Whether the workers are upstreams."""
-        return bool(self.workers) and self.workers[0].forwards
-
-    @property
     def outage(self) -> str | None:
         """The reason why no worker serves now, or None while a worker serves."""
         return _outage(self.workers) if self.workers else NO_WORKER
@@ -350,9 +352,9 @@ class Fleet:
 
     @property
     def model_id(self) -> str:
-        """The name of the model in the pool, or an empty string while unknown or for upstreams."""
+        """The name of the model in the pool, or an empty string if the gateway does not know it."""
         known = self.workers or self._last is not None
-        return self.card.model_id if known and not self.forwards else ""
+        return self.card.model_id if known and self.token_ids else ""
 
     @property
     def proposers(self) -> list[str]:
@@ -385,7 +387,7 @@ class Fleet:
         epoch = new_epoch(time.time(), secrets.token_hex(4))
         await self.start_with(factory, name, epoch, first)
         models = sorted({worker.backend.card.model_id for worker in self.workers})
-        if len(models) > 1 and not self.forwards:
+        if len(models) > 1 and self.token_ids:
             raise ValueError(f"the workers serve different models: {', '.join(models)}")
 
     async def start_with(
@@ -404,6 +406,8 @@ class Fleet:
             for number, config in enumerate(self._configs, first)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
+        cards = [worker.backend.card for worker in self.workers]
+        self.token_ids = all(card.capabilities.token_ids for card in cards)
         self.upstream_models.watch([one.backend for one in self.workers])
 
     def add(self, worker: PeerWorker) -> None:
@@ -444,6 +448,6 @@ def _outage(workers: Sequence[FleetWorker]) -> str | None:
     if not workers or any(worker.backend.failure is None for worker in workers):
         return None
     reasons = (str(worker.backend.failure) for worker in workers)
-    if workers[0].forwards:
+    if workers[0].pause is not None:
         reasons = (f"upstream {number}: {reason}" for number, reason in enumerate(reasons, 1))
     return "; ".join(dict.fromkeys(reasons))

@@ -148,7 +148,7 @@ class ModelService:
         """The name that clients use, or an empty string while unknown."""
         if self._served is not None:
             return self._served.name
-        if not self.fleet.forwards:
+        if self.fleet.token_ids:
             return ""
         return self.config.first_name or self.fleet.card.model_id
 
@@ -165,7 +165,7 @@ class ModelService:
             Unavailable: no worker has loaded the model.
             NotOffered: the model belongs to an upstream.
         """
-        if self.fleet.forwards:
+        if not self.fleet.token_ids:
             raise NotOffered("this node only forwards requests to an upstream, which has the model")
         if self._served is None:
             self._lifecycle.require_ready()
@@ -178,7 +178,7 @@ class ModelService:
     @property
     def is_known(self) -> bool:
         """Whether clients can use the model, or its upstreams."""
-        return self._served is not None or self.fleet.forwards
+        return self._served is not None or not self.fleet.token_ids
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -197,7 +197,7 @@ class ModelService:
         await self.fleet.start(prefix, self._first_worker)
         if self.members is not None:
             await self.members.first()
-        if not self.fleet.forwards:
+        if self.fleet.token_ids:
             self._served = self._described()
             self._log_defaults()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
@@ -133,14 +133,11 @@ class Heartbeat:
             await self._publish(worker, number)
         elif worker_id not in self._lost:
             self._lost.add(worker_id)
-            where: dict[str, Any] = {}
-            if worker.forwards:
-                where["url"] = worker.backend.card.root
-            log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, **where)
+            log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, url=worker.server)
             await self._withdraw(worker)
 
     async def _publish(self, worker: FleetWorker, number: int) -> None:
-        reachable = self.url and not worker.forwards
+        reachable = self.url and worker.server is None
         address = f"{self.url}{WORKER_PATH}{number}" if reachable else ""
         report = report_of(worker, next(self._numbers), address)
         counts = await self._store.call(PublishReport(report))

@@ -110,7 +110,7 @@ class WatchedEndpoint:
         Raises:
             UnsupportedTask: the model does not offer the task.
         """
-        if model.fleet.forwards:
+        if not model.fleet.token_ids:
             generates = self.task is Task.GENERATE
             return await forward(request, model, watch, generates=generates)
         offered = model.fleet.card.capabilities.tasks

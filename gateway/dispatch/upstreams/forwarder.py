@@ -85,12 +85,12 @@ class Forwarder:
     def no_upstream(self) -> GatewayError:
         """Return the error for a request without an available upstream."""
         retry_after_s = self.retry_after_s()
-        pauses = [worker.upstream.pause for worker in self.fleet.workers]
+        pauses = [worker.pause for worker in self.fleet.workers]
         if any(pause is not None and pause.status == UNAVAILABLE for pause in pauses):
             return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
     def retry_after_s(self) -> int:
         """Return the whole seconds until an upstream may be called again, at least 1."""
-        pauses = [worker.upstream.pause for worker in self.fleet.workers]
+        pauses = [worker.pause for worker in self.fleet.workers]
         return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))

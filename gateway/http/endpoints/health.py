@@ -69,7 +69,7 @@ def outage_of(node: Node) -> str | None:
 
 def _outage(fleet: Fleet) -> str | None:
     """Return why no request can run, or None. An upstream that is overloaded (429) may run one."""
-    pauses = [worker.upstream.pause for worker in fleet.workers if worker.forwards]
+    pauses = [worker.pause for worker in fleet.workers]
     if pauses and all(pause is not None and pause.status == 503 for pause in pauses):
         return fleet.outage or "every upstream is paused or does not respond"
     return fleet.outage or _hung(fleet)
@@ -81,13 +81,13 @@ def _hung(fleet: Fleet) -> str | None:
 
 
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:
-    failure = worker.backend.failure
+    failure, pause = worker.backend.failure, worker.pause
     found = WorkerHealth(worker.worker_id, worker.status)
     if failure is not None:
-        found.reason = f"upstream {number}: {failure}" if worker.forwards else failure
+        found.reason = failure if pause is None else f"upstream {number}: {failure}"
     elif worker.hung:
         found.reason = "the worker completes no step"
-    elif worker.forwards and (pause := worker.upstream.pause) is not None:
+    elif pause is not None:
         found.reason = (
             f"upstream {number}: it responded with status {pause.status}, and gets no requests for "
             f"{pause.remaining_s:.1f} s unless a probe succeeds"

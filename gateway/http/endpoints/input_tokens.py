@@ -27,7 +27,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     Raises:
         GatewayError, RequestRejected: the body is malformed or not supported.
     """
-    if request.app[NODE].fleet.forwards:
+    if not request.app[NODE].fleet.token_ids:
         return await pass_on_count(request)
     served = (await requested_model(request, request.app[NODE])).served
     body = await read_body(request)

@@ -104,7 +104,7 @@ def _upstream_model(request: web.Request, body: bytes) -> bytes:
 
 def _uses_upstream_names(node: Node) -> bool:
     """Return whether clients use the upstream's own names of models."""
-    return node.fleet.forwards and not node.config.served_model_name
+    return not (node.fleet.token_ids or node.config.served_model_name)
 
 
 def _known(node: Node) -> list[ModelService]:
@@ -121,7 +121,7 @@ def _known(node: Node) -> list[ModelService]:
 def _described(model: ModelService) -> list[ModelReply]:
     """Return the entries of a model and of its adapters."""
     card = model.fleet.card
-    if model.fleet.forwards:
+    if not model.fleet.token_ids:
         # The card's root would show the upstream's address.
         return [
             ModelReply(name, card.created_s, model.name, card.max_model_len) for name in model.names
@@ -158,7 +158,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, work: Callable[[bytes, ServedModel], msgspec.Struct]
 ) -> web.StreamResponse:
-    if request.app[NODE].fleet.forwards:
+    if not request.app[NODE].fleet.token_ids:
         return await pass_on(request)
     served = (await requested_model(request, request.app[NODE])).served
     body = await read_body(request)

@@ -61,10 +61,10 @@ def _find(node: Node, worker_id: str) -> tuple[ModelService, FleetWorker]:
 
 async def _change_role(worker: FleetWorker, role: Role) -> None:
     backend = worker.backend
-    if worker.forwards:
-        raise FixedRole("an upstream has no role")
-    if not isinstance(backend, PeerBackend):
+    if worker.server is None:
         worker.role = role
+    elif not isinstance(backend, PeerBackend):
+        raise FixedRole("an upstream has no role")
     elif backend.changes_role:
         await backend.change_role(role)
     else:

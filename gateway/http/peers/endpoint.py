@@ -13,7 +13,6 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
 from draftgate.backends.peer.channel import PREFIX, WORKER_PATH
 from draftgate.backends.peer.upgrade import PROOF_HEADER, UPGRADE
@@ -117,7 +116,7 @@ def _worker(request: web.Request) -> tuple[ModelService, FleetWorker]:
     if PROOF_ANSWER not in request or number >= len(workers):
         raise _not_found(request)
     model, worker = workers[number]
-    if worker.forwards or isinstance(worker.backend, PeerBackend):
+    if worker.server is not None:
         raise _not_found(request)
     return model, worker
 
