@@ -1,10 +1,12 @@
 """The values that policies receive and return.
 
-All values are immutable. Names end with their units: `_s` for seconds, `_tokens` for tokens.
+Values are immutable, except tickets, which policies do not change either. Names end with their
+units: `_s` for seconds, `_tokens` for tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
@@ -361,9 +363,11 @@ class BatchView:
     cost_error: float = 0.0
 
 
-@immutable
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """The place of a request in the queue, and the values that determine its order.
+    """The place of a request in a queue, and the values that determine its order.
+
+    A queue may use a subclass for its requests. A policy changes no ticket.
 
     Attributes:
         key: unique identifier of the request, ascending with arrival.

@@ -7,6 +7,7 @@ the request ends, the used tokens are charged and the rest is released.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -225,11 +226,16 @@ class AdmissionController:
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
-        ticket = self._ticket(entry, entry.ticket_s, entry.since_s)
         return Waiting(
-            f"{entry.request_id}-{index}",
-            ticket,
-            entry.needs[index],
+            next(self._keys),
+            self._now_s(),
+            self._deadline_s(entry, entry.since_s),
+            entry.service.priority,
+            entry.tenant,
+            entry.share,
+            entry.ticket_s,
+            request_id=f"{entry.request_id}-{index}",
+            need=entry.needs[index],
             reconsider=partial(self._reconsider, entry),
         )
 
@@ -305,7 +311,15 @@ class AdmissionController:
         pool = self._pool.view(prompt_tokens / len(needs) + output_tokens)
         if ticket is None and len(self._queue):
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
-            ticket = self._ticket(request, own_s / self._pool_scale(), now_s)
+            ticket = Ticket(
+                next(self._keys),
+                now_s,
+                self._deadline_s(request, now_s),
+                request.service.priority,
+                request.tenant,
+                request.share,
+                own_s / self._pool_scale(),
+            )
         return AdmissionView(
             request.fingerprint,
             prompt_tokens,
@@ -330,13 +344,14 @@ class AdmissionController:
             scale: seconds of the pool for each second of the tickets' work.
         """
         queue, ordering = self._queue, self._queue.ordering
+        undated = dataclasses.replace(ticket, deadline_s=math.inf)
         return QueueView(
             length=len(queue),
             capacity=self._bounds.most,
             tenant_length=ordering.queued_of(ticket.tenant),
             work_s=ordering.work_s * scale,
             ahead_s=ordering.ahead_s(ticket, now_s) * scale,
-            place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s) * scale,
+            place_s=ordering.ahead_s(undated, now_s) * scale,
             prompt_tokens=queue.prompt_tokens,
             class_s=ordering.class_ahead_s(ticket) * scale,
         )
@@ -353,22 +368,14 @@ class AdmissionController:
             return 1.0
         return self._ticket_sequences / sequences
 
-    def _ticket(self, request: Entry, work_s: float, since_s: float) -> Ticket:
-        """Return the ticket of a prompt.
+    def _deadline_s(self, request: Entry, since_s: float) -> float:
+        """Return the latest time at which a request should start.
 
         Args:
-            since_s: time of the request's admission, when its target starts.
+            since_s: time of its admission, when its target starts.
         """
         target_s = request.service.ttft_s
-        return Ticket(
-            next(self._keys),
-            self._now_s(),
-            since_s + (self._bounds.timeout_s if target_s is None else target_s),
-            request.service.priority,
-            request.tenant,
-            request.share,
-            work_s,
-        )
+        return since_s + (self._bounds.timeout_s if target_s is None else target_s)
 
 
 def _check_quota(request: Entry, shortage: Shortage | None) -> None:

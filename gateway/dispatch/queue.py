@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed
@@ -25,7 +25,6 @@ from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.types import Ticket
-from draftgate.policies.values import replace
 
 RECONSIDER_S: Final = 4.5
 """Wait in seconds after which admission decides again about a request.
@@ -42,8 +41,8 @@ def _keep(ticket: Ticket, waited_s: float) -> None:
     """Keep a request, without a forecast."""
 
 
-@dataclass(slots=True, eq=False)
-class Waiting:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiting(Ticket):
     """A request for a worker, which the queue holds while none has capacity.
 
     Attributes:
@@ -60,7 +59,6 @@ class Waiting:
     """
 
     request_id: str
-    ticket: Ticket
     need: CapacityNeed
     avoid: frozenset[str] = frozenset()
     since_s: float | None = None
@@ -76,7 +74,18 @@ class Waiting:
         self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
     ) -> Waiting:
         """Return the rest of the request, which precedes all requests that never had a worker."""
-        return Waiting(request_id, self.ticket, need, avoid, claim_tokens=claim_tokens)
+        return replace(
+            self,
+            request_id=request_id,
+            need=need,
+            avoid=avoid,
+            since_s=None,
+            reconsider=_keep,
+            claim_tokens=claim_tokens,
+            refused=False,
+            has_blocks=False,
+            backs_off=False,
+        )
 
     def wait_again(self, since_s: float) -> None:
         """Prepare another wait with the same place, because the request was not sent.
@@ -86,8 +95,7 @@ class Waiting:
         """
         if self.since_s is None:
             self.since_s = since_s
-        self.ticket = replace(self.ticket, returning=True)
-        self.refused = True
+        self.returning = self.refused = True
 
 
 BACKOFF_S: Final = 0.05
@@ -345,9 +353,9 @@ class CentralQueue:
 
     def _reconsider(self, waiting: Waiting) -> None:
         """Refuse a request that would wait too long."""
-        if waiting.ticket.key not in self._places or waiting.turn.done():
+        if waiting.key not in self._places or waiting.turn.done():
             return
-        refused = waiting.reconsider(waiting.ticket, max(RECONSIDER_S, self._waited_s(waiting)))
+        refused = waiting.reconsider(waiting, max(RECONSIDER_S, self._waited_s(waiting)))
         if refused is not None:
             error = Overloaded(refused.reason, refused.retry_after_s, refused.kind)
             self._fail(waiting, error)
@@ -356,19 +364,19 @@ class CentralQueue:
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
         """Return the error of a request that has waited for the maximum time."""
         assert self._timeout_s is not None  # no request times out without a limit
-        refused = waiting.reconsider(waiting.ticket, self._timeout_s)
+        refused = waiting.reconsider(waiting, self._timeout_s)
         retry_s = UNKNOWN_RETRY_S if refused is None else refused.retry_after_s
         return QueueTimeout(f"no worker had capacity within {self._timeout_s:g} s", retry_s)
 
     def _push(self, waiting: Waiting) -> None:
-        self._places[waiting.ticket.key] = waiting
+        self._places[waiting.key] = waiting
         self.prompt_tokens += waiting.need.prompt_tokens
         if waiting.need.adapter:
-            self._adapted[waiting.ticket.key] = waiting
+            self._adapted[waiting.key] = waiting
         if not waiting.claim_tokens:
-            self.ordering.push(waiting.ticket)
+            self.ordering.push(waiting)
             return
-        self._resumed[waiting.ticket.key] = waiting
+        self._resumed[waiting.key] = waiting
         if waiting.backs_off:
             asyncio.get_running_loop().call_later(BACKOFF_S, self._end_refusal, waiting)
 
@@ -377,17 +385,17 @@ class CentralQueue:
         self._dispatch()
 
     def _forget(self, waiting: Waiting) -> None:
-        del self._places[waiting.ticket.key]
-        self._resumed.pop(waiting.ticket.key, None)
-        self._adapted.pop(waiting.ticket.key, None)
-        self._passed.pop(waiting.ticket.key, None)
+        del self._places[waiting.key]
+        self._resumed.pop(waiting.key, None)
+        self._adapted.pop(waiting.key, None)
+        self._passed.pop(waiting.key, None)
         self.prompt_tokens -= waiting.need.prompt_tokens
 
     def _leave(self, waiting: Waiting) -> None:
         """Remove a request that stops waiting, even if it gets a worker at the same time."""
-        ticket, turn = waiting.ticket, waiting.turn
-        if ticket.key in self._places:
-            self.ordering.remove(ticket.key)
+        turn = waiting.turn
+        if waiting.key in self._places:
+            self.ordering.remove(waiting.key)
             self._forget(waiting)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             turn.result().release(waiting.request_id)
@@ -406,7 +414,7 @@ class CentralQueue:
             self._fail(waiting, BackendFailed(self._fleet.outage))
 
     def _fail(self, waiting: Waiting, error: Exception) -> None:
-        self.ordering.remove(waiting.ticket.key)
+        self.ordering.remove(waiting.key)
         self._forget(waiting)
         if not waiting.turn.done():  # a cancelled request leaves the queue when its task runs
             waiting.turn.set_exception(error)

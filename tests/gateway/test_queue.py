@@ -32,7 +32,7 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S
 from draftgate.policies.registry import ordering_policy, routing_policy
 from draftgate.policies.routing.types import RouteView
-from draftgate.policies.types import RequestView, Ticket, WorkerLoad
+from draftgate.policies.types import RequestView, WorkerLoad
 from tests.gateway.two_gateways import SharedWorker
 
 
@@ -83,8 +83,8 @@ def queue_of(*capacities: int, timeout_s: float = 60.0) -> tuple[CentralQueue, l
 def waiting_request(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
     """Return a request to queue."""
     now_s = asyncio.get_running_loop().time()
-    ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
-    return Waiting(f"r-{key}", ticket, CapacityNeed(sequences, 10, 30 * sequences))
+    need = CapacityNeed(sequences, 10, 30 * sequences)
+    return Waiting(key, now_s, now_s + 10.0, priority, work_s=1.0, request_id=f"r-{key}", need=need)
 
 
 async def wait_for_worker(queue: CentralQueue, waiting: Waiting) -> FleetWorker:

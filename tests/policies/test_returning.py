@@ -72,8 +72,9 @@ def test_tenant_is_charged_once() -> None:
     queue.push(Ticket(2, 0.0, 9.0, tenant="c", work_s=9.0))
     first, second = queue.take(1.0), queue.take(1.0)
     assert (first.tenant, second.tenant) == ("a", "b")
-    queue.push(replace(first, returning=True))
-    assert queue.take(1.0) == replace(first, returning=True)
+    returning = replace(first, returning=True)
+    queue.push(returning)
+    assert queue.take(1.0) is returning
     for key, tenant in ((3, "b"), (4, "a")):
         queue.push(Ticket(key, 2.0, 9.0 if tenant == "b" else 8.9, tenant=tenant, work_s=1.0))
     assert [queue.take(2.0).tenant for _ in range(3)] == ["c", "a", "b"]
