@@ -111,7 +111,12 @@ def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher u
     router = Router(routing, draw, KvPulls(loop_time_s), phases)
     claims = Claims(fleet, store)
     queue = CentralQueue(
-        *(fleet, ordering, router, claims, loop_time_s, bounds.timeout_s),
+        fleet,
+        ordering,
+        router,
+        claims,
+        loop_time_s,
+        bounds.timeout_s,
         binds_early=rules.binding == "early",
     )
     policy_of_admission = admission_policy(rules.admission)
@@ -128,12 +133,22 @@ def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher u
 
     sharing = Sharing(store, history, appointments, loop_time_s, model)
     controller = AdmissionController(
-        *(fleet, queue, policy_of_admission, Quotas(store, quotas, loop_time_s, model)),
-        *(bounds, loop_time_s),
+        fleet,
+        queue,
+        policy_of_admission,
+        Quotas(store, quotas, loop_time_s, model),
+        bounds,
+        loop_time_s,
         on_refusal=sharing.note_refusal if rules.shared else None,
     )
     dispatcher = Dispatcher(
-        *(fleet, lifecycle, leases, placer, queue, controller, sharing),
+        fleet,
+        lifecycle,
+        leases,
+        placer,
+        queue,
+        controller,
+        sharing,
         flows or Flows(store, loop_time_s),
         rescheduler=Rescheduler(rescheduling_policy(rules.rescheduling), fleet, queue, store),
         most_resumes=rules.most_resumes,

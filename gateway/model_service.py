@@ -120,7 +120,7 @@ class ModelService:
             self.members = Members(fleet, parts.store, parts.reach, changed, model_id)
         files = parts.files if model_id is None else ()
         self.heartbeat = Heartbeat(
-            *(fleet, parts.store, self.dispatcher), files, self.members, first_worker
+            fleet, parts.store, self.dispatcher, files, self.members, first_worker
         )
         self.metrics = Metrics(lambda: self.loads(own=True), lambda: self.name)
         self._read_gauges()
@@ -255,7 +255,10 @@ class ModelService:
         name = self.config.first_name or card.model_id
         fleet = self.fleet
         return ServedModel(
-            *(name, fleet.tokenizer, card.max_model_len, fleet.adapters),
+            name,
+            fleet.tokenizer,
+            card.max_model_len,
+            fleet.adapters,
             defaults=self._defaults,
             max_request_tokens=self.config.max_request_tokens,
             describes_tools=not self.config.no_tool_prompt,

@@ -294,7 +294,10 @@ class Node:
         for plan, further in more:
             models.append(
                 ModelService(
-                    *(plan.config, further, self._parts, self.accounts.quotas),
+                    plan.config,
+                    further,
+                    self._parts,
+                    self.accounts.quotas,
                     model_id=plan.name,
                     first_worker=number,
                 )
@@ -308,7 +311,7 @@ class Node:
             return
         config = replace(self.config, no_worker=True, served_model_name=())
         model = ModelService(
-            *(config, Fleet(_no_factory, ()), self._parts, self.accounts.quotas), model_id=model_id
+            config, Fleet(_no_factory, ()), self._parts, self.accounts.quotas, model_id=model_id
         )
         self.models.append(model)
         task = asyncio.create_task(model.start_later(), name="find a model")

@@ -64,7 +64,7 @@ class Siblings:
         """Send a snapshot of this process to the others. Errors are logged."""
         changed = [_shared(*one) for one in self._decisions.take_changed()]
         snapshot = ProcessSnapshot(
-            *(self._metrics(), self._live.activities, changed, self._own_streams())
+            self._metrics(), self._live.activities, changed, self._own_streams()
         )
         try:
             await self._store.call(ShareSnapshot(self._process, self._run, snapshot))

@@ -230,7 +230,15 @@ class Decisions:
         """Record a decision, and return it for `add_outcome`."""
         now_s = self._now_s()
         decision = Decision(
-            *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded),
+            request_id,
+            now_s,
+            worker_id,
+            request,
+            load,
+            plan,
+            route,
+            load_age_s,
+            degraded,
             phases=phases,
         )
         self._latest.append((tenant, decision))

@@ -96,7 +96,14 @@ class Dispatcher:
         replicator = Replicator(fleet, queue.router, queue.now_s)
         suspects = Suspects(queue.now_s)
         self._parts = Parts(
-            *(fleet, queue, admission, placer, leases, Watchdog(), kv, replicator),
+            fleet,
+            queue,
+            admission,
+            placer,
+            leases,
+            Watchdog(),
+            kv,
+            replicator,
             suspects=suspects,
             most_resumes=most_resumes,
         )

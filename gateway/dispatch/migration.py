@@ -82,8 +82,16 @@ class Migration:
             gap_s = self.now_s() - self._last_s
         reason = MoveReason.DRAIN if self.chosen is None else self.chosen.reason
         move = Move(
-            *(prompt.index, reason, end, self._source.worker.worker_id, self.sink),
-            *(self.stages, self._blocks, self._bytes, self.verified_tokens, gap_s),
+            prompt.index,
+            reason,
+            end,
+            source=self._source.worker.worker_id,
+            sink=self.sink,
+            stages=self.stages,
+            blocks=self._blocks,
+            num_bytes=self._bytes,
+            verified_tokens=self.verified_tokens,
+            gap_s=gap_s,
             chosen=self.chosen,
         )
         run = prompt.run
@@ -95,10 +103,18 @@ class Migration:
 
 def _record(move: Move) -> MoveRecord:
     """Return the record of a move in the decision about its source."""
-    ends = (move.source, move.sink, move.reason.value, move.end)
-    copied = (move.stages, move.blocks, move.num_bytes, move.gap_s)
     chosen = move.chosen
-    if chosen is None:
-        return MoveRecord(*ends, *copied)
-    figures = (chosen.policy, chosen.gain, chosen.threshold, chosen.explanation)
-    return MoveRecord(*ends, *copied, *figures)
+    return MoveRecord(
+        move.source,
+        move.sink,
+        move.reason.value,
+        move.end,
+        move.stages,
+        move.blocks,
+        move.num_bytes,
+        move.gap_s,
+        policy="" if chosen is None else chosen.policy,
+        gain=None if chosen is None else chosen.gain,
+        threshold=None if chosen is None else chosen.threshold,
+        explanation="" if chosen is None else chosen.explanation,
+    )

@@ -253,8 +253,11 @@ class Router:
         self._placed(request, by_id[prefill.worker.worker_id])
         self._record(request, by_id[decode.worker.worker_id])
         decided = PhaseDecision(
-            *(self._phases.name, choice.reason, decode.worker.worker_id),
-            *(choice.gain_s, choice.threshold_s),
+            self._phases.name,
+            choice.reason,
+            decode.worker.worker_id,
+            choice.gain_s,
+            choice.threshold_s,
         )
         return prefill._replace(cached_blocks=blocks, phases=decided, decode=decode)
 

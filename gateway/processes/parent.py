@@ -112,7 +112,9 @@ class ChildProcess:
         listener, others = self._order.listener, self._order.others
         # A session of its own protects the child from the Ctrl-C of a terminal.
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "draftgate.gateway.processes.child"),
+            sys.executable,
+            "-m",
+            "draftgate.gateway.processes.child",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LONGEST_NOTICE_BYTES,

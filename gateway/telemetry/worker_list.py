@@ -100,8 +100,13 @@ def _running(moves: Moves) -> Iterator[RunningStream]:
         for stream in islice(streams, MOST_STREAMS):
             job = stream.run.job
             yield RunningStream(
-                *(job.request_id, stream.index, job.tenant, worker.worker_id),
-                *(stream.tokens, len(stream.output.lengths), moves.is_moving(stream)),
+                job.request_id,
+                stream.index,
+                job.tenant,
+                worker.worker_id,
+                stream.tokens,
+                len(stream.output.lengths),
+                moves.is_moving(stream),
             )
 
 
@@ -116,7 +121,7 @@ def listed_worker(worker: FleetWorker, model: str) -> ListedWorker:
     blocks = load.kv_blocks_total
     usage = 1 - load.kv_blocks_free / blocks if blocks else None
     return ListedWorker(
-        *(worker.worker_id, status, load.running, load.waiting, usage, worker.role, model)
+        worker.worker_id, status, load.running, load.waiting, usage, worker.role, model
     )
 
 

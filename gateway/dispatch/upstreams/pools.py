@@ -106,7 +106,7 @@ class UpstreamPools:
         self._on_decision(plan)
         view, load = decision.request, decision.load
         self._decisions.record(
-            *(request.request_id, worker.worker_id, view, load, plan, route), tenant=request.tenant
+            request.request_id, worker.worker_id, view, load, plan, route, tenant=request.tenant
         )
 
 

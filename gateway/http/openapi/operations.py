@@ -153,7 +153,7 @@ def _with_aliases(
     """Yield the operation at its first path, and its aliases at the others."""
     for path in paths:
         yield Operation(
-            *("POST", path, summary, reply, body), errors=OF_GENERATION, alias=path != paths[0]
+            "POST", path, summary, reply, body, errors=OF_GENERATION, alias=path != paths[0]
         )
 
 

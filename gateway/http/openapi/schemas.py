@@ -97,7 +97,7 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
         ),
     ],
     "ToolChoice": _kinds(
-        "type", *(("tool", {"name": _TEXT}), ("auto", {}), ("any", {}), ("none", {}))
+        "type", ("tool", {"name": _TEXT}), ("auto", {}), ("any", {}), ("none", {})
     ),
     "TokenizeBody": [
         {

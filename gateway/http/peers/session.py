@@ -192,7 +192,7 @@ class PeerSession:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
         streams_blocks = self._worker.kv_format is not None
-        return Ready(*(backend.card, self._worker.epoch, digest, streams_blocks), changes_role=True)
+        return Ready(backend.card, self._worker.epoch, digest, streams_blocks, changes_role=True)
 
     def _lost(self) -> None:
         self._greeted.set()
@@ -305,7 +305,12 @@ class PeerSession:
             load, watermark = worker.backend.load(), worker.watermark
         return Update(
             readable_deltas(deltas, self._delta_fields),
-            *(load, failed, now_s, refusing or "", watermark, self._leaving),
+            load,
+            failed,
+            now_s,
+            refusing or "",
+            watermark,
+            self._leaving,
             role=worker.role,
             without_adapter=without_adapter,
         )

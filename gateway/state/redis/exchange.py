@@ -54,7 +54,12 @@ def exchange_arguments(update: ExchangeNews, _caller: object) -> list[bytes | st
         args += (msgspec.json.encode(key), tally.choices, tally.accepted, tally.rejected)
     for one in update.bookings:
         fields = _BookingFields(
-            *(one.fingerprint, one.priority, one.tenant, one.work_s, one.again, one.share),
+            one.fingerprint,
+            one.priority,
+            one.tenant,
+            one.work_s,
+            one.again,
+            one.share,
             one.model,
         )
         args += (one.name, _us(one.due_in_s), _us(one.booked_ago_s), _us(one.ends_in_s))
