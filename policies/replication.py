@@ -31,7 +31,7 @@ the share of a busy worker's time that transfers may take. (Chosen, not tuned, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PrefixHolder:
     """A worker that holds a prefix.
 
     Attributes:
@@ -80,17 +80,17 @@ class CopyBudget:
         return CopyBudget(now_s + num_bytes / BYTES_PER_S)
 
 
-def is_hot(holders: Sequence[Holder]) -> bool:
+def is_hot(holders: Sequence[PrefixHolder]) -> bool:
     """Return whether the requests of a prefix take a large share of every holder."""
     return all(is_filled(holder.own, holder.sequences) for holder in holders)
 
 
 def is_filled(own: int, sequences: int) -> bool:
-    """Return whether the requests of a prefix take a large share of one holder (`Holder`)."""
+    """Return whether the requests of a prefix take a large share of one holder (`PrefixHolder`)."""
     return own > 1 and own >= HOT_SHARE * sequences > 0
 
 
-def is_cool(holders: Sequence[Holder]) -> bool:
+def is_cool(holders: Sequence[PrefixHolder]) -> bool:
     """Return whether the requests of a prefix take a small share of its holders together."""
     own = sum(holder.own for holder in holders)
     return own <= COOL_SHARE * sum(holder.sequences for holder in holders)

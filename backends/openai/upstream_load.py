@@ -46,7 +46,7 @@ SPEED_WEIGHT: Final = 0.2
 """Weight of the newest response in the running means, which cover about the last ten."""
 
 
-class RecentDrafts:
+class UpstreamDrafts:
     """Means of an engine's latest drafts, from counters that restart with the engine."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class UpstreamLoad:
         self._declared_drafts = drafts
         self._declared_sequences = max_sequences
         self._slots = self._estimated_sequences = 0
-        self._recent_drafts = RecentDrafts()
+        self._recent_drafts = UpstreamDrafts()
         self._metrics = EngineMetrics()
         self._updated_s = -math.inf
         self._others = 0

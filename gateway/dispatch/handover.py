@@ -18,7 +18,7 @@ from draftgate.gateway.dispatch.hold import Hold
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher, block_chains
 from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.migration import Migration
-from draftgate.gateway.dispatch.overlap import Overlap, is_exact
+from draftgate.gateway.dispatch.overlap import Overlap, computes_same_tokens
 from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.fleet import FleetWorker
@@ -93,7 +93,7 @@ async def hand_over(kv: KvFetcher, stream: Prompt, successor: Hold, move: Migrat
             end = await copies.copy(chains, 1)
             if end is not MoveEnd.MOVED or stream.output.is_complete:
                 return MoveEnd.ENDED if stream.output.is_complete else end
-            if is_exact(stream, successor) and not stream.is_read_slowly:
+            if computes_same_tokens(stream, successor) and not stream.is_read_slowly:
                 return await overlap.switch(1)
     move.hand_over(successor)
     return MoveEnd.MOVED

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.errors import StreamMoved
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
 from draftgate.gateway.dispatch.admission import AdmissionController
@@ -13,7 +14,7 @@ from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.output import Output
+from draftgate.gateway.dispatch.output import PromptOutput
 from draftgate.gateway.dispatch.placement import Placer, with_adapter
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
@@ -59,27 +60,12 @@ class Parts(NamedTuple):
         return self.placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
 
-class Owner(Protocol):
-    """What gets the deltas of a hold: its prompt, or a move that sends the request earlier.
-
-    All methods are called by the worker or the watchdog, outside the task of the owner.
-    """
-
-    def take(self, delta: Delta) -> None:
-        """Take a delta, which the hold has observed if its prompt is the owner."""
-        ...
-
-    def notify(self) -> None:
-        """Notice that the hold has an `error`."""
-        ...
-
-
-class Holder(Owner, Protocol):
-    """A prompt (`prompt.Prompt`)."""
+class PromptSink(DeltaSink, Protocol):
+    """A prompt (`prompt.Prompt`), which gets the deltas of its holds."""
 
     run: Run
     index: int
-    output: Output
+    output: PromptOutput
 
     def begin(self) -> None:
         """Notice that its present hold sends the request."""
@@ -93,8 +79,8 @@ class Hold:
     move prepares the hold of its destination with `prepare` first. `close` cancels the request and
     releases everything, in any state and only once.
 
-    The hold is the sink of the request (`DeltaSink`). Until `start`, a request that was sent early
-    belongs to a move, which gets its deltas.
+    The hold is the sink of the request (`DeltaSink`). It observes the deltas and passes them to the
+    prompt. Until `start`, the deltas of a request that was sent early go to a move instead.
 
     Attributes:
         worker: the worker, which a reservation may change.
@@ -125,7 +111,7 @@ class Hold:
     def __init__(
         self,
         parts: Parts,
-        prompt: Holder,
+        prompt: PromptSink,
         request: GenerationRequest,
         need: CapacityNeed,
         routed: Routed,
@@ -147,7 +133,7 @@ class Hold:
         self._index = prompt.index
         self._need = need
         self._prompt = prompt
-        self._owner: Owner = prompt
+        self._sink: DeltaSink = prompt
 
     @property
     def numerics_class(self) -> str | None:
@@ -222,15 +208,15 @@ class Hold:
         if not self._sent:
             self._replace_request(self.rest)
 
-    def send_early(self, request: GenerationRequest, owner: Owner) -> None:
+    def send_early(self, request: GenerationRequest, sink: DeltaSink) -> None:
         """Send a request for the rest of an earlier output, while the prompt runs on its source.
 
         Args:
             request: an earlier value of `rest`, which may contain the tokens after that output.
-            owner: gets the deltas until the prompt continues here.
+            sink: gets the deltas until the prompt continues here.
         """
         self._replace_request(request)
-        self._owner = owner
+        self._sink = sink
         self._send()
 
     def _replace_request(self, request: GenerationRequest) -> None:
@@ -264,16 +250,16 @@ class Hold:
             self.decodes = True
         if self._further is not None:
             self._further(delta)
-        elif self._owner is self._prompt:
+        elif self._sink is self._prompt:
             self._observe(delta)
         else:
-            self._owner.take(delta)
+            self._sink.put(delta)
 
     def fail(self, error: Exception) -> None:
         """End the deltas with an error, unless they have ended."""
         if self.error is None:
             self.error = error
-            self._owner.notify()
+            self._sink.fail(error)
 
     def _observe(self, delta: Delta) -> None:
         """Pass a delta to output, queue, trace, acceptance history and the prompt."""
@@ -293,7 +279,7 @@ class Hold:
             # Every worker would end the output here, so none can continue it.
             self.fail(OutputCut(self.output.tokens))
         else:
-            self._prompt.take(counted)
+            self._prompt.put(counted)
 
     def _begin(self) -> None:
         """Report the first delta to worker, admission and queue."""
@@ -365,7 +351,7 @@ class Hold:
     def _send(self) -> None:
         """Send the request to its worker."""
         run, worker, request = self.run, self.worker, self.request
-        if self._owner is self._prompt:
+        if self._sink is self._prompt:
             self._prompt.begin()
         if run.span.recording:
             placed: Attributes = {
@@ -387,7 +373,7 @@ class Hold:
 
     def _take_over(self, splice: Splice) -> None:
         """Give the prompt the deltas of a request that was sent early."""
-        self._owner = self._prompt
+        self._sink = self._prompt
         self._prompt.begin()
         if self.run.pace is not Pace.FULL:
             self.set_pace(self.run.pace, self.run.tpot_s)
@@ -419,7 +405,7 @@ class Hold:
                     self._span.fail(error)
                 self._span.end()
         finally:
-            del self._prompt, self._owner, self.run  # end cycles of references
+            del self._prompt, self._sink, self.run  # end cycles of references
             self._further = None
             self._release(error)
 

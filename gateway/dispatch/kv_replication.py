@@ -17,7 +17,7 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.kv_transfer import decide_pull
 from draftgate.policies.replication import (
     CopyBudget,
-    Holder,
+    PrefixHolder,
     ReplicaTarget,
     choose_target,
     is_cool,
@@ -169,5 +169,5 @@ class Replicator:
         )
 
 
-def _holder(prefix: _Prefix, worker: FleetWorker) -> Holder:
-    return Holder(prefix.own.get(worker.worker_id, 0), worker.backend.load().max_sequences)
+def _holder(prefix: _Prefix, worker: FleetWorker) -> PrefixHolder:
+    return PrefixHolder(prefix.own.get(worker.worker_id, 0), worker.backend.load().max_sequences)

@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.kv_pulls import can_supply
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.migration import Migration
-from draftgate.gateway.dispatch.overlap import Overlap, boundary, is_exact
+from draftgate.gateway.dispatch.overlap import Overlap, boundary, computes_same_tokens
 from draftgate.gateway.dispatch.placement import need_of
 from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
@@ -255,7 +255,7 @@ class Moves:
             stream.copied = True
             self._begin_moves()
             if not stream.is_read_slowly and await boundary(stream.hold):
-                if is_exact(stream, successor):
+                if computes_same_tokens(stream, successor):
                     with Overlap(stream, successor, move) as overlap:
                         if await overlap.source_tokens(VERIFIED_TOKENS):
                             return await overlap.switch(VERIFIED_TOKENS)

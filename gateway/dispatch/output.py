@@ -14,7 +14,7 @@ from draftgate.backends.types import (
 from draftgate.policies.values import replace
 
 
-class Output:
+class PromptOutput:
     """The output of a prompt's choices so far, from all workers that ran them.
 
     Attributes:

@@ -18,7 +18,7 @@ from draftgate.gateway.dispatch.splice import Splice
 from draftgate.policies.moves import STALL_S, MoveEnd, may_switch
 
 
-def is_exact(stream: Prompt, successor: Hold) -> bool:
+def computes_same_tokens(stream: Prompt, successor: Hold) -> bool:
     """Return whether both workers compute the same tokens, whatever else they run."""
     source, sink = stream.worker.backend.card, successor.worker.backend.card
     # A traced response reports the steps of one worker for each token.
@@ -108,7 +108,7 @@ class Overlap:
             if self._paused and stream.successor is not successor:
                 self._source.set_pace(stream.run.pace, stream.run.tpot_s)
 
-    def take(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> None:
         """Compare a delta of the destination, and hand the stream over if it has caught up."""
         stream, splice = self._stream, self._splice
         splice.add_sink(delta)
@@ -132,10 +132,9 @@ class Overlap:
             self._paused = True
             self._source.set_pace(Pace.PAUSED)
 
-    def notify(self) -> None:
+    def fail(self, error: Exception) -> None:
         """Fail, because the destination has failed."""
-        error = self._successor.error
-        if error is not None and not self._end.done():
+        if not self._end.done():
             self._end.set_exception(error)
 
     def _observe(self, delta: Delta) -> None:

@@ -2,7 +2,7 @@
 
 The prompt waits in the queue, holds a worker (`hold`), and passes the deltas of that worker to
 the sink of its run, in the call that delivers them. If it loses the worker, it continues on another
-one: `Output` has the tokens of its choices, and builds the request for the rest. The prompt
+one: `PromptOutput` has the tokens of its choices, and builds the request for the rest. The prompt
 then returns to the queue with its old ticket, and gets a new worker, lease and speculation plan.
 The sink sees one stream.
 
@@ -25,11 +25,11 @@ from draftgate.backends.types import Delta, GenerationRequest, Pace
 from draftgate.gateway.dispatch.decisions import MoveRecord
 from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.leases import NoCapacity, lease_tokens
-from draftgate.gateway.dispatch.output import Output
+from draftgate.gateway.dispatch.output import PromptOutput
 from draftgate.gateway.dispatch.placement import need_of
-from draftgate.gateway.dispatch.recovery import cause_of, wait_for
+from draftgate.gateway.dispatch.recovery import add_loss, cause_of, resume_of, wait_for
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import NotResumed, Resume, Run
+from draftgate.gateway.dispatch.run import NotResumed, Run
 from draftgate.gateway.dispatch.span_attributes import describe_claim
 from draftgate.gateway.errors import OutputCut, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
@@ -43,7 +43,6 @@ from draftgate.policies.resilience.failover import (
     spares_worker,
 )
 from draftgate.policies.routing.types import RouteView
-from draftgate.policies.values import replace
 
 _ONLY_ONE_LEFT: Final = (
     "the request may have made several workers fail, and only one worker is left; try again when "
@@ -126,7 +125,7 @@ class Prompt:
         """
         self.run = run
         self.index = index
-        self.output = Output(run.requests[index])
+        self.output = PromptOutput(run.requests[index])
         self._holds = holds
         self.waiting = self._place = parts.admission.waiting(run.entry, index)
         self._parts = parts
@@ -187,7 +186,7 @@ class Prompt:
                 run.hop.start()
             run.watch(hold.decision)
 
-    def take(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> None:
         """Pass a delta of the present worker to the sink of the run."""
         if self.index:
             delta = delta._replace(choice=self.index * self.run.job.n + delta.choice)
@@ -197,14 +196,18 @@ class Prompt:
                 self._mover.remove(self)
                 self.hold.close()
                 self._settle()
-            self.notify()
+            self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """Notice that the present hold has this error."""
+        self._notify()
 
     def wake(self) -> None:
         """Let `wait` return."""
         self._woken = True
-        self.notify()
+        self._notify()
 
-    def notify(self) -> None:
+    def _notify(self) -> None:
         """Let the task that awaits `wait` look at the hold and the output."""
         news, self._news = self._news, None
         if news is not None and not news.done():
@@ -219,8 +222,8 @@ class Prompt:
                     return True
                 if self.state is WAITS:
                     # The straight path awaits nothing until the worker has the request.
-                    if not self._take_seat():
-                        self.hold, self.state = self._hold_on(await self._turn()), SEATED
+                    self.hold = self._seat() or await self._turn()
+                    self.state = SEATED
                 elif self.state is SEATED:
                     self._tokens_before = self.output.tokens
                     if not self.hold.start_now():
@@ -246,27 +249,18 @@ class Prompt:
         """Cancel the prompt, unless it has ended."""
         await self._end(GeneratorExit())
 
-    def _take_seat(self) -> bool:
-        """Hold the successor or a worker with capacity, or return False if none has capacity."""
-        run, parts = self.run, self._parts
+    def _seat(self) -> Hold | None:
+        """Return the successor, or the hold of a worker with capacity, or None without one."""
+        parts, place = self._parts, self._place
         self._since_s = parts.queue.now_s()
         hold, self.successor = self.successor, None
         if hold is not None:
             hold.extend()
-        elif run.span.recording or self._must_spare():
-            return False
-        else:
-            routed = parts.queue.seat(self._place, self._view)
-            if routed is None:
-                return False
-            hold = self._hold_on(routed)
-        self.hold, self.state = hold, SEATED
-        return True
-
-    def _hold_on(self, routed: Routed) -> Hold:
-        """Return the hold of a reserved worker."""
-        del self._place.view  # ends a cycle of references
-        return Hold(self._parts, self, self._request, self._place.need, routed)
+            return hold
+        if self.run.span.recording or self._must_spare():
+            return None
+        routed = parts.queue.seat(place, self._view)
+        return routed and Hold(parts, self, self._request, place.need, routed)
 
     async def _stop(self, error: BaseException) -> None:
         """Release the worker after an error.
@@ -338,46 +332,29 @@ class Prompt:
             return  # with the successor
         self._end_move(MoveEnd.FAILED)
         self._avoid.add(lost.worker.worker_id)
-        self._add_loss(lost.worker.worker_id, cause, output.tokens - self._tokens_before)
+        new_tokens = output.tokens - self._tokens_before
+        add_loss(self._losses, lost.worker.worker_id, cause, new_tokens)
         await self._check(lost, error)
         self._request = request = self.rest()
         tokens = lease_tokens(request, self.run.entry.expected_tokens)
         avoid = frozenset(self._avoid)
         self._place = self._place.for_rest(request.request_id, need_of(request), avoid, tokens)
 
-    def _add_loss(self, worker_id: str, cause: Cause, new_tokens: int) -> None:
-        """Add a loss, or the tokens of a worker that is not to blame to the loss before."""
-        losses = self._losses
-        if cause not in {Cause.LEFT, Cause.ADAPTER}:
-            losses.append(Loss(worker_id, new_tokens))
-        elif losses:
-            losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)
-
     def _record_resume(self, lost: Hold, hold: Hold) -> None:
         """Record that the prompt continues on another worker."""
-        run, cause, numerics = self.run, cause_of(self._error), hold.numerics_class
-        source, sink = lost.worker.worker_id, hold.worker.worker_id
-        resume = Resume(
-            self.index,
-            source,
-            sink,
-            cause,
-            str(self._error),
-            kept_tokens=sum(len(choice.output_ids) for choice in hold.request.resumed),
-            same_numerics_class=numerics is not None and numerics == lost.numerics_class,
-        )
+        run, resume = self.run, resume_of(self.index, lost, hold, self._error)
         run.resumes.append(resume)
         run.watch(resume)
-        if cause is not Cause.MOVED:  # a move records itself
-            record = MoveRecord(source, sink, cause.value, MoveEnd.MOVED)
+        if resume.cause is not Cause.MOVED:  # a move records itself
+            record = MoveRecord(resume.source, resume.sink, resume.cause.value, MoveEnd.MOVED)
             self._parts.placer.record_move(run.job, self.index, lost.decision, record)
 
     def _view(self) -> RouteView:
         """Return the routing policy's view of the prompt, or of its rest."""
         return self._parts.route_view(self.run, self.index, self._request)
 
-    async def _turn(self) -> Routed:
-        """Wait for a worker and reserve it, but not the last one for a suspect.
+    async def _turn(self) -> Hold:
+        """Wait for a worker and return its hold, but not of the last one for a suspect.
 
         Other workers may be lost while a suspect waits for its turn.
 
@@ -390,7 +367,7 @@ class Prompt:
         while True:
             routed = await self._wait()
             if not self._must_spare():
-                return routed
+                return Hold(parts, self, self._request, self._place.need, routed)
             routed.release(request_id)
             parts.queue.claims.end(request_id)
             parts.queue.dispatch_waiting()
@@ -444,11 +421,10 @@ class Prompt:
         """
         parts, losses = self._parts, self._losses
         why = self._given_up(lost, error)
-        if why in _MAY_PASS and await wait_for(
-            parts.fleet, lambda: self._given_up(lost, error) is None
+        if why is None or (
+            why in _MAY_PASS
+            and await wait_for(parts.fleet, lambda: self._given_up(lost, error) is None)
         ):
-            return
-        if why is None:
             return
         self.run.watch(NotResumed(cause_of(error), why))
         if is_suspect(losses):

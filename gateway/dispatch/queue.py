@@ -326,6 +326,7 @@ class CentralQueue:
         usable, compared = found
         routed = self._chosen(waiting, usable, compared)
         if routed is not None:
+            del waiting.view  # ends a cycle of references
             routed.reserve(waiting.request_id, waiting.need)
         return routed
 

@@ -1,4 +1,4 @@
-"""What a prompt needs to know after the loss of its worker: why, and whether another one serves."""
+"""What prompts need after the loss of a worker: the cause, a record, and whether others serve."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from draftgate.backends.errors import (
     WorkerLeft,
     WorkerStalled,
 )
+from draftgate.gateway.dispatch.hold import Hold
+from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.fleet import Fleet
-from draftgate.policies.resilience.failover import Cause
+from draftgate.policies.resilience.failover import Cause, Loss
+from draftgate.policies.values import replace
 
 RECOVERY_S: Final = 15.0
 """The longest wait of a prompt while no worker is available, in seconds.
@@ -48,3 +51,25 @@ def cause_of(error: BackendFailed) -> Cause:
     if isinstance(error, AdapterFailed):
         return Cause.ADAPTER
     return Cause.STALLED if isinstance(error, WorkerStalled) else Cause.FAILED
+
+
+def add_loss(losses: list[Loss], worker_id: str, cause: Cause, new_tokens: int) -> None:
+    """Add a loss, or the tokens of a worker that is not to blame to the loss before."""
+    if cause not in {Cause.LEFT, Cause.ADAPTER}:
+        losses.append(Loss(worker_id, new_tokens))
+    elif losses:
+        losses[-1] = replace(losses[-1], new_tokens=losses[-1].new_tokens + new_tokens)
+
+
+def resume_of(index: int, lost: Hold, hold: Hold, error: BackendFailed) -> Resume:
+    """Return the continuation of a prompt with a hold, after the loss of another one."""
+    numerics = hold.numerics_class
+    return Resume(
+        index,
+        source=lost.worker.worker_id,
+        sink=hold.worker.worker_id,
+        cause=cause_of(error),
+        reason=str(error),
+        kept_tokens=sum(len(choice.output_ids) for choice in hold.request.resumed),
+        same_numerics_class=numerics is not None and numerics == lost.numerics_class,
+    )

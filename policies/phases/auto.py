@@ -35,7 +35,7 @@ from draftgate.policies.phases.types import (
     suppliers,
 )
 from draftgate.policies.rescheduling.room import COST_FACTOR
-from draftgate.policies.rescheduling.types import Link
+from draftgate.policies.rescheduling.types import LinkBandwidth
 from draftgate.policies.routing.prediction import RoutePrediction, predict
 from draftgate.policies.routing.selection import Score, rank
 from draftgate.policies.routing.types import Candidate, Candidates, RouteView, ScoredWorker
@@ -174,7 +174,11 @@ def _uncached(worker: PhaseWorker) -> PhaseWorker:
 
 
 def _handover_s(
-    request: RouteView, source: Candidate, sink: PhaseWorker, output: RoutePrediction, link: Link
+    request: RouteView,
+    source: Candidate,
+    sink: PhaseWorker,
+    output: RoutePrediction,
+    link: LinkBandwidth,
 ) -> float:
     """Return the predicted pause of the client between the two workers, in seconds.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from draftgate.policies.rescheduling.types import Link
+from draftgate.policies.rescheduling.types import LinkBandwidth
 from draftgate.policies.routing.types import Candidate, ScoredWorker
 from draftgate.policies.types import Role
 from draftgate.policies.values import immutable
@@ -51,7 +51,7 @@ class PhasePool:
     """
 
     workers: tuple[PhaseWorker, ...]
-    link: Link
+    link: LinkBandwidth
     rivals: int = 0
 
     @property

@@ -34,7 +34,7 @@ from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.room import COST_FACTOR, make_room, undecided
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
-    Link,
+    LinkBandwidth,
     PoolState,
     StreamsOf,
     StreamView,
@@ -125,7 +125,9 @@ def _weight(stream: StreamView) -> float:
     return weight(stream.laxity_s, stream.request.service)
 
 
-def _move(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link) -> ChosenMove:
+def _move(
+    stream: StreamView, source: WorkerState, sink: WorkerState, link: LinkBandwidth
+) -> ChosenMove:
     """Return the move of a stream with its predicted gain."""
     after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
     joining = float(stream.sequences)

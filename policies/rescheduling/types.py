@@ -17,7 +17,7 @@ LEAST_INTERVAL_S: Final = 2.0
 """Time in seconds between two moves of a stream. Loads are up to a heartbeat old, so a stream that
 moved on an old load must not move back on the next one. (Chosen, not tuned, 2026-11-23.)"""
 
-Link = Callable[[str, str], float]
+LinkBandwidth = Callable[[str, str], float]
 """The expected bandwidth from one worker to another in bytes per second, by their ids."""
 
 
@@ -114,7 +114,7 @@ class PoolState:
     """
 
     workers: tuple[WorkerState, ...]
-    link: Link
+    link: LinkBandwidth
     head: CapacityNeed | None = None
 
 
@@ -183,7 +183,9 @@ def with_stream(worker: WorkerState, stream: StreamView, sign: int) -> WorkerSta
     return replace(worker, usage=usage, leased_tokens=leased)
 
 
-def move_cost_s(stream: StreamView, source: WorkerState, sink: WorkerState, link: Link) -> float:
+def move_cost_s(
+    stream: StreamView, source: WorkerState, sink: WorkerState, link: LinkBandwidth
+) -> float:
     """Return the predicted seconds of the transfer and of the gap of a move."""
     speed = replace(sink.load.speed, tpot_s=source.load.speed.tpot_s)
     view = MoveView(

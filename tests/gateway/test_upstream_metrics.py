@@ -16,7 +16,7 @@ from draftgate.backends.openai.upstream_load import (
     PRIOR,
     STALE_S,
     UPSTREAM_PROPOSER,
-    RecentDrafts,
+    UpstreamDrafts,
     UpstreamLoad,
 )
 from draftgate.backends.worker_config import WorkerConfig
@@ -117,7 +117,7 @@ async def test_page_of_another_draftgate_has_price_and_acceptance(sim: Listening
 
 def test_recent_drafts_outweigh_old_drafts() -> None:
     """The means follow the latest drafts, even after a restart of the engine."""
-    recent = RecentDrafts()
+    recent = UpstreamDrafts()
     assert recent.means == PRIOR
     recent.add_counters(DraftCounters(1e6, 5e6, 4e6))
     assert recent.means.drafted == pytest.approx(5.0, rel=0.01)
@@ -136,7 +136,7 @@ def test_recent_drafts_outweigh_old_drafts() -> None:
 )
 def test_accepted_mean_never_exceeds_drafted_mean(counts: list[tuple[int, int, int]]) -> None:
     """The mean of accepted tokens never exceeds the mean of drafted tokens for any counters."""
-    recent = RecentDrafts()
+    recent = UpstreamDrafts()
     for drafts, drafted, accepted in counts:
         recent.add_counters(DraftCounters(float(drafts), float(drafted), float(accepted)))
         assert 0.0 <= recent.means.accepted <= recent.means.drafted

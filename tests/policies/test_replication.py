@@ -10,38 +10,38 @@ from hypothesis import strategies as st
 from draftgate.policies.replication import (
     BYTES_PER_S,
     CopyBudget,
-    Holder,
+    PrefixHolder,
     ReplicaTarget,
     choose_target,
     is_cool,
     is_hot,
 )
 
-HOLDERS = st.lists(st.builds(Holder, st.integers(0, 64), st.integers(1, 64)), min_size=1)
+HOLDERS = st.lists(st.builds(PrefixHolder, st.integers(0, 64), st.integers(1, 64)), min_size=1)
 TARGET = ReplicaTarget("w", 0, 8, 1 << 30)
 
 
 @given(HOLDERS)
-def test_prefix_is_never_hot_and_cool_at_once(holders: list[Holder]) -> None:
+def test_prefix_is_never_hot_and_cool_at_once(holders: list[PrefixHolder]) -> None:
     """The two thresholds leave a gap, also just after a prefix got another holder of equal size."""
     if is_hot(holders):
         assert not is_cool(holders)
         sequences = min(holder.sequences for holder in holders)
-        assert not is_cool([*holders, Holder(0, sequences)])
+        assert not is_cool([*holders, PrefixHolder(0, sequences)])
 
 
 @given(HOLDERS)
-def test_new_holder_without_requests_ends_the_heat(holders: list[Holder]) -> None:
+def test_new_holder_without_requests_ends_the_heat(holders: list[PrefixHolder]) -> None:
     """A prefix is copied again only when its requests also fill half of the last copy."""
-    assert not is_hot([*holders, Holder(0, 8)])
-    assert is_hot([*holders, Holder(4, 8)]) == is_hot(holders)
+    assert not is_hot([*holders, PrefixHolder(0, 8)])
+    assert is_hot([*holders, PrefixHolder(4, 8)]) == is_hot(holders)
 
 
 def test_unknown_capacity_and_single_requests_are_never_hot() -> None:
     """A worker with an unknown capacity or a single request keeps its prefixes for itself."""
-    assert not is_hot([Holder(100, 0)])
-    assert not is_hot([Holder(1, 1)])
-    assert is_hot([Holder(2, 2)])
+    assert not is_hot([PrefixHolder(100, 0)])
+    assert not is_hot([PrefixHolder(1, 1)])
+    assert is_hot([PrefixHolder(2, 2)])
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(0.0, 5.0)), min_size=1, max_size=30))

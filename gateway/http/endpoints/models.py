@@ -26,7 +26,7 @@ from draftgate.gateway.http.replies.anthropic_models import (
     DEFAULT_MODELS,
     MOST_MODELS,
     UpstreamModel,
-    UpstreamModels,
+    UpstreamModelList,
     message_model,
     model_page,
 )
@@ -48,7 +48,7 @@ from draftgate.gateway.served_model import ServedModel
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
-_upstream_models: Final = msgspec.json.Decoder(UpstreamModels)
+_upstream_models: Final = msgspec.json.Decoder(UpstreamModelList)
 _upstream_model_decoder: Final = msgspec.json.Decoder(UpstreamModel)
 
 

@@ -26,7 +26,7 @@ class UpstreamModel(Struct):
     max_model_len: int | None = None
 
 
-class UpstreamModels(Struct):
+class UpstreamModelList(Struct):
     """An upstream's response of `/v1/models`."""
 
     data: list[UpstreamModel]
