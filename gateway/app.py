@@ -342,7 +342,6 @@ class Signals:
     """
 
     def __init__(self, on_reload: Callable[[], None] = lambda: None) -> None:
-        """Handle the signals on the running event loop."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self.on_reload = on_reload

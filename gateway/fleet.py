@@ -42,11 +42,10 @@ class FleetWorker(SentRequests):
     Attributes:
         epoch: the epoch of the worker (`gateway.state.values`).
         own: whether the worker belongs to this node.
-        backend: runs the requests. It is a `Backend` (`generating`) if it takes token ids, and an
-            `Upstream` (`upstream`) otherwise (`Capabilities.token_ids`).
+        backend: a `Backend` (`generating`) if it takes token ids, else an `Upstream` (`upstream`).
         leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
-        drained: whether the worker shall get no more requests, and give its streams to others.
+        drained: whether the worker gets no more requests, and its streams move to other workers.
     """
 
     own = True
@@ -230,8 +229,7 @@ class Fleet:
     Attributes:
         workers: all workers, own workers first.
         rivals: number of other gateways whose requests to the same workers are unknown.
-        token_ids: whether the workers take token ids, once they have started. Otherwise they get
-            requests unchanged, and the gateway has no model to check and render with.
+        token_ids: whether the workers, once started, take token ids instead of whole requests.
         discovers: whether the node searches for workers of other nodes.
         ending: whether the node is stopping, so that it no longer resumes requests.
     """
@@ -406,8 +404,7 @@ class Fleet:
             for number, config in enumerate(self._configs, first)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
-        cards = [worker.backend.card for worker in self.workers]
-        self.token_ids = all(card.capabilities.token_ids for card in cards)
+        self.token_ids = all(one.backend.card.capabilities.token_ids for one in self.workers)
         self.upstream_models.watch([one.backend for one in self.workers])
 
     def add(self, worker: PeerWorker) -> None:

@@ -21,7 +21,6 @@ class Scaling:
     """
 
     def __init__(self, fleet: Fleet, queue: CentralQueue, recent: Recent) -> None:
-        """Serve a fleet, which may start later."""
         self.advice: ScalingAdvice | None = None
         self._advisor = ScalingAdvisor()
         self._fleet = fleet

@@ -71,7 +71,6 @@ class UpstreamMonitor:
     """
 
     def __init__(self, connections: Connections, clock: Callable[[], float]) -> None:
-        """Prepare requests without sending any."""
         self.model: ListedModel | None = None
         self.models: frozenset[str] | None = None
         self._connections = connections

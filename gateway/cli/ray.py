@@ -113,7 +113,7 @@ async def _start(
     key: str | None,
 ) -> bool:
     from draftgate.gateway.launch.advice import GatewayAdvice, PoolLimits
-    from draftgate.gateway.launch.launcher import Scaling, launch
+    from draftgate.gateway.launch.launcher import PoolScaling, launch
     from draftgate.gateway.launch.plan import unused_numbers, worker_orders
 
     cluster, pool = _cluster(), given.config.pool
@@ -133,7 +133,7 @@ async def _start(
     scaling = None
     if max_workers is not None:
         advice = GatewayAdvice(gateways, pool, key, typer.echo)
-        scaling = Scaling(PoolLimits(workers, max_workers), advice.read, add_more)
+        scaling = PoolScaling(PoolLimits(workers, max_workers), advice.read, add_more)
     actors = add(workers)
     return await launch(actors, typer.echo, detached=need.detached, scaling=scaling)
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
@@ -133,7 +133,8 @@ class Heartbeat:
             await self._publish(worker, number)
         elif worker_id not in self._lost:
             self._lost.add(worker_id)
-            log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, url=worker.server)
+            where: dict[str, Any] = {} if worker.server is None else {"url": worker.server}
+            log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, **where)
             await self._withdraw(worker)
 
     async def _publish(self, worker: FleetWorker, number: int) -> None:

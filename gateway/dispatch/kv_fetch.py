@@ -39,7 +39,6 @@ class KvFetcher:
     """
 
     def __init__(self, fleet: Fleet, pulls: KvPulls) -> None:
-        """Fetch from the workers of a fleet."""
         self._fleet = fleet
         self.pulls = pulls
 

@@ -46,7 +46,7 @@ OVER: Final = frozenset({State.FAILED, State.LOST, State.STOPPED})
 """Final states."""
 
 
-class Actor(Protocol):
+class WorkerActor(Protocol):
     """A worker's actor.
 
     The class `gateway.launch.cluster.Actor` implements the protocol on Ray.
@@ -81,7 +81,7 @@ class Actor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class PoolScaling:
     """The way in which the number of workers follows the advice of gateways.
 
     Attributes:
@@ -93,14 +93,14 @@ class Scaling:
 
     limits: PoolLimits
     read: Callable[[], Awaitable[int | None]]
-    add: Callable[[int], Sequence[Actor]]
+    add: Callable[[int], Sequence[WorkerActor]]
     interval_s: float = READ_S
 
 
 class LaunchedWorker:
     """A worker with the state that the launcher last read and printed."""
 
-    def __init__(self, actor: Actor, show: Callable[[str], None]) -> None:
+    def __init__(self, actor: WorkerActor, show: Callable[[str], None]) -> None:
         self.actor = actor
         self.state = State.WAITING
         self._show = show
@@ -176,7 +176,7 @@ class Launcher:
     Call its methods one after another, on one event loop.
     """
 
-    def __init__(self, actors: Sequence[Actor], show: Callable[[str], None]) -> None:
+    def __init__(self, actors: Sequence[WorkerActor], show: Callable[[str], None]) -> None:
         """Manage workers in any state.
 
         Args:
@@ -199,7 +199,7 @@ class Launcher:
                 task.cancel()
             await asyncio.gather(*self._following, return_exceptions=True)
 
-    async def scale(self, scaling: Scaling) -> None:
+    async def scale(self, scaling: PoolScaling) -> None:
         """Add and drain workers as advised, until cancelled."""
         while True:
             advised = await scaling.read()
@@ -207,7 +207,7 @@ class Launcher:
                 self.resize(scaling.limits.clamp(advised), scaling.add)
             await asyncio.sleep(scaling.interval_s)
 
-    def resize(self, wanted: int, add: Callable[[int], Sequence[Actor]]) -> None:
+    def resize(self, wanted: int, add: Callable[[int], Sequence[WorkerActor]]) -> None:
         """Add workers, or drain the last ones, until a number of workers runs.
 
         Args:
@@ -298,11 +298,11 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 
 
 async def launch(
-    actors: Sequence[Actor],
+    actors: Sequence[WorkerActor],
     show: Callable[[str], None],
     *,
     detached: bool,
-    scaling: Scaling | None = None,
+    scaling: PoolScaling | None = None,
 ) -> bool:
     """Follow new workers until a signal and drain them, and return whether all succeeded.
 
@@ -334,7 +334,7 @@ async def launch(
     return await launcher.stop(signals.second) and was_requested
 
 
-async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
+async def stop(actors: Sequence[WorkerActor], show: Callable[[str], None]) -> bool:
     """Drain running workers, and return whether all stopped cleanly."""
     signals = Signals()
     launcher = Launcher(actors, show)
@@ -342,7 +342,7 @@ async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
     return await launcher.stop(signals.first)
 
 
-async def show_status(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
+async def show_status(actors: Sequence[WorkerActor], show: Callable[[str], None]) -> bool:
     """Print the state of workers, and return whether all have joined."""
     launcher = Launcher(actors, show)
     await launcher.poll_once()

@@ -25,7 +25,7 @@ from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
 from draftgate.gateway.processes.listeners import open_listeners
 from draftgate.gateway.processes.messages import Notice, Order
-from draftgate.gateway.processes.plan import Plan, plan_processes
+from draftgate.gateway.processes.plan import ProcessPlan, plan_processes
 from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.memory.store import MemoryStore
@@ -140,7 +140,7 @@ class _NodeProcesses:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ProcessPlan,
         listeners: Sequence[socket.socket],
         path: Path,
         on_ready: Callable[[Notice], None],

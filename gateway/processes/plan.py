@@ -16,7 +16,7 @@ SECRET_ENV: Final = "DRAFTGATE_PROCESS_SECRET"
 _LOOPBACK: Final = "127.0.0.1"
 
 
-class Plan(NamedTuple):
+class ProcessPlan(NamedTuple):
     """The settings of the processes.
 
     Attributes:
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     fronts: tuple[ServeConfig, ...]
 
 
-def plan_processes(config: ServeConfig, stores: Path) -> Plan:
+def plan_processes(config: ServeConfig, stores: Path) -> ProcessPlan:
     """Return the settings of the processes of a node.
 
     Args:
@@ -43,11 +43,13 @@ def plan_processes(config: ServeConfig, stores: Path) -> Plan:
         )
     single = replace(config, processes=1)
     if config.join is not None:
-        return Plan(None, tuple(_front(single, number) for number in range(config.processes)))
+        return ProcessPlan(
+            None, tuple(_front(single, number) for number in range(config.processes))
+        )
     shared = replace(single, join=f"{SCHEME}{stores}", peer_secret_env=SECRET_ENV)
     fronts = tuple(_front(shared, number) for number in range(config.processes))
     if config.upstream:
-        return Plan(None, fronts)
+        return ProcessPlan(None, fronts)
     worker = replace(
         shared,
         host=_LOOPBACK,
@@ -57,7 +59,7 @@ def plan_processes(config: ServeConfig, stores: Path) -> Plan:
         tls_keyfile=None,
         tls_client_ca_file=None,
     )
-    return Plan(worker, tuple(replace(front, no_worker=True) for front in fronts))
+    return ProcessPlan(worker, tuple(replace(front, no_worker=True) for front in fronts))
 
 
 def _front(config: ServeConfig, number: int) -> ServeConfig:

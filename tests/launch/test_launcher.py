@@ -12,7 +12,7 @@ import pytest
 
 from draftgate.gateway.launch import launcher as launching
 from draftgate.gateway.launch.advice import PoolLimits
-from draftgate.gateway.launch.launcher import Scaling, launch, show_status, stop
+from draftgate.gateway.launch.launcher import PoolScaling, launch, show_status, stop
 from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 from draftgate.gateway.processes.messages import Notice
 from tests.gateway.harness import until
@@ -152,7 +152,7 @@ class Advice:
     def __init__(self, fewest: int, most: int) -> None:
         self.workers: int | None = None
         self.added: list[FakeActor] = []
-        self.scaling = Scaling(PoolLimits(fewest, most), self.read, self.add, interval_s=0.0)
+        self.scaling = PoolScaling(PoolLimits(fewest, most), self.read, self.add, interval_s=0.0)
 
     async def read(self) -> int | None:
         return self.workers

@@ -67,7 +67,6 @@ class BoundedStore:
     memory = None
 
     def __init__(self, remote: RemoteStore, calls: GuardedCalls) -> None:
-        """Wrap a store, which is closed together with this store."""
         self._remote = remote
         self._calls = calls
 

@@ -34,7 +34,6 @@ class SharedStores:
     """
 
     def __init__(self, *stores: InMemory) -> None:
-        """Share the commands of stores."""
         handlers: Handlers = reduce(or_, [store.handlers for store in stores])
         # The store has the leases of all gateways, so it does not divide capacity among them.
         self._handlers: Handlers = {

@@ -39,11 +39,11 @@ processes on a full worker, which ask again after 50 ms. (Chosen, not tuned, 202
 
 _NOTICES: Final = frozenset({ReleaseLeases, EndMove, SettleQuotas})
 
-StoreReply: TypeAlias = tuple[int, msgspec.Raw, str]
+LocalReply: TypeAlias = tuple[int, msgspec.Raw, str]
 """The number of a call, the encoded result, and an error message or an empty string."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_replies: Final = msgspec.msgpack.Decoder(StoreReply)
+_replies: Final = msgspec.msgpack.Decoder(LocalReply)
 
 
 def socket_path(address: str) -> Path:
@@ -65,12 +65,11 @@ class LocalStore:
     memory = None
 
     def __init__(self, path: Path) -> None:
-        """Use the stores at a socket, without connecting yet."""
         self._path = path
-        self._channel: FrameChannel[StoreReply] | None = None
+        self._channel: FrameChannel[LocalReply] | None = None
         self._connecting = asyncio.Lock()
         self._numbers = NOTICE
-        self._open: dict[int, asyncio.Future[StoreReply]] = {}
+        self._open: dict[int, asyncio.Future[LocalReply]] = {}
         self._waiting: list[bytes] = []  # frames to send together
         self._sends_soon = False
 
@@ -118,7 +117,7 @@ class LocalStore:
     def _is_open(self) -> bool:
         return self._channel is not None and self._channel.is_open
 
-    async def _reply(self, command: StoreCommand[Any]) -> StoreReply:
+    async def _reply(self, command: StoreCommand[Any]) -> LocalReply:
         """Send a command, and return its reply.
 
         All calls of one iteration of the event loop are one write, so that they wake the server
@@ -131,7 +130,7 @@ class LocalStore:
             await self._connect()
         self._numbers += 1
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[StoreReply] = loop.create_future()
+        reply: asyncio.Future[LocalReply] = loop.create_future()
         self._open[self._numbers] = reply
         self._waiting.append(framed(_encode((self._numbers, command))))
         if not self._sends_soon:
@@ -145,7 +144,7 @@ class LocalStore:
             self._waiting.clear()
         self._sends_soon = False
 
-    def _receive(self, reply: StoreReply) -> None:
+    def _receive(self, reply: LocalReply) -> None:
         call = self._open.pop(reply[0], None)
         if call is not None and not call.done():  # its caller may have left
             call.set_result(reply)
@@ -176,7 +175,7 @@ class LocalStore:
         async with self._connecting:
             if self._is_open:
                 return
-            channel = FrameChannel[StoreReply](
+            channel = FrameChannel[LocalReply](
                 _replies.decode, MOST_BYTES, self._receive, self._lost
             )
             loop = asyncio.get_running_loop()
