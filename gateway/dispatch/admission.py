@@ -14,8 +14,6 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-import msgspec
-
 from draftgate.gateway.dispatch.pool_totals import PoolReader
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.quotas import Quotas
@@ -33,8 +31,10 @@ from draftgate.policies.values import immutable, replace
 _NOT_ADMITTED: Final = Admitted(0.0, 0.0, 0.0, ANYTIME, "")
 
 
-class Entry(msgspec.Struct, eq=False):
+class Entry:
     """A request at admission, and its accounting once it is admitted.
+
+    A job is its own entry (`run.Run`).
 
     Attributes:
         needs: the capacity that each of its prompts needs. At least one prompt is required.
@@ -58,25 +58,46 @@ class Entry(msgspec.Struct, eq=False):
         ended: number of its sequences that ended by themselves or at their limit.
     """
 
-    request_id: str
-    needs: tuple[CapacityNeed, ...]
-    max_tokens: int
-    service: ServiceLevel = ANYTIME
-    tenant: str = ""
-    share: float = 1.0
-    fingerprint: int = 0
-    retries: int | None = None
     judged: ServiceLevel | None = None
-    continues: bool = False
-    predicted: Admitted = _NOT_ADMITTED  # this and the next fields once it is admitted
-    since_s: float = 0.0
-    expected_tokens: float = 0.0
-    ticket_s: float = 0.0
+    continues = False
+    predicted = _NOT_ADMITTED  # this and the next attributes once it is admitted
+    since_s = expected_tokens = ticket_s = 0.0
     quota: QuotaReservation | None = None
-    prompt_tokens: int = 0
+    prompt_tokens = output_tokens = ended = 0
     answered_s: float | None = None
-    output_tokens: int = 0
-    ended: int = 0
+
+    def __init__(
+        self,
+        request_id: str,
+        needs: tuple[CapacityNeed, ...],
+        max_tokens: int,
+        service: ServiceLevel = ANYTIME,
+        tenant: str = "",
+        share: float = 1.0,
+        fingerprint: int = 0,
+        retries: int | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.needs = needs
+        self.max_tokens = max_tokens
+        self.service = service
+        self.tenant = tenant
+        self.share = share
+        self.fingerprint = fingerprint
+        self.retries = retries
+
+    def with_targets(self, service: ServiceLevel) -> Entry:
+        """Return a new request with other targets, for a forecast."""
+        return Entry(
+            self.request_id,
+            self.needs,
+            self.max_tokens,
+            service,
+            self.tenant,
+            self.share,
+            self.fingerprint,
+            self.retries,
+        )
 
     @property
     def sequences(self) -> int:

@@ -9,7 +9,7 @@ from typing import Self
 
 from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta, GenerationRequest, Pace
-from draftgate.gateway.dispatch.admission import AdmissionController, Entry
+from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.flows import Flows, Hop
 from draftgate.gateway.dispatch.hold import Hold, Parts
 from draftgate.gateway.dispatch.job import FlowTag, Job
@@ -167,15 +167,13 @@ class RunningJob(Run):
             requests = parts.placer.size(job)
             if requests is None:
                 requests = await parts.placer.size_in_thread(job, admit)
-            self.requests = requests
-            if job.flow is None:
-                self.entry = _entry(job, requests)
-                if not parts.admission.admit_now(self.entry):
-                    await parts.admission.admit(self.entry)
-            else:
+            self._use(requests)
+            if job.flow is not None:
                 await self._admit_hop(job, job.flow)
+            elif not parts.admission.admit_now(self):
+                await parts.admission.admit(self)
             if admit.recording:
-                admit.set(admission_attributes(self.entry))
+                admit.set(admission_attributes(self))
         prompt = partial(Prompt, parts, self._moves, self, holds=self.holds)
         count = len(self.requests)
         self._running = prompt(0) if count == 1 else Prompts(prompt, count)
@@ -193,7 +191,7 @@ class RunningJob(Run):
             # These end cycles of references, which only a collection would free.
             del self._running
             self._reader, self.sink = None, ignore
-            self._parts.admission.settle(self.entry)
+            self._parts.admission.settle(self)
             if self.hop is not None:
                 await self._end_hop(self.hop, error)
 
@@ -255,11 +253,6 @@ class RunningJob(Run):
             hold.set_pace(pace, tpot_s)
 
     @property
-    def num_choices(self) -> int:
-        """Number of choices of all prompts."""
-        return self.job.n * len(self.requests)
-
-    @property
     def full_tps(self) -> float:
         """Tokens per second that its workers generate for it at full pace, or 0 if unknown."""
         tpots_s = [hold.worker.backend.load().speed.tpot_s for hold in self.holds.values()]
@@ -271,20 +264,25 @@ class RunningJob(Run):
         for hold in self.holds.values():
             hold.decision.path = reason
 
+    def _use(self, requests: Sequence[GenerationRequest]) -> None:
+        """Set the sized requests, whose capacity the job needs."""
+        self.requests = requests
+        self.needs = tuple([need_of(request) for request in requests])
+        self.max_tokens = max([request.sampling.max_tokens for request in requests])
+
     async def _admit_hop(self, job: Job, flow: FlowTag) -> None:
         """Admit a job that names a flow, with the targets of its part of the remaining time."""
         flows, admission = self._flows, self._parts.admission
         hop = await flows.begin(job.tenant, flow)  # None for an ordinary request
         try:
-            entry = _entry(job, self.requests)
             if hop is not None:
-                judged = flows.divide(hop, entry, admission)
-                self.job = job = replace(job, service=hop.service)
-                self.requests = tuple([replace(one, service=hop.service) for one in self.requests])
-                entry = _entry(job, self.requests)
-                entry.judged, entry.continues = judged, not hop.is_first
-            if not admission.admit_now(entry):
-                await admission.admit(entry)
+                self.judged = flows.divide(hop, self, admission)
+                self.continues = not hop.is_first
+                self.service = hop.service
+                self.job = replace(job, service=hop.service)
+                self._use([replace(one, service=hop.service) for one in self.requests])
+            if not admission.admit_now(self):
+                await admission.admit(self)
         except BaseException as error:
             if hop is not None:
                 await flows.fail(hop, error)
@@ -294,25 +292,11 @@ class RunningJob(Run):
                 self.span.set(flow_attributes(flow, hop))
         if hop is not None:
             flows.admitted(hop)
-        self.entry, self.hop = entry, hop
+        self.hop = hop
 
     async def _end_hop(self, hop: Hop, error: BaseException | None) -> None:
         """Record the end of the job in its flow."""
         if error is None:
-            await self._flows.end(hop, self.entry)
+            await self._flows.end(hop, self)
         elif isinstance(error, TooMany):
             await self._flows.fail(hop, error)
-
-
-def _entry(job: Job, requests: Sequence[GenerationRequest]) -> Entry:
-    """Return the entry of a job for admission."""
-    return Entry(
-        job.request_id,
-        tuple([need_of(request) for request in requests]),
-        max([request.sampling.max_tokens for request in requests]),
-        job.service,
-        job.tenant,
-        job.share,
-        job.fingerprint,
-        job.retries,
-    )

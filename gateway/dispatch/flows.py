@@ -13,7 +13,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import Context
-from copy import copy
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -171,8 +170,7 @@ class Flows:
         later = self.history.later(*place)
         # The wait depends on the deadline of the hop, which depends on the wait. Two rounds do.
         unloaded = targets(divide(remaining_s, own, later, pool.speed), own, pool.speed, anytime)
-        urgent = copy(request)
-        urgent.service = unloaded
+        urgent = request.with_targets(unloaded)
         _, predicted = admission.outlook(urgent)
         promised_s = self._promised[hop.tag.kind.model].others_s(hop.key, self._now_s())
         _, with_promised = admission.outlook(urgent, promised_s)

@@ -57,7 +57,7 @@ class Parts(NamedTuple):
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
         """Return the routing policy's view of a prompt, or of the rest of a prompt."""
-        return self.placer.route_view(run.job, index, request, run.entry.expected_tokens)
+        return self.placer.route_view(run.job, index, request, run.expected_tokens)
 
 
 class PromptSink(DeltaSink, Protocol):
@@ -150,7 +150,7 @@ class Hold:
             run, request = self.run, self.request
             if run.span.recording or request.resumed or self.routed.cached_blocks:
                 return False
-            found = self._parts.leases.reserve_at_once(run.entry.quota)
+            found = self._parts.leases.reserve_at_once(run.quota)
             if found is None:
                 return False
             self._accept(found)
@@ -269,7 +269,7 @@ class Hold:
         if self._spans is not None:
             self._spans.observe(delta)
         if delta.outcome is not None:
-            self.run.entry.ended += 1
+            self.run.ended += 1
             self._parts.placer.record_outcome(
                 self.request, self.worker, self.decision, delta.outcome
             )
@@ -285,7 +285,7 @@ class Hold:
         """Report the first delta to worker, admission and queue."""
         self._begun = True
         self.worker.started(self.request.request_id)
-        self._parts.admission.answered(self.run.entry)
+        self._parts.admission.answered(self.run)
         self._parts.queue.dispatch_waiting(self.worker)
 
     async def _lease(self) -> None:
@@ -298,18 +298,18 @@ class Hold:
             NoCapacity: other gateways have filled the workers.
             InvalidRequest, QuotaExceeded: the request does not fit into its quota.
         """
-        leases, entry, request = self._parts.leases, self.run.entry, self.request
-        span, recording = self.run.span, self.run.span.recording
+        leases, run, request = self._parts.leases, self.run, self.request
+        span, recording = run.span, run.span.recording
         if recording:
             record_route(span, self.routed)
         with span.child("reserve") if recording else NO_SPAN as child:
-            found = leases.reserve_at_once(entry.quota)
+            found = leases.reserve_at_once(run.quota)
             if found is None:
-                tokens = lease_tokens(request, entry.expected_tokens)
+                tokens = lease_tokens(request, run.expected_tokens)
                 # A refusal says nothing about claimed workers and about quotas.
                 claimed = request.request_id in self._parts.queue.claims
-                reserve = leases.reserve if claimed or entry.quota else leases.reserve_new
-                found = await reserve(request.request_id, tokens, self.routed, entry.quota)
+                reserve = leases.reserve if claimed or run.quota else leases.reserve_new
+                found = await reserve(request.request_id, tokens, self.routed, run.quota)
             self._accept(found)
             if recording:
                 describe_reservation(child, found)
@@ -320,9 +320,9 @@ class Hold:
 
     def _accept(self, found: Reservation) -> None:
         """Record what the store has reserved, with the errors of `_lease`."""
-        parts, entry, request_id = self._parts, self.run.entry, self.request.request_id
-        if entry.quota is not None:
-            parts.admission.record_quota(entry, found.shortage)
+        parts, run, request_id = self._parts, self.run, self.request.request_id
+        if run.quota is not None:
+            parts.admission.record_quota(run, found.shortage)
         if parts.leases.must_wait(found):
             raise NoCapacity
         if request_id in parts.queue.claims:

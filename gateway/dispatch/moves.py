@@ -278,7 +278,7 @@ class Moves:
             need, queue = need_of(request), self._parts.queue
             return None if sink is None else queue.reserve_on(sink, request.request_id, need)
         avoid = {one.worker_id for one in self._fleet.workers if not can_supply(source, one)}
-        tokens = lease_tokens(request, stream.run.entry.expected_tokens)
+        tokens = lease_tokens(request, stream.run.expected_tokens)
         need = need_of(request)
         waiting = stream.waiting.for_rest(request.request_id, need, frozenset(avoid), tokens)
         waiting.has_blocks = True

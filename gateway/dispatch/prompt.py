@@ -127,7 +127,7 @@ class Prompt:
         self.index = index
         self.output = PromptOutput(run.requests[index])
         self._holds = holds
-        self.waiting = self._place = parts.admission.waiting(run.entry, index)
+        self.waiting = self._place = parts.admission.waiting(run, index)
         self._parts = parts
         self._mover = mover
         self._request = run.requests[index]  # what the next worker gets
@@ -181,7 +181,7 @@ class Prompt:
         run, hold = self.run, self.hold
         self._holds[self.index] = hold
         if self._lost is None:
-            run.entry.prompt_tokens += len(hold.request.prompt_ids)
+            run.prompt_tokens += len(hold.request.prompt_ids)
             if run.hop is not None:
                 run.hop.start()
             run.watch(hold.decision)
@@ -313,7 +313,7 @@ class Prompt:
     def _settle(self) -> None:
         """Record the end."""
         self.state = ENDED
-        self.run.entry.output_tokens += self.output.tokens
+        self.run.output_tokens += self.output.tokens
         self._end_move(MoveEnd.ENDED)
         if self.successor is not None:
             self.successor.close()
@@ -336,7 +336,7 @@ class Prompt:
         add_loss(self._losses, lost.worker.worker_id, cause, new_tokens)
         await self._check(lost, error)
         self._request = request = self.rest()
-        tokens = lease_tokens(request, self.run.entry.expected_tokens)
+        tokens = lease_tokens(request, self.run.expected_tokens)
         avoid = frozenset(self._avoid)
         self._place = self._place.for_rest(request.request_id, need_of(request), avoid, tokens)
 

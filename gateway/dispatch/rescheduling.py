@@ -147,14 +147,14 @@ class Rescheduler:
 
     def _stream_view(self, stream: Prompt, worker: FleetWorker) -> StreamView:
         request, lengths = stream.run.requests[stream.index], stream.output.lengths
-        form, entry, now_s = worker.kv_format, stream.run.entry, self._queue.now_s()
+        form, run, now_s = worker.kv_format, stream.run, self._queue.now_s()
         assert form is not None  # only its blocks can move
         longest = max(lengths, default=0)
         # The rest is expected to be as long as a whole output, as if lengths were exponential.
-        left = min(entry.expected_tokens, request.sampling.max_tokens - longest)
+        left = min(run.expected_tokens, request.sampling.max_tokens - longest)
         laxity_s, tpot_s = None, request.service.tpot_s
-        if entry.answered_s is not None and tpot_s is not None:
-            laxity_s = due_in_s(tpot_s, now_s - entry.answered_s, longest)
+        if run.answered_s is not None and tpot_s is not None:
+            laxity_s = due_in_s(tpot_s, now_s - run.answered_s, longest)
         return StreamView(
             request.request_id,
             stream.tokens,
@@ -165,5 +165,5 @@ class Rescheduler:
             laxity_s,
             now_s - stream.moved_s,
             stream.moves,
-            lease_tokens(request, entry.expected_tokens, lengths),
+            lease_tokens(request, run.expected_tokens, lengths),
         )

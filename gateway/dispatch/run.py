@@ -90,12 +90,11 @@ def ignore(_: object) -> None:
     """Ignore a delta or an event."""
 
 
-class Run:
-    """An admitted job, as its prompts see it.
+class Run(Entry):
+    """A job and its entry at admission, as its prompts see them.
 
     Attributes:
         requests: a sized request for each prompt.
-        entry: the admission of the job.
         watch: takes its events.
         resumes: the resumes of its prompts, in order.
         pace: the pace that its workers must keep.
@@ -106,13 +105,22 @@ class Run:
     """
 
     requests: Sequence[GenerationRequest]
-    entry: Entry
     sink: Callable[[Delta], None]
     hop: Hop | None = None
     pace = Pace.FULL
     tpot_s = 0.0
 
     def __init__(self, job: Job, span: Span, watch: Watch) -> None:
+        super().__init__(
+            job.request_id,
+            (),  # until the job is sized
+            0,
+            job.service,
+            job.tenant,
+            job.share,
+            job.fingerprint,
+            job.retries,
+        )
         self.job = job
         self.span = span
         self.watch = watch

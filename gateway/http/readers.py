@@ -305,7 +305,7 @@ class Reader:
         if self.run is None or (chosen == before and self.run.path_reason):
             return
         if changed:
-            self.run.set_pace(chosen.pace, chosen.tpot_s * self.run.num_choices)
+            self.run.set_pace(chosen.pace, chosen.tpot_s * self.run.sequences)
         if reason := path_reason(view, chosen):
             self.run.note_path(reason)
 

@@ -69,7 +69,7 @@ class Session:
         body = json.dumps({"ignore_eos": True, **fields}).encode()
         job = parse_completion(body, SERVED, Sender(str(len(self.policy.views)))).job
         async with self._dispatched.dispatcher.run(job) as run:
-            work_s = run.entry.ticket_s * len(run.requests)
+            work_s = run.ticket_s * len(run.requests)
             async for _ in run.deltas:
                 pass
         after = await self._dispatched.totals()

@@ -250,7 +250,7 @@ class HoldMachine(RuleBasedStateMachine):
         """Check that each tenant was charged what its requests used, and nothing else."""
         for tenant in QUOTAS:
             runs = [one.run for one in self.clients if one.run and one.job.tenant == tenant]
-            used = sum(run.entry.prompt_tokens + run.entry.output_tokens for run in runs)
+            used = sum(run.prompt_tokens + run.output_tokens for run in runs)
             totals = await self.dispatched.totals(tenant)
             assert (totals.settled, totals.open) == (used, 0)
 
