@@ -102,11 +102,13 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first = self.first_priority
         if first is None and self.least_ttft_ms is None and self.least_tpot_ms is None:
             return wanted
-        return ServiceLevel(
-            _at_least(wanted.ttft_s, self.least_ttft_ms),
-            _at_least(wanted.tpot_s, self.least_tpot_ms),
-            wanted.priority if first is None else max(wanted.priority, first),
-        )
+        ttft_s, tpot_s = wanted.ttft_s, wanted.tpot_s
+        if ttft_s is not None and self.least_ttft_ms is not None:
+            ttft_s = max(ttft_s, self.least_ttft_ms / 1e3)
+        if tpot_s is not None and self.least_tpot_ms is not None:
+            tpot_s = max(tpot_s, self.least_tpot_ms / 1e3)
+        priority = wanted.priority if first is None else max(wanted.priority, first)
+        return ServiceLevel(ttft_s, tpot_s, priority)
 
 
 ANONYMOUS: Final = Account("", first_priority=None, role=Role.OPERATOR)
@@ -120,7 +122,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Accounts:
-    """The keys of a node."""
+    """The keys of a node.
+
+    Attributes:
+        required: whether requests need a key.
+    """
 
     def __init__(self, accounts: Iterable[Account] = ()) -> None:
         """Index the accounts by key.
@@ -135,6 +141,7 @@ class Accounts:
             if digest in self._by_digest:
                 raise ValueError(f"{account.name}: another account has the same key")
             self._by_digest[digest] = account
+        self.required = bool(self._by_digest)
         names = [account.name for account in self._by_digest.values()]
         if len(set(names)) < len(names):
             raise ValueError("two accounts have the same name")
@@ -149,11 +156,6 @@ class Accounts:
     def quotas(self) -> dict[str, Quota]:
         """The quota of each tenant."""
         return {account.name: account.quota for account in self}
-
-    @property
-    def required(self) -> bool:
-        """Whether requests need a key."""
-        return bool(self._by_digest)
 
     def find(self, key: str) -> Account | None:
         """Return the account of a key, or None if the key is unknown."""
@@ -202,9 +204,3 @@ def fingerprint_of_key(key: str) -> str:
 
 def _sha256(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _at_least(target_s: float | None, least_ms: float | None) -> float | None:
-    if target_s is None or least_ms is None:
-        return target_s
-    return max(target_s, least_ms / 1e3)

@@ -128,9 +128,7 @@ def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher u
     else:
         appointments = Appointments(most=0)
 
-    def model() -> str:
-        return fleet.model_id
-
+    model = partial(getattr, fleet, "model_id")
     sharing = Sharing(store, history, appointments, loop_time_s, model)
     controller = AdmissionController(
         fleet,

@@ -23,7 +23,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Final, NamedTuple, TextIO
+from typing import Final, TextIO
+
+from draftgate.policies.values import immutable
 
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
@@ -40,7 +42,8 @@ _logger: Final = logging.getLogger(LOGGER)
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
-class Line(NamedTuple):
+@immutable
+class Line:
     """An event with its fields and its error, if any."""
 
     level: int
@@ -59,9 +62,9 @@ class LineFormatter(logging.Formatter):
 
     def line(self, line: Line) -> str:
         """Return a line, followed by the traceback of its error, if any."""
-        level, event, fields, created_s, error = line
-        parts = [_moment(created_s), logging.getLevelName(level), " ".join(event.split())]
-        for key, value in fields.items():
+        level, event, error = line.level, line.event, line.error
+        parts = [_moment(line.created_s), logging.getLevelName(level), " ".join(event.split())]
+        for key, value in line.fields.items():
             # Most values are plain texts and numbers.
             kind = type(value)
             if kind is float:
@@ -79,15 +82,14 @@ class JsonFormatter(LineFormatter):
 
     def line(self, line: Line) -> str:
         """Return the object on one line, with the traceback of its error as `traceback`, if any."""
-        level, event, fields, created_s, error = line
         shown = {
-            **{key: _json_value(one) for key, one in fields.items() if one is not None},
-            "time": _moment(created_s),
-            "level": logging.getLevelName(level),
-            "event": event,
+            **{key: _json_value(one) for key, one in line.fields.items() if one is not None},
+            "time": _moment(line.created_s),
+            "level": logging.getLevelName(line.level),
+            "event": line.event,
         }
-        if error is not None:
-            shown["traceback"] = _traceback(error)
+        if line.error is not None:
+            shown["traceback"] = _traceback(line.error)
         return json.dumps(shown)
 
 
@@ -117,14 +119,16 @@ class LineHandler(logging.StreamHandler[TextIO]):
     def add(self, line: Line) -> None:
         """Write a line soon, or at once if it is a warning or no event loop runs in this thread."""
         self._waiting.append(line)
-        if line.level < logging.WARNING:
-            with suppress(RuntimeError):  # no event loop runs here
-                loop = asyncio.get_running_loop()
-                if loop is not self._timed:
-                    self._timed = loop
-                    loop.call_later(FLUSH_S, self._due)
-                return
-        self.flush()
+        loop: asyncio.AbstractEventLoop | None
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is None or line.level >= logging.WARNING:
+            self.flush()
+        elif loop is not self._timed:
+            self._timed = loop
+            loop.call_later(FLUSH_S, self._due)
 
     def flush(self) -> None:
         """Write the lines that wait, or drop what cannot be written."""
@@ -206,15 +210,14 @@ def flush() -> None:
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
     """Log an event with its fields, except fields that are None."""
-    log_fields(level, event, fields, error)
+    if is_logged(level):
+        log_fields(level, event, fields, error)
 
 
 def log_fields(
     level: int, event: str, fields: Mapping[str, object], error: BaseException | None = None
 ) -> None:
-    """Log an event, as `log` does."""
-    if not _logger.isEnabledFor(level):
-        return
+    """Log an event of a level that `is_logged`, as `log` does."""
     if known := _REQUEST.get():
         fields = {**known, **fields}
     handlers = _logger.handlers

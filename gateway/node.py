@@ -135,7 +135,7 @@ class Node:
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes
-        self._settled_s = 0.0  # on the clock of the event loop
+        self._settled_s = 0.0  # on the clock of the event loop, once it has begun to search
         self.live = Live(
             lambda: [load for model in self.models for load in model.loads()],
             lambda: [model.meter for model in self.models],
@@ -203,7 +203,7 @@ class Node:
     @property
     def may_miss_models(self) -> bool:
         """Whether the pool may have models that this node has not found since its start."""
-        return loop_time_s() < self._settled_s
+        return self._settled_s > 0.0 and loop_time_s() < self._settled_s
 
     def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
         """Yield all workers with their models."""

@@ -259,14 +259,6 @@ class _Account:
             bucket = self.buckets[limit] = old.get(limit) or LeakyBucket(rate, most, now_us)
             bucket.rate, bucket.most = rate, most
 
-    def open(self, reservation: QuotaReservation) -> None:
-        """Add a reservation."""
-        self.number += 1
-        self.open_numbers.append(self.number)
-        for limit, bucket in self.buckets.items():
-            bucket.add(self.number, reservation.amount(limit) * UNITS)
-        self.reserved += reservation.tokens
-
     def close(self, number: int, reservation: QuotaReservation, used: Settlement) -> None:
         """End a reservation. Tokens beyond the reservation are reserved now."""
         excess = max(used.tokens - reservation.tokens, 0)
@@ -407,7 +399,11 @@ class QuotaLedger:
         return account
 
     def _add(self, account: _Account, reservation: QuotaReservation) -> None:
-        account.open(reservation)
+        account.number += 1
+        account.open_numbers.append(account.number)
+        for limit, bucket in account.buckets.items():
+            bucket.add(account.number, reservation.amount(limit) * UNITS)
+        account.reserved += reservation.tokens
         self._open[reservation.request_id] = account.number, reservation
 
     def _forget_idle(self) -> None:

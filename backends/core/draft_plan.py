@@ -116,7 +116,9 @@ class DraftPlan:
             view = _weighed(view, decodes, cost, now_s)
         plain_rate = rate(view, cost)
         terms = self._current_terms(view, decodes, cost, plain_rate * self._speedup.ratio)
-        drafting = self.saved_time.sequences_that_may_draft(decodes, terms)
+        drafting: Many[Sequence] = ()
+        if sum([sequence.draft_cap for sequence in decodes]):  # otherwise all plans are off
+            drafting = self.saved_time.sequences_that_may_draft(decodes, terms)
         self._unproposed = drafting if ahead and self._drafting.names else ()
         if ahead or not drafting:
             self._plan_none(view)

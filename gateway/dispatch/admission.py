@@ -194,7 +194,9 @@ class AdmissionController:
         """
         quota = self._needed_quota(request)
         if quota is not None:
-            _check_quota(request, await self.quotas.reserve(quota))
+            shortage = await self.quotas.reserve(quota)
+            if shortage is not None:
+                raise _quota_error(shortage, request)
         self._decide(request, None)
 
     def _needed_quota(self, request: Entry) -> QuotaReservation | None:
@@ -268,7 +270,9 @@ class AdmissionController:
         """
         quota, entry.quota = entry.quota, None
         if quota is not None:
-            _check_quota(entry, self.quotas.record(quota, shortage))
+            self.quotas.record(quota, shortage)
+            if shortage is not None:
+                raise _quota_error(shortage, entry)
 
     def answered(self, entry: Entry) -> None:
         """Report the first delta of a request to the policy.
@@ -397,11 +401,6 @@ class AdmissionController:
         """
         target_s = request.service.ttft_s
         return since_s + (self._bounds.timeout_s if target_s is None else target_s)
-
-
-def _check_quota(request: Entry, shortage: Shortage | None) -> None:
-    if shortage is not None:
-        raise _quota_error(shortage, request)
 
 
 def _quota_error(shortage: Shortage, request: Entry) -> GatewayError:

@@ -369,9 +369,10 @@ def of_headers(request: Request, read: Callable[[Mapping[str, str]], T]) -> T:
     if not isinstance(request, DirectRequest):
         return read(request.headers)
     known = request.head.known
-    if read not in known:
-        known[read] = read(request.headers)
-    found: T = known[read]
+    try:
+        found: T = known[read]
+    except KeyError:
+        found = known[read] = read(request.headers)
     return found
 
 

@@ -49,6 +49,7 @@ from draftgate.gateway.http.requests.headers import (
     FLOW_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
+    Stated,
     read_stated,
 )
 from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
@@ -112,11 +113,12 @@ async def forward(
         ConnectionResetError: the client has disconnected.
     """
     # An invalid header is an error before the body is read.
-    wanted = of_headers(request, read_stated).service
+    stated = of_headers(request, read_stated)
+    wanted = stated.service
     fields, body = await _read(request, model, request[ACCOUNT])
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
-    entry = _entry(request, body, fields, wanted)
+    entry = _entry(request[ACCOUNT], body, fields, stated)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
@@ -335,11 +337,10 @@ def _read_fields(
     return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
-def _entry(request: Request, body: bytes, fields: ForwardedFields, wanted: ServiceLevel) -> Entry:
+def _entry(account: Account, body: bytes, fields: ForwardedFields, stated: Stated) -> Entry:
     """Return the entry of a request at admission, within the bounds of its account."""
-    account = request[ACCOUNT]
-    service = replace(wanted, priority=fields.priority) if fields.priority else wanted
-    service = account.capped(service)
+    wanted, priority = stated.service, fields.priority
+    service = account.capped(replace(wanted, priority=priority) if priority else wanted)
     prompt, output = fields.prompt_tokens, fields.max_tokens
     choices = fields.prompts * fields.n
     most_tokens = prompt * fields.n + output * choices
@@ -351,7 +352,7 @@ def _entry(request: Request, body: bytes, fields: ForwardedFields, wanted: Servi
         account.name,
         account.share,
         fingerprint(account.name, body),
-        of_headers(request, read_stated).retries,
+        stated.retries,
     )
 
 

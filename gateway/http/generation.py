@@ -45,7 +45,7 @@ from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.telemetry.watch import FINISHED, Ending, RequestWatch
 from draftgate.gateway.tracing import Span, Tracing
 from draftgate.policies.flows.types import HopKind
 from draftgate.policies.values import replace
@@ -97,7 +97,7 @@ class WatchedEndpoint:
             shown = as_gateway_error(error)
             watch.end(_ending(shown), shown.status, error)
             raise
-        watch.end(Ending.FINISHED, response.status)
+        watch.end(FINISHED, response.status)
         return response
 
     async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:

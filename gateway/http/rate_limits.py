@@ -33,10 +33,13 @@ async def add_rate_limits(request: Request, response: Response) -> None:
     quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
     if quotas is None or account is None:
         return
+    levels = await quotas.levels(account.name)
+    if not levels:
+        return
     names, shown = _OPENAI_NAMES, duration
     if is_anthropic(request):
         names, shown = _ANTHROPIC_NAMES, _time
-    for limit, level in (await quotas.levels(account.name)).items():
+    for limit, level in levels.items():
         most, remaining, reset = names[limit]
         response.headers[most] = str(level.most)
         response.headers[remaining] = str(level.remaining)

@@ -11,7 +11,7 @@ from draftgate.backends.base import BYTES_PER_TOKEN
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
-from draftgate.policies.types import ServiceLevel, SpeculationMode
+from draftgate.policies.types import SpeculationMode
 from draftgate.policies.values import immutable
 
 DEFAULT_OUTPUT_TOKENS: Final = 1024
@@ -139,7 +139,7 @@ def changed_fields(
         if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
     if account.first_priority is not None:
-        found |= _capped_priority(fields, account)
+        found |= _capped_priority(fields, account.first_priority)
     return found
 
 
@@ -158,8 +158,11 @@ def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
     return msgspec.json.encode({**fields, **changed})
 
 
-def _capped_priority(fields: ForwardedFields, account: Account) -> Mapping[str, int]:
+def _capped_priority(fields: ForwardedFields, first: int) -> Mapping[str, int]:
     """Return the priority for the upstream if the account does not allow the client's.
+
+    Args:
+        first: the most urgent priority that the account allows.
 
     Raises:
         InvalidRequest: the gateway cannot read the client's priority, although the upstream might.
@@ -169,7 +172,7 @@ def _capped_priority(fields: ForwardedFields, account: Account) -> Mapping[str, 
         raise _not_an_object()
     if sent is not None and _whole(sent) is None:
         raise invalid("priority", "must be a whole number")
-    capped = account.capped(ServiceLevel(priority=fields.priority)).priority
+    capped = max(fields.priority, first)
     return {} if capped == (sent or 0) else {"priority": capped}
 
 
