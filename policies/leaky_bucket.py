@@ -60,6 +60,10 @@ class LeakyBucket:
         excess = self.level - (self.most - amount) * UNITS
         return max(-(-excess // self.rate), 0)
 
+    def level_at(self, now_us: int) -> int:
+        """Return the units in use at a time, if nothing is added or released until then."""
+        return max(self.level - (now_us - self.at_us) * self.rate, 0)
+
     def drain(self, now_us: int) -> None:
         """Drain units from the top of the stack until a time."""
         units = (now_us - self.at_us) * self.rate

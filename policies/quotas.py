@@ -368,10 +368,11 @@ class QuotaLedger:
         account = self._accounts.get(tenant)
         if account is None:
             return Levels()
-        account.drain(self._advance(now_s))
+        now_us = self._advance(now_s)
         requests, tokens = account.buckets.get(_REQUESTS), account.buckets.get(_TOKENS)
         return Levels(
-            0 if requests is None else requests.level, 0 if tokens is None else tokens.level
+            0 if requests is None else requests.level_at(now_us),
+            0 if tokens is None else tokens.level_at(now_us),
         )
 
     def usage(self, now_s: float) -> Iterator[tuple[str, dict[Limit, int]]]:

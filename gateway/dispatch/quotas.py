@@ -44,6 +44,7 @@ class Quotas:
             model: a function that returns the name of the model in the pool.
         """
         self._store = store
+        self._memory = store.memory
         self._now_s = now_s
         self._model = model
         self._held: dict[str, QuotaReservation] = {}
@@ -77,7 +78,7 @@ class Quotas:
             None if the request fits, otherwise the shortage with the longest wait.
         """
         command = ReserveQuota(reservation, LEASE_S)
-        memory = self._store.memory
+        memory = self._memory
         shortage = await self._store.call(command) if memory is None else memory.apply(command)
         return self.record(reservation, shortage)
 
@@ -100,8 +101,8 @@ class Quotas:
         if quota is None:
             return {}
         command = ReadLevels(quota_account(tenant, self._model()))
-        if (memory := self._store.memory) is not None:
-            return memory.apply(command).of(quota)
+        if self._memory is not None:
+            return self._memory.apply(command).of(quota)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 return (await self._store.call(command)).of(quota)

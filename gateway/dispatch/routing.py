@@ -98,6 +98,7 @@ class Router:
     Attributes:
         history: the prompts that each worker may have cached.
         pulls: the links over which workers may pull prefixes.
+        separates: whether the phases of requests may run on different workers.
     """
 
     def __init__(
@@ -114,16 +115,12 @@ class Router:
             pulls: the links over which workers may pull prefixes.
             phases: decides whether prompt and output have different workers.
         """
+        self.separates = phases.separates
         self._policy = policy
         self._phases = phases
         self._draw = draw
         self.pulls = pulls
         self.history = PlacementHistory()
-
-    @property
-    def separates(self) -> bool:
-        """Whether the phases of requests may run on different workers."""
-        return self._phases.separates
 
     def compared(self, view: View, workers: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
         """Return the workers that a decision compares.

@@ -85,7 +85,7 @@ class WatchedEndpoint:
         span = _begin_span(node.tracing, request, self.path, self.operation)
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         try:
-            with node.dispatcher.counted():
+            with node.models[0].dispatcher.counted():
                 model = await requested_model(request, node, self.task)
                 watch.use(model.request_series)
                 request[QUOTAS] = model.dispatcher.admission.quotas

@@ -6,7 +6,7 @@ The module `schemas` declares types, and `validation` checks relations between f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -133,8 +133,8 @@ def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
         wire: the decoded struct.
         within: path of the struct in the body, with a trailing dot.
     """
-    for name, read in _bounded_fields(type(wire)):
-        value = read(wire)
+    names, read = _bounded_fields(type(wire))
+    for name, value in zip(names, read(wire), strict=False):
         if value is not None and type(value) in _NUMBERS:
             RANGES[name].check(within + name, value)
 
@@ -145,9 +145,11 @@ _NUMBERS: Final = frozenset({int, float})
 @cache
 def _bounded_fields(
     kind: type[msgspec.Struct],
-) -> tuple[tuple[str, attrgetter[Any]], ...]:
-    """Return the names of the bounded fields, each with a function that reads the field."""
-    return tuple((name, attrgetter(name)) for name in kind.__struct_fields__ if name in RANGES)
+) -> tuple[list[str], Callable[[msgspec.Struct], tuple[Any, ...]]]:
+    """Return the names of the bounded fields, and a function that reads all of them at once."""
+    names = [name for name in kind.__struct_fields__ if name in RANGES]
+    # With two more names, it returns a tuple for any number of fields.
+    return names, attrgetter(*names, "__class__", "__doc__")
 
 
 _STOP: Final = {"maxLength": MAX_STOP_CHARACTERS}
