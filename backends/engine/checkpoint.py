@@ -165,8 +165,8 @@ class TensorReader:
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, on_read: Callable[[int], None]
     ) -> None:
-        self._tensors = checkpoint.tensors
-        self._dtype = dtype
+        self.tensors: Final = checkpoint.tensors
+        self.dtype: Final = dtype
         self._on_read = on_read
         self._open = ExitStack()
         self._files: dict[Path, Any] = {}
@@ -181,7 +181,7 @@ class TensorReader:
         self._open.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self.tensors
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Tensor:
         """Return copies of the tensors, stacked along their first dimension.
@@ -193,9 +193,9 @@ class TensorReader:
         Raises:
             CheckpointError: a file was removed or damaged after its header was read.
         """
-        stored = [self._tensors[name] for name in names]
+        stored = [self.tensors[name] for name in names]
         lengths = [each.shape[0] for each in stored]
-        stacked = _memory((sum(lengths), *stored[0].shape[1:]), dtype or self._dtype)
+        stacked = _memory((sum(lengths), *stored[0].shape[1:]), dtype or self.dtype)
         for part, each in zip(stacked.split(lengths), stored, strict=True):
             part.copy_(self._mapped(each))
             self._on_read(each.num_bytes)
@@ -207,7 +207,7 @@ class TensorReader:
         Raises:
             CheckpointError: a file was removed or damaged after its header was read.
         """
-        stored = self._tensors[name]
+        stored = self.tensors[name]
         tensor = self._mapped(stored).clone()
         self._on_read(stored.num_bytes)
         return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -251,34 +251,44 @@ def lay_out_plan(plan: StepPlan) -> StepRows:
 
 
 def build_inputs(
-    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
+    feeds: Iterable[Feed],
+    dump_slot: int,
+    page_tokens: int = BLOCK_TOKENS,
+    rows_of: Callable[[int], int] = padded_rows,
 ) -> StepInputs:
     """Return the feeds as one ragged batch, padded to the row tile.
 
     Args:
         dump_slot: the slot for keys and values of padding rows.
         page_tokens: tokens per KV page.
+        rows_of: as in `padded`.
     """
-    return padded(lay_out(feeds, page_tokens), dump_slot)
+    return padded(lay_out(feeds, page_tokens), dump_slot, rows_of=rows_of)
 
 
-def padded(batch: StepRows, dump_slot: int, hidden_rows: Many[int] = ()) -> StepInputs:
+def padded(
+    batch: StepRows,
+    dump_slot: int,
+    hidden_rows: Many[int] = (),
+    rows_of: Callable[[int], int] = padded_rows,
+) -> StepInputs:
     """Return a ragged batch, padded to the row tile.
 
     Args:
         dump_slot: the slot for keys and values of padding rows.
         hidden_rows: rows whose hidden state the step returns.
+        rows_of: returns the number of rows including padding.
     """
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
     wanted = [*batch.sample_rows, *hidden_rows]
-    padding = padded_rows(rows) - rows
+    padding = rows_of(rows) - rows
     adapter_slots = batch.adapter_slots
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
         _tensor(batch.positions + [0] * padding),
         _tensor(batch.slots + [dump_slot] * padding),
         batch.spans,
-        _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
+        _tensor(wanted + [0] * (rows_of(len(wanted)) - len(wanted))),
         num_samples,
         num_hidden=len(hidden_rows),
         adapter_slots=_tensor(adapter_slots + [0] * padding) if adapter_slots else None,

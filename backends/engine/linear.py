@@ -109,6 +109,10 @@ class Product(Protocol):
     out_features: int
 
     @property
+    def padded(self) -> bool:
+        """Whether the bits or the speed of products need the rows of `padded_rows`."""
+
+    @property
     def library(self) -> str | None:
         """The library of float32 products, or None for torch."""
 
@@ -121,6 +125,8 @@ class Product(Protocol):
 
 class Linear:
     """`x @ weight.T + bias`, with the weight in the fastest layout for its device."""
+
+    padded: Final = True
 
     def __init__(
         self,

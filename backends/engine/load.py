@@ -28,7 +28,6 @@ from draftgate.backends.engine.device_turns import shared_turns
 from draftgate.backends.engine.encoder.config import is_encoder
 from draftgate.backends.engine.encoder.load import load_encoder
 from draftgate.backends.engine.encoder.sentence import read_prompts
-from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, Features, KvPool, num_blocks_for
 from draftgate.backends.engine.load_adapters import check_adapters
@@ -57,8 +56,8 @@ from draftgate.backends.engine.proposers.registry import (
     check_proposer_name,
     make_proposers,
 )
+from draftgate.backends.engine.quantisation.packed import Packing, choose_packing
 from draftgate.backends.engine.quantisation.reading import loaded_bytes
-from draftgate.backends.engine.quantisation.scheme import read_scheme
 from draftgate.backends.engine.recording import (
     check_recording,
     open_recording,
@@ -77,6 +76,7 @@ from draftgate.backends.engine.startup_cache import (
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.warmup import (
     TOKEN_BUCKETS,
+    UNPADDED_BUCKETS,
     measure_step_cost,
     rehearse,
     rehearse_tree,
@@ -86,7 +86,7 @@ from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.generation_defaults import read_generation_defaults
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import KvExchange
-from draftgate.backends.tokenizer import Tokenizer, read_json
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import SAMPLING_OPTIONS, Capabilities, ModelCard, Task
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
@@ -134,10 +134,11 @@ def _loaded_decoder(
 ) -> LoadedEngine:
     model = read_model_config(directory)
     tokenizer = read_tokenizer(directory, model)
-    dtype = choose_dtype(config.dtype, directory, device.type)
+    packing = choose_packing(config.quantization, Checkpoint(directory), device.type)
+    dtype = choose_dtype(config.dtype, directory, device.type, packed=packing is not None)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, directory, dtype, device)
     adapters = check_adapters(config, model, device)
-    weights = _weights(config, directory, model, dtype, device, progress)
+    weights = _weights(config, directory, model, dtype, device, packing, progress)
     longest = model.max_position_embeddings
     max_model_len = min(config.max_model_len or longest, longest)
     decoder, memory = adapters.decoder(weights, max_model_len, exact=config.exact)
@@ -158,9 +159,9 @@ def _loaded_decoder(
     found = None if cache is None else cache.read()
     if found is None:
         test = partial(steps_are_exact, runner, model, dtype, kv_dtype, max_tokens, device)
-        exact = is_exact(test, dtype, device, required=config.exact)
+        exact = is_exact(test, dtype, device, required=config.exact, packed=not decoder.is_padded)
         progress(PROBED_SHARE)
-        cost = _step_cost(runner, device, max_tokens, max_sequences, model.vocab_size)
+        cost = _step_cost(runner, decoder, max_tokens, max_sequences)
     else:
         exact, cost = found.exact, found.cost
         rehearse(runner, min(TOKEN_BUCKETS[0], max_tokens))
@@ -179,7 +180,6 @@ def _loaded_decoder(
     if run is None:  # a replay of the run would lack the imported blocks
         card = replace(card, kv_format=pool.format(draft.format_class(name)))
     worker = _worker(scheduler, tokenizer, model, card, run)
-
     learned = None
     if config.acceptance_cache and run is None:  # a replay of the run would lack the counts
         key = weights.checkpoint_hash, draft.checkpoint_hash, config.verify
@@ -232,12 +232,13 @@ def _loaded_encoder(
 
 
 def _step_cost(
-    runner: ModelRunner, device: torch.device, max_tokens: int, max_sequences: int, vocab_size: int
+    runner: ModelRunner, decoder: Decoder, max_tokens: int, max_sequences: int
 ) -> StepCost:
-    buckets = TOKEN_BUCKETS
-    if device.type == "cuda":
+    buckets = TOKEN_BUCKETS if decoder.is_padded else UNPADDED_BUCKETS
+    if decoder.device.type == "cuda":
         buckets = ROW_BUCKETS
         rehearse_tree(runner)
+    vocab_size = decoder.config.vocab_size
     return measure_step_cost(runner, max_tokens, max_sequences, buckets, vocab_size=vocab_size)
 
 
@@ -257,12 +258,15 @@ def _weights(
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    packing: Packing | None,
     progress: Callable[[float], None],
 ) -> Weights:
     def read(share: float) -> None:
         progress(LOADED_SHARE * share)
 
-    return load_weights(directory, model, dtype, device=device, exact=config.exact, progress=read)
+    return load_weights(
+        directory, model, dtype, device=device, exact=config.exact, packing=packing, progress=read
+    )
 
 
 def _check(config: WorkerConfig, draft_directory: Path | None) -> None:
@@ -332,7 +336,7 @@ def _pool(
     checkpoints = [directory] if draft.directory is None else [directory, draft.directory]
     head, model = draft.head, decoder.config
     features = None if head is None else head.features
-    weight_bytes = sum(_loaded_bytes(one, dtype) for one in checkpoints)
+    weight_bytes = sum(loaded_bytes(one, dtype) for one in checkpoints)
     num_blocks = _num_blocks(config, decoder, max_model_len, kv_dtype, weight_bytes, features)
     pool = KvPool(model, num_blocks, kv_dtype, decoder.device, features)
     if head is not None:
@@ -359,13 +363,6 @@ def _num_blocks(
     sequences = config.step_limits(decoder.device.type).sequences
     most = sequences * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(decoder.config, kv_bytes, kv_dtype, features), most)
-
-
-def _loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of a model or a head after loading."""
-    path = directory / "config.json"
-    scheme = read_scheme(Fields(read_json(path), str(path)))
-    return loaded_bytes(Checkpoint(directory), dtype, scheme)
 
 
 def _largest_step_bytes(

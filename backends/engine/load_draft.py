@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 
 from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, find_checkpoint
+from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.eagle.config import check_target, is_head, read_head_config
 from draftgate.backends.engine.eagle.head import EagleHead
 from draftgate.backends.engine.eagle.weights import load_head_weights
 from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.quantisation.packed import choose_packing
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import Tokenizer
@@ -87,7 +89,8 @@ def load_draft(
         head = _head(directory, model, weights, max_model_len, config.draft_window_tokens)
         return LoadedDraft(head=head, directory=directory, checkpoint_hash=head.checkpoint_hash)
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    own, read = _draft_weights(directory, tokenizer, dtype, device, _window(config))
+    quantization, window = config.quantization, _window(config)
+    own, read = _draft_weights(directory, tokenizer, dtype, device, window, quantization)
     draft = Decoder(own, read, max_model_len)
     if device.type == "cpu":
         draft.compile_products()
@@ -100,11 +103,13 @@ def _draft_weights(
     dtype: torch.dtype,
     device: torch.device,
     window: int | None,
+    quantization: str,
 ) -> tuple[ModelConfig, Weights]:
     """Load the draft model.
 
     Args:
         window: attention window of each layer in tokens, or None for the model's own windows.
+        quantization: as in `choose_packing`.
 
     Raises:
         CheckpointError: the draft model cannot be loaded, or its vocabulary differs from the
@@ -119,7 +124,8 @@ def _draft_weights(
         )
     if window is not None:
         model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
-    return model, load_weights(directory, model, dtype, device=device, exact=False)
+    packing = choose_packing(quantization, Checkpoint(directory), device.type)
+    return model, load_weights(directory, model, dtype, device=device, packing=packing)
 
 
 def _head(

@@ -160,7 +160,8 @@ class LoopedExperts:
         by_expert = chosen.argsort(stable=True).split(counts)
         for mlp, places in zip(self.mlps, by_expert, strict=True):
             if count := len(places):
+                padding = padded_rows(count) - count if mlp.gate_up.padded else 0
                 rows = x[places // experts.shape[1]]
-                padded = functional.pad(rows, (0, 0, 0, padded_rows(count) - count))
+                padded = functional.pad(rows, (0, 0, 0, padding))
                 results[places] = mlp(padded, gate, count)[:count].float()
         return results

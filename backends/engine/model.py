@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
@@ -14,6 +13,7 @@ from draftgate.backends.engine.kv_pool import Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS, padded_rows
 from draftgate.backends.engine.mlp import SparseMlp
 from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.quantisation.packed import embedded
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.engine.weights import Weights
 
@@ -31,6 +31,8 @@ class Decoder:
 
     Attributes:
         taps: receives hidden states of every step, or None.
+        is_padded: whether products need padded rows.
+        padded_rows: returns the number of rows of a step including padding.
     """
 
     def __init__(
@@ -47,19 +49,22 @@ class Decoder:
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
         self._rope_variant = config.rope.variant(max_model_len)
+        self.is_padded = weights.padded
+        self.padded_rows = padded_rows if self.is_padded else _unpadded
         self._embedding_scale = _rounded(config.embedding_scale, weights.embedding.dtype)
 
     @property
     def arithmetic(self) -> str:
         """Library and version of the operators besides torch, a part of the numerics class.
 
-        The name also has the variant of a rotation that depends on the longest context.
+        The name also has the block types of packed weights, and the variant of a rotation that
+        depends on the longest context.
         """
         products = (linear.library for layer in self._weights.layers for linear in layer.linears)
         library = next(
             filter(None, (self._weights.lm_head.library, *products)), self.operators.name
         )
-        return library if self._rope_variant is None else f"{library}-{self._rope_variant}"
+        return "-".join([library, *self._weights.formats, *filter(None, [self._rope_variant])])
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to `kv`, and return the logits of the sampled rows.
@@ -73,11 +78,14 @@ class Decoder:
     def compile_products(self) -> None:
         """Multiply each weight shape once with every possible number of rows.
 
-        On a CPU the first product of a shape compiles its kernel. After this call, steps neither
-        wait for kernels nor need more memory. The call takes about 0.1 s for each shipped model
+        Products without padding have no kernels to compile. On a CPU the first product of another
+        shape compiles its kernel. After this call, steps neither wait for kernels nor need more
+        memory. The call takes about 0.1 s for each shipped model
         (idle, one thread of a Zen 4, 2026-11-21).
         """
         dtype = self._weights.embedding.dtype
+        if not self.is_padded:
+            return
         linears = (linear for layer in self._weights.layers for linear in layer.linears)
         different = {(linear.in_features, linear.out_features): linear for linear in linears}
         routers = [
@@ -97,7 +105,7 @@ class Decoder:
             float32 [num_samples, vocab_size].
         """
         # Other rows follow the sampled rows. Multiply only those of them that serve as padding.
-        rows = padded_rows(num_samples)
+        rows = self.padded_rows(num_samples)
         return self.logits(hidden if len(hidden) == rows else hidden[:rows])[:num_samples]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -120,7 +128,7 @@ class Decoder:
         step, live_rows, gate = ops.begin(inputs), inputs.live_rows, ops.gate
         if self._adapters is not None:
             self._adapters.begin(inputs)
-        hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
+        hidden = embedded(self._weights.embedding, inputs.token_ids)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         delta = None
@@ -146,6 +154,10 @@ class Decoder:
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
         return ops.add_norm(hidden[rows], last, self._weights.final_norm)
+
+
+def _unpadded(rows: int) -> int:
+    return rows
 
 
 def _rounded(value: float | None, dtype: torch.dtype) -> float | None:

@@ -90,12 +90,15 @@ def fix_sums() -> None:
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype:
+def choose_dtype(
+    name: str, directory: Path, device: str = "cpu", *, packed: bool = False
+) -> torch.dtype:
     """Return the dtype for a value of `--dtype`, a checkpoint, and a device, `cpu` or `cuda`.
 
     On a GPU, `auto` is the dtype of most weights in the checkpoint. On a CPU, `auto` is float32 for
     models with fewer than `FLOAT32_PARAMETERS` weights. For larger models, `auto` is bfloat16 if
-    oneDNN or C multiplies it faster than float32.
+    oneDNN or C multiplies it faster than float32. With packed weights, `auto` is float32, because
+    their products round rows to int8 and take the same time for both.
 
     Raises:
         ValueError: the name is unknown, or the device does not support the dtype.
@@ -105,6 +108,8 @@ def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype
         checkpoint = Checkpoint(directory)
         if device == "cuda":
             return _stored_dtype(checkpoint)
+        if packed:
+            return torch.float32
         small = checkpoint.num_parameters < FLOAT32_PARAMETERS
         fast = ONEDNN_BFLOAT16 or multiplies_in_c(LANES)
         return torch.float32 if small or not fast else torch.bfloat16
@@ -156,20 +161,28 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def is_exact(
-    test: Callable[[], bool], dtype: torch.dtype, device: torch.device = CPU, *, required: bool
+    test: Callable[[], bool],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    required: bool,
+    packed: bool = False,
 ) -> bool:
     """Return whether a worker promises that its bits do not depend on the rest of a step.
 
-    The worker promises exact bits in float32 on a CPU or with `--exact`, if a test succeeds.
+    The worker promises exact bits in float32 on a CPU, with packed weights, or with `--exact`, if a
+    test succeeds.
 
     Args:
         test: compares results alone and together. It runs only if the promise depends on it.
         required: whether the command line has `--exact`.
+        packed: whether all weights are packed.
 
     Raises:
         ValueError: the test failed although the command line has `--exact`.
     """
-    if not required and (dtype is not torch.float32 or device.type != "cpu"):
+    promised = packed or (dtype is torch.float32 and device.type == "cpu")
+    if not required and not promised:
         return False
     exact = test()
     if required and not exact:

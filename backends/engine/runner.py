@@ -87,7 +87,9 @@ class Runner:
         The method does not wait for results.
         """
         hidden_rows = pooling.rows_to_pool(plan) + prompt_logprobs.rows_to_score(plan)
-        inputs = padded(lay_out_plan(plan), self._pool.dump_slot, hidden_rows)
+        inputs = padded(
+            lay_out_plan(plan), self._pool.dump_slot, hidden_rows, self._decoder.padded_rows
+        )
         started_s = time.perf_counter()
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
@@ -124,7 +126,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> Tensor:
         """Return the logits of a forward pass over feeds: float32 [sampled rows, vocab_size]."""
-        inputs = build_inputs(feeds, self._pool.dump_slot)
+        inputs = build_inputs(feeds, self._pool.dump_slot, rows_of=self._decoder.padded_rows)
         return self._decoder.forward(inputs, self._pool.layers)
 
     def _compact(self, plan: StepPlan, walks: Walks) -> None:

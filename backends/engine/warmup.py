@@ -35,6 +35,11 @@ TOKEN_BUCKETS: Final = tuple(
 )
 """Token counts of the timed steps: padded sizes of verify steps."""
 
+UNPADDED_BUCKETS: Final = (
+    *range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256,
+)  # fmt: skip
+"""Token counts of the timed steps without padding, where every further row costs time."""
+
 TIMED_SLOTS: Final = 8
 """Draft slots of the step that times the attention of a slot."""
 

@@ -17,7 +17,14 @@ from draftgate.backends.engine.fields import UPSTREAM_HINT
 from draftgate.backends.engine.linear import Linear, Product
 from draftgate.backends.engine.mlp import DenseMlp, LoopedExperts, Mlp, SparseMlp
 from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.operators.packed import PackedMatrix
 from draftgate.backends.engine.operators.products import multiplies_in_c
+from draftgate.backends.engine.quantisation.packed import (
+    PackedLinear,
+    Packing,
+    packed_formats,
+    read_packed_output,
+)
 from draftgate.backends.engine.quantisation.reading import read_product, require_weights
 from draftgate.backends.engine.quantisation.scheme import LM_HEAD, Fp8Scheme, quantises
 from draftgate.backends.engine.stored_linear import FusedModules
@@ -96,13 +103,26 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a decoder. `embedding` is [vocab_size, hidden_size]."""
+    """All weights of a decoder.
 
-    embedding: Tensor
+    Attributes:
+        embedding: [vocab_size, hidden_size].
+        formats: names of the block types of packed weights, ascending.
+    """
+
+    embedding: Tensor | PackedMatrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Product
     checkpoint_hash: str
+    formats: tuple[str, ...] = ()
+
+    @property
+    def padded(self) -> bool:
+        """Whether a product needs the rows of `padded_rows`."""
+        products = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
+        routed = any(isinstance(layer.mlp, SparseMlp) for layer in self.layers)
+        return routed or any(product.padded for product in products)
 
 
 def load_weights(
@@ -113,6 +133,7 @@ def load_weights(
     device: torch.device = CPU,
     exact: bool = False,
     for_gpu: bool | None = None,
+    packing: Packing | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
@@ -128,6 +149,7 @@ def load_weights(
         exact: whether the rows of bfloat16 products must be independent (`linear.py`).
         for_gpu: whether experts and quantised weights multiply in the kernels of a GPU. The default
             depends on the device.
+        packing: which weights stay packed, on a CPU.
         progress: called after each tensor with the share of bytes loaded, 0 to 1.
 
     Raises:
@@ -148,7 +170,14 @@ def load_weights(
     }
     total_bytes = require_weights(checkpoint, shapes, {embedding_name}, config.quantisation)
     loader = _Loader(
-        checkpoint, config, dtype, device, exact, for_gpu, lambda done: progress(done / total_bytes)
+        checkpoint,
+        config,
+        dtype,
+        device,
+        exact,
+        for_gpu,
+        packing,
+        lambda done: progress(done / total_bytes),
     )
     with ThreadPoolExecutor(1) as executor:
         hashed = executor.submit(checkpoint_hash, directory)
@@ -156,7 +185,8 @@ def load_weights(
         lm_head, embedding = loader.head_and_embedding(head_name, embedding_name)
         layers = tuple(loader.layer(index) for index in range(config.num_layers))
         final_norm = loader.norm(FINAL_NORM)
-        return Weights(embedding, layers, final_norm, lm_head, hashed.result())
+        formats = packed_formats(checkpoint, shapes, {head_name, embedding_name}, packing)
+        return Weights(embedding, layers, final_norm, lm_head, hashed.result(), formats)
 
 
 def _check_format(directory: Path, config: ModelConfig, device: torch.device) -> None:
@@ -212,6 +242,7 @@ class _Loader:
         device: torch.device,
         exact: bool,
         for_gpu: bool,
+        packing: Packing | None,
         on_bytes: Callable[[int], None],
     ) -> None:
         self._checkpoint = checkpoint
@@ -220,6 +251,7 @@ class _Loader:
         self._device = device
         self._exact = exact
         self._for_gpu = for_gpu
+        self._packing: Packing | None = packing
         self._on_bytes = on_bytes
         self._done_bytes = 0
 
@@ -227,17 +259,24 @@ class _Loader:
         with self._reader() as reader:
             return reader.read([name]).to(self._device)
 
-    def head_and_embedding(self, head: str, embedding: str) -> tuple[Product, Tensor]:
+    def head_and_embedding(
+        self, head: str, embedding: str
+    ) -> tuple[Product, Tensor | PackedMatrix]:
         """Return the LM head and the embedding.
 
         A tied pair shares memory unless a copy is cheap.
         """
         tied = head == embedding
+        with self._reader() as reader:
+            packed = read_packed_output(reader, head, self._packing)
+            if packed is not None:
+                other = packed if tied else read_packed_output(reader, embedding, self._packing)
+                return PackedLinear([packed]), self.tensor(embedding) if other is None else other
         if not tied and quantises(self._config.quantisation, LM_HEAD):
             config = self._config
             modules = FusedModules((LM_HEAD,), (config.vocab_size,), config.hidden_size, bias=False)
             with self._reader() as reader:
-                return self._product(reader, modules), self.tensor(embedding)
+                return self._product(reader, modules, None), self.tensor(embedding)
         weight = self.tensor(head)
         # C reads the weight in its stored layout.
         on_cpu, rounds = self._device.type == "cpu", self._dtype is torch.bfloat16
@@ -255,7 +294,7 @@ class _Loader:
         with self._reader() as reader:
 
             def product(modules: FusedModules) -> Product:
-                return self._product(reader, modules.below(prefix))
+                return self._product(reader, modules.below(prefix), self._packing)
 
             norms = {name: self._norm(reader, f"{prefix}{name}.weight") for name in _norms(config)}
             qk_norm = None
@@ -279,13 +318,15 @@ class _Loader:
         config, experts = self._config, self._config.experts
 
         def product(modules: FusedModules) -> Product:
-            return self._product(reader, modules.below(layer_prefix(index)))
+            return self._product(reader, modules.below(layer_prefix(index)), self._packing)
 
         if experts is None or index not in experts.layers:
             products = layer_products(config)
             return DenseMlp(product(products.gate_up), product(products.down))
         modules = [expert_products(config, experts, expert) for expert in range(experts.count)]
-        router = product(router_product(config, experts))
+        router = self._product(
+            reader, router_product(config, experts).below(layer_prefix(index)), None
+        )
         if not self._for_gpu:
             mlps = tuple(DenseMlp(product(gate_up), product(down)) for gate_up, down in modules)
             return SparseMlp(router, LoopedExperts(mlps, experts.per_row, experts.normalised))
@@ -309,12 +350,15 @@ class _Loader:
         weight = reader.read([name], torch.float32).to(self._device)
         return weight.add_(1.0) if self._config.unit_norms else weight
 
-    def _product(self, reader: TensorReader, modules: FusedModules) -> Product:
+    def _product(
+        self, reader: TensorReader, modules: FusedModules, packing: Packing | None
+    ) -> Product:
         return read_product(
             reader,
             modules,
             self._device,
             self._config.quantisation,
+            packing,
             exact=self._exact,
             for_gpu=self._for_gpu,
         )

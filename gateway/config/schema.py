@@ -302,8 +302,8 @@ _PANELS: Final = {
     "Batching": "batching max_num_seqs max_step_tokens",
     "Queueing and routing": "ordering admission routing rescheduling phases max_queued "
     "queue_timeout_s shed_priority max_resumes no_moves",
-    "Devices and memory": "device devices kv_cache_dtype kv_bytes gpu_memory_utilization threads "
-    "own_process",
+    "Devices and memory": "device devices quantization kv_cache_dtype kv_bytes "
+    "gpu_memory_utilization threads own_process",
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s "

@@ -24,6 +24,7 @@ from draftgate.backends.engine.lora.products import CpuAdapters
 from draftgate.backends.engine.lora.weights import LoraCheckpoint
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.quantisation.packed import Packing
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.engine.weights import load_weights
@@ -68,6 +69,7 @@ class Model:
 
     Attributes:
         kv_dtype: dtype of keys and values, or None for that of the weights.
+        packing: which weights stay packed, or None.
     """
 
     directory: Path
@@ -75,6 +77,7 @@ class Model:
     verify: Verify = "coupled"
     kv_dtype: torch.dtype | None = None
     adapters: tuple[Path, ...] = ()
+    packing: Packing | None = None
     config: ModelConfig = field(init=False)
     decoder: Decoder = field(init=False)
     tokenizer: Tokenizer = field(init=False)
@@ -83,7 +86,9 @@ class Model:
     def __post_init__(self) -> None:
         self.config = read_model_config(self.directory)
         exact = self.dtype is not torch.float32
-        weights = load_weights(self.directory, self.config, self.dtype, exact=exact)
+        weights = load_weights(
+            self.directory, self.config, self.dtype, exact=exact, packing=self.packing
+        )
         memory = CpuAdapters(weights, exact=exact) if self.adapters else None
         weights = weights if memory is None else memory.weights
         self.decoder = Decoder(self.config, weights, MAX_MODEL_LEN, memory)

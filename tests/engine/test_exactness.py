@@ -36,6 +36,7 @@ from draftgate.backends.engine.numerics import is_exact
 from draftgate.backends.engine.operators import attention as attention_module
 from draftgate.backends.engine.operators.attention import CallRows, call_rows
 from draftgate.backends.engine.operators.base import Operators, RotaryTables, rotary_tables
+from draftgate.backends.engine.operators.compiler import compiler_version
 from draftgate.backends.engine.operators.native import NativeOperators, native_operators
 from draftgate.backends.engine.operators.pieces import KvPiece, kv_pieces
 from draftgate.backends.engine.operators.reference import TorchOperators
@@ -371,12 +372,16 @@ def test_tables_are_read_in_the_fewest_pieces() -> None:
     assert shape("scattered") == [(0, 768, False)]
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+NEEDS_GCC = pytest.mark.skipif(compiler_version() is None, reason="needs gcc")
+PACKED = pytest.param((torch.float32, "q8_0"), marks=NEEDS_GCC)
+
+
+@pytest.fixture(scope="module", params=[*((dtype, None) for dtype in DTYPES), PACKED], ids=str)
 def runner(request: pytest.FixtureRequest) -> Runner:
-    """The shipped model with exact rows."""
-    dtype: torch.dtype = request.param
+    """The shipped model with exact rows, unpacked or packed."""
+    dtype, packing = request.param
     config = read_model_config(SHIPPED_MODEL)
-    weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
+    weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True, packing=packing)
     return Runner(Decoder(config, weights, 1024), KvPool(config, 128, dtype))
 
 

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from draftgate.backends.engine.eagle.config import HeadConfig
 from draftgate.backends.engine.eagle.weights import HeadWeights
@@ -21,6 +20,7 @@ from draftgate.backends.engine.inputs import StepInputs
 from draftgate.backends.engine.kv_pool import Features, Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS
 from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.quantisation.packed import embedded
 
 NO_LOGIT: Final = -1e30
 """Logit of tokens that the head cannot draft.
@@ -79,10 +79,10 @@ class EagleHead:
         """
         ops, weights, layer = self._operators, self._weights, self._weights.layer
         step = ops.begin(inputs)
-        embedded = functional.embedding(inputs.token_ids, weights.embedding)
+        tokens = embedded(weights.embedding, inputs.token_ids)
         normed = ops.add_norm(features, None, weights.hidden_norm)
         hidden = normed.clone() if self.config.norm_before_residual else features
-        pairs = torch.cat([ops.add_norm(embedded, None, layer.input_norm), normed], 1)
+        pairs = torch.cat([ops.add_norm(tokens, None, layer.input_norm), normed], 1)
         (layer_kv,), (window,) = kv, self.config.model.windows
         queries = ops.rotate_and_store(step, layer.qkv(pairs), layer_kv, layer.qk_norm)
         if not inputs.num_samples:  # later rows read only keys and values of these rows

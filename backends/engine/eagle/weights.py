@@ -24,6 +24,7 @@ from draftgate.backends.engine.eagle.config import TAPS, HeadConfig
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.mlp import DenseMlp
 from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.operators.packed import PackedMatrix
 from draftgate.backends.engine.stored_linear import FusedModules, read_linear
 from draftgate.backends.engine.weights import LayerWeights, Weights, layer_products
 from draftgate.backends.errors import CheckpointError
@@ -55,7 +56,7 @@ class HeadWeights:
     layer: LayerWeights
     final_norm: Tensor
     lm_head: Linear
-    embedding: Tensor
+    embedding: Tensor | PackedMatrix
     token_ids: Tensor
     checkpoint_hash: str
 
@@ -100,8 +101,8 @@ def load_head_weights(
             ),
             final_norm=norm("norm"),
             lm_head=matrix(_HEAD),
-            embedding=_embedding(reader, checkpoint, config, target, directory).to(device),
-            token_ids=_token_ids(checkpoint, config, len(target.embedding)).to(device),
+            embedding=_embedding(reader, checkpoint, config, target, directory, device),
+            token_ids=_token_ids(checkpoint, config, target.embedding.shape[0]).to(device),
             checkpoint_hash=checkpoint_hash(directory),
         )
 
@@ -167,9 +168,10 @@ def _embedding(
     config: HeadConfig,
     target: Weights,
     directory: Path,
-) -> Tensor:
+    device: torch.device,
+) -> Tensor | PackedMatrix:
     if _EMBEDDING in checkpoint.tensors:
-        return reader.read([_EMBEDDING])
+        return reader.read([_EMBEDDING]).to(device)
     if target.embedding.shape[1] != config.model.hidden_size:
         raise CheckpointError(
             f"{directory}: tensor {_EMBEDDING} is missing, and the model's embedding has "

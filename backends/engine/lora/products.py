@@ -111,6 +111,11 @@ class AdaptedProduct:
         self._step = step
 
     @property
+    def padded(self) -> bool:
+        """Whether the product of the model needs the rows of `padded_rows`."""
+        return self._base.padded
+
+    @property
     def library(self) -> str | None:
         """The library of float32 products, or None for torch."""
         return self._base.library

@@ -28,7 +28,8 @@ typedef struct {
     int64_t outputs, width;
 } Matrix;
 
-int64_t row_block_bytes(void) { return sizeof(RowBlock); }
+_Static_assert(sizeof(RowBlock) == 48, "packed.py knows the size");
+
 int64_t code_bytes(int64_t outputs, int64_t width) {
     return (outputs + LANES - 1) / LANES * (width / BLOCK) * CODE_BYTES;
 }

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftgate.backends.gguf.block_types import BlockType
 from draftgate.backends.engine.operators.compiler import compiled
+from draftgate.backends.gguf.block_types import BlockType
 
 BLOCK: Final = 32
 """Divisor of the width of every packed matrix."""
@@ -24,6 +24,9 @@ PACKED_TYPES: Final = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}
 )
 """Names of the block types that C multiplies."""
+
+_ROW_BLOCK_BYTES: Final = 48
+"""Size of the struct `RowBlock` of `packed.c`."""
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -46,7 +49,6 @@ def _library(number: int, *, rounds: bool) -> ctypes.CDLL | None:
         return None
     for size in (library.code_bytes, library.scale_bytes):
         size.argtypes, size.restype = (_Int, _Int), _Int
-    library.row_block_bytes.restype = _Int
     library.pack.argtypes = (*[_Pointer] * 3, *[_Int] * 3)
     library.unpack_rows.argtypes = (*[_Pointer] * 3, *[_Int] * 2)
     library.multiply_packed.argtypes = (*[_Pointer] * 4, *[_Int] * 4)
@@ -65,7 +67,10 @@ class PackedMatrix:
     Attributes:
         kind: the block type.
         shape: numbers of outputs and inputs.
+        dtype: dtype of the rows to multiply.
     """
+
+    device: Final = torch.device("cpu")
 
     def __init__(
         self, kind: BlockType, rows: Tensor, dtype: torch.dtype, bias: Tensor | None = None
@@ -88,12 +93,10 @@ class PackedMatrix:
         self._bias = None if bias is None else bias.float().contiguous()
         pointers = (rows.data_ptr(), self._codes.data_ptr(), self._scales.data_ptr())
         library.pack(*pointers, outputs, width, torch.get_num_threads())
-        self._struct = _Matrix(
-            *pointers[1:], None if bias is None else self._bias.data_ptr(), outputs, width
-        )
+        added = None if self._bias is None else self._bias.data_ptr()
+        self._struct = _Matrix(*pointers[1:], added, outputs, width)
         self._address = ctypes.addressof(self._struct)
-        self._block_bytes = library.row_block_bytes()
-        self._multiply, self._unpack = library.multiply_packed, library.unpack_rows
+        self._product, self._unpack = library.multiply_packed, library.unpack_rows
 
     @property
     def num_bytes(self) -> int:
@@ -111,6 +114,26 @@ class PackedMatrix:
         pointers = (out.data_ptr(), self._address, outputs.data_ptr())
         self._unpack(*pointers, len(outputs), torch.get_num_threads())
         return out
+
+    def multiply(
+        self, out: int, x: int | None, blocks: int, rows: int, stride: int, *, wide: bool
+    ) -> None:
+        """Write a product, for the function `multiply`.
+
+        Args:
+            out: address of the first output.
+            x: address of the rows, or None if `blocks` holds them already.
+            blocks: address of the rounded rows.
+            rows: number of rows.
+            stride: outputs of a row of `out`.
+            wide: whether `out` is float32.
+
+        Raises:
+            MemoryError: the memory for unpacked weights is not available.
+        """
+        threads = torch.get_num_threads()
+        if self._product(out, x, blocks, self._address, rows, stride, wide, threads):
+            raise MemoryError(f"not enough memory for {threads} unpacked parts of a matrix")
 
 
 def multiply(x: Tensor, parts: Sequence[PackedMatrix], *, wide: bool) -> Tensor:
@@ -130,11 +153,10 @@ def multiply(x: Tensor, parts: Sequence[PackedMatrix], *, wide: bool) -> Tensor:
     rows, width = x.shape
     outputs = sum(part.shape[0] for part in parts)
     out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype)
-    blocks = torch.empty(rows * (width // BLOCK) * parts[0]._block_bytes, dtype=torch.uint8)
-    source, at, size = x.data_ptr(), out.data_ptr(), out.element_size()
-    codes, threads = blocks.data_ptr(), torch.get_num_threads()
+    blocks = torch.empty(rows * (width // BLOCK) * _ROW_BLOCK_BYTES, dtype=torch.uint8)
+    source: int | None = x.data_ptr()
+    at, rounded = out.data_ptr(), blocks.data_ptr()
     for part in parts:
-        if part._multiply(at, source, codes, part._address, rows, outputs, wide, threads):
-            raise MemoryError(f"not enough memory for {threads} unpacked parts of a matrix")
-        source, at = None, at + part.shape[0] * size
+        part.multiply(at, source, rounded, rows, outputs, wide=wide)
+        source, at = None, at + part.shape[0] * out.element_size()
     return out

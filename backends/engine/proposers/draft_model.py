@@ -72,7 +72,8 @@ class DraftModel:
         return in_vocabulary(self._forward(feeds), self._vocab_size)
 
     def _run(self, feeds: Many[Feed]) -> Tensor:
-        inputs = build_inputs(feeds, self.kv.dump_slot, self.kv.page_tokens)
+        dump_slot, page_tokens = self.kv.dump_slot, self.kv.page_tokens
+        inputs = build_inputs(feeds, dump_slot, page_tokens, self._decoder.padded_rows)
         return self._decoder.forward(inputs, self.kv.layers)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class KernelLinear:
     product.
     """
 
+    padded: Final = True
     library: str | None = None
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class QuantisedLinear:
     once. Its rows do not depend on each other, as in `Linear`.
     """
 
+    padded: Final = True
     library: str | None = None
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
@@ -60,6 +61,11 @@ class StackedLinear:
         self._parts = parts
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)
+
+    @property
+    def padded(self) -> bool:
+        """Whether a part needs the rows of `padded_rows`."""
+        return any(part.padded for part in self._parts)
 
     @property
     def library(self) -> str | None:

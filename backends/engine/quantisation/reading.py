@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from draftgate.backends.engine.checkpoint import (
     StoredTensor,
     TensorReader,
 )
+from draftgate.backends.engine.fields import Fields
 from draftgate.backends.engine.linear import Product
 from draftgate.backends.engine.quantisation.fp8 import (
     FP8_DTYPE,
@@ -33,13 +35,16 @@ from draftgate.backends.engine.quantisation.int4 import (
     unpacked_shape,
 )
 from draftgate.backends.engine.quantisation.linear import QuantisedLinear, StackedLinear
+from draftgate.backends.engine.quantisation.packed import Packing, read_unquantised
 from draftgate.backends.engine.quantisation.scheme import (
     Fp8Scheme,
     Int4Scheme,
     Scheme,
     quantises,
+    read_scheme,
 )
-from draftgate.backends.engine.stored_linear import FusedModules, read_linear
+from draftgate.backends.engine.stored_linear import FusedModules
+from draftgate.backends.tokenizer import read_json
 
 PARTS: Final = frozenset(
     {"scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point"}
@@ -79,17 +84,18 @@ def require_weights(
     return sum(require(name, shape) for name, shape in shapes.items())
 
 
-def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype, scheme: Scheme | None) -> int:
-    """Return the bytes of all tensors of a checkpoint after loading.
+def loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors of a checkpoint after loading, without packing.
 
     A quantised weight has scales of every output, and zeros of a byte, which may take 3% more than
     in the checkpoint.
 
     Args:
-        checkpoint: the checkpoint.
+        directory: directory of a model or a head.
         dtype: dtype of the tensors that are not quantised.
-        scheme: the scheme of the checkpoint, or None.
     """
+    path = directory / "config.json"
+    scheme = read_scheme(Fields(read_json(path), str(path)))
 
     def loaded(name: str, stored: StoredTensor) -> int:
         kind = name.rpartition(".")[2]
@@ -103,7 +109,7 @@ def loaded_bytes(checkpoint: Checkpoint, dtype: torch.dtype, scheme: Scheme | No
             return stored.num_bytes
         return math.prod(stored.shape) * dtype.itemsize
 
-    return sum(loaded(name, stored) for name, stored in checkpoint.tensors.items())
+    return sum(loaded(name, stored) for name, stored in Checkpoint(directory).tensors.items())
 
 
 def read_product(
@@ -111,6 +117,7 @@ def read_product(
     modules: FusedModules,
     device: torch.device,
     scheme: Scheme | None,
+    packing: Packing | None = None,
     *,
     exact: bool,
     for_gpu: bool,
@@ -122,6 +129,7 @@ def read_product(
         modules: the modules, with their full names.
         device: device of the product.
         scheme: the scheme of the checkpoint, or None.
+        packing: the packing of weights that the scheme does not quantise.
         exact: as in `Linear`.
         for_gpu: whether to multiply with a quantised weight in the kernels of a GPU.
 
@@ -130,13 +138,13 @@ def read_product(
             a value that no weight has.
     """
     if scheme is None:
-        return read_linear(reader, modules, device, exact=exact)
+        return read_unquantised(reader, modules, device, packing, exact=exact)
     keyed = [(_key(reader, part, scheme), part) for part in modules.each()]
 
     def read(key: tuple[bool, Any], parts: Iterable[FusedModules]) -> Product:
         joined, (quantised, shared) = FusedModules.joined(list(parts)), key
         if not quantised:
-            return read_linear(reader, joined, device, exact=exact)
+            return read_unquantised(reader, joined, device, packing, exact=exact)
         return _read(reader, joined, device, scheme, shared, exact=exact, for_gpu=for_gpu)
 
     runs = groupby(keyed, lambda pair: pair[0])

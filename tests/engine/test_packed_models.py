@@ -1,0 +1,158 @@
+"""Models whose weights stay packed on a CPU: the same bits in any step, and close to unpacked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loaded import LoadedEngine
+from draftgate.backends.engine.operators.compiler import compiler_version
+from draftgate.backends.engine.quantisation import packed as packed_module
+from draftgate.backends.engine.quantisation.packed import choose_packing
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.policies.protocols import SpeculationPolicy
+from tests.engine.eagle_engine import TappedEngine, load_head
+from tests.engine.eagle_heads import repeating, write_head
+from tests.engine.harness import Engine, Model, Setup
+from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless, policy_named
+from tests.engine.shipped_proposers import MODES, every_proposer_and_a_hostile_one
+from tests.engine.step_logits import blocks_of, logits_in_steps
+from tests.engine.test_eagle import both
+from tests.engine.test_fp8_kv import text
+from tests.engine.test_lossless import PROMPTS, check_all
+
+pytestmark = pytest.mark.skipif(compiler_version() is None, reason="needs gcc")
+
+TOKENS = 300
+BATCHINGS = (
+    {"max_num_seqs": 8, "max_step_tokens": 48, "num_blocks": 42},
+    {"max_num_seqs": 64, "max_step_tokens": 300},
+)
+
+
+@pytest.fixture(scope="module")
+def packed() -> Model:
+    """The shipped model, quantised to Q8_0."""
+    return Model(SHIPPED_MODEL, packing="q8_0")
+
+
+def batches() -> list[tuple[SpeculationPolicy, Batching]]:
+    return [(policy_named("random"), batching) for batching in BATCHINGS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", ["q8_0", "q4_0"])
+def test_chunks_do_not_change_a_bit(packing: Any, dtype: torch.dtype) -> None:
+    """A token has the same logits in one step, alone, and in chunks of any size."""
+    model = Model(SHIPPED_MODEL, dtype, packing=packing)
+    assert model.decoder.padded_rows(1) == 1
+    tokens = text(model)
+    at_once, *others = (
+        logits_in_steps(model.runner(32), blocks_of(0, TOKENS), tokens, edges)
+        for edges in ([0, TOKENS], [0, 1, 2, 9, 257, TOKENS], [*range(0, TOKENS + 1, 5)])
+    )
+    assert all(torch.equal(at_once, other) for other in others)
+
+
+def test_logits_are_close_to_unpacked_ones(packed: Model, shipped: Model) -> None:
+    """Q8_0 changes the logits of the shipped model by a few hundredths of their spread."""
+    tokens = text(packed)
+    found, expected = (
+        logits_in_steps(model.runner(32), blocks_of(0, TOKENS), tokens, [0, TOKENS])
+        for model in (packed, shipped)
+    )
+    assert (found - expected).std() < 0.05 * expected.std()
+
+
+def test_drafts_of_all_proposers_do_not_change_a_token(packed: Model) -> None:
+    """Drafts of every proposer leave the text of `off`, with chunked prompts, cache hits and
+    preemptions."""
+    check_lossless(
+        packed,
+        MODES,
+        batches(),
+        lambda policy, batching: Engine(
+            packed, Setup(policy, every_proposer_and_a_hostile_one, **batching)
+        ),
+        num_prompts=6,
+    )
+
+
+@pytest.mark.long
+def test_many_prompts_are_lossless_under_every_policy(
+    packed: Model, record_testsuite_property: Any
+) -> None:
+    """100 prompts generate the same 128 tokens under every policy and batching as with `off`."""
+    prompts = random.Random(1).sample(range(PROMPTS), 100)
+    check_all(packed, prompts, 1000, record_testsuite_property)
+
+
+@pytest.fixture
+def tapped(packed: Model) -> Iterator[Model]:
+    """The model, whose taps are removed after the test."""
+    yield packed
+    packed.decoder.taps = None
+
+
+def test_drafts_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
+    """Drafts of an EAGLE-3 head, which reads the packed embedding, leave the text of `off`."""
+    head = load_head(write_head(tmp_path, repeating), tapped)
+    check_lossless(
+        tapped,
+        HEAD_MODES,
+        batches(),
+        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
+        num_prompts=6,
+    )
+
+
+def loaded(**settings: Any) -> LoadedEngine:
+    """Load the shipped model, so that a step has a measured cost."""
+    settings = {"device": "cpu", "threads": 1, "max_model_len": 512, "kv_bytes": 4 << 20} | settings
+    return load_engine(WorkerConfig(**settings))
+
+
+def test_workers_with_packed_weights_are_exact_and_of_their_own_class() -> None:
+    """Packed workers promise exact bits in any dtype, and share no class with unpacked ones."""
+    cards = {
+        name: loaded(quantization=name, dtype=dtype).served.card
+        for name, dtype in (("none", "float32"), ("q8_0", "bfloat16"), ("q4_0", "auto"))
+    }
+    assert all(card.capabilities.exact for card in cards.values())
+    classes = {name: card.numerics_class for name, card in cards.items()}
+    assert "-q8_0/" in classes["q8_0"]
+    assert "-q4_0-q8_0/" in classes["q4_0"]
+    assert "/float32/" in classes["q4_0"]
+    assert "q8_0" not in classes["none"]
+
+
+def test_every_row_of_a_packed_step_has_a_price() -> None:
+    """Without padding, the cost of a step is measured for each of the first rows."""
+    costs = {
+        name: loaded(quantization=name, dtype="float32").worker._scheduler.cost.token_buckets
+        for name in ("none", "q8_0")
+    }
+    assert costs["q8_0"][:8] == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert costs["none"][0] > 1
+
+
+def test_quantization_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown name, a GPU and a machine without gcc are reported."""
+    checkpoint = Checkpoint(SHIPPED_MODEL)
+    assert choose_packing("auto", checkpoint, "cpu") is None
+    assert choose_packing("auto", checkpoint, "cuda") is None
+    with pytest.raises(ValueError, match="unknown quantization 'q3'; known: auto, none"):
+        choose_packing("q3", checkpoint, "cpu")
+    with pytest.raises(ValueError, match="--quantization q8_0 needs --device cpu"):
+        choose_packing("q8_0", checkpoint, "cuda")
+    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind: False)
+    with pytest.raises(ValueError, match="--quantization q4_0 needs gcc"):
+        choose_packing("q4_0", checkpoint, "cpu")
