@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 
 from draftgate.backends.core.draft_scores import AcceptanceCounts, DraftScores
 from draftgate.backends.recorded_run import RecordedCost
+from draftgate.cache import cache_directory
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.draft_prior import BAND_ENDS
 from draftgate.policies.speculation.survival import (
@@ -34,12 +34,6 @@ log = logging.getLogger(__name__)
 MAX_ENTRIES: Final = 32
 """Maximum number of entries of a kind. The cache deletes the oldest, because every new version adds
 entries."""
-
-
-def cache_directory() -> Path:
-    """Return the directory of compiled operators and measurements."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "draftgate"
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

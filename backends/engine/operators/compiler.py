@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from draftgate.backends.engine.cpu_isa import march
-from draftgate.backends.engine.startup_cache import cache_directory
+from draftgate.cache import cache_directory
 
 log = logging.getLogger(__name__)
 
