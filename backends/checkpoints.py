@@ -1,4 +1,4 @@
-"""Locations of checkpoints: the shipped models, directories, and the cache of the Hugging Face hub.
+"""Locations of checkpoints: shipped models, directories, GGUF files, and the Hugging Face hub.
 
 `huggingface_hub` resolves hub names and reads its own environment variables: `HF_TOKEN` for gated
 models, `HF_HOME` for the cache, `HF_HUB_OFFLINE` and `HF_ENDPOINT`. Cached models need no network.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from glob import escape
 from pathlib import Path
 from typing import Final
 
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.gguf.choice import SUFFIX, choose_model, gguf_models, model_name
 
 SHIPPED_MODEL: Final = Path(__file__).parent / "engine" / "demo" / "target"
 """Directory of the shipped target model, in Hugging Face layout."""
@@ -47,7 +50,10 @@ SHIPPED_TOWERS: Final = {
 }
 """Directories of the shipped towers, in the layout of sentence-transformers."""
 
-_HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
+_HUB_NAME: Final = re.compile(
+    r"(hf:)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?"
+    r"(:(?P<quantisation>\w[\w.-]*))?"
+)
 
 _SETTINGS: Final = ("*.json", "*.jinja")
 _WEIGHTS: Final = "*.safetensors"
@@ -58,12 +64,15 @@ _IGNORED: Final = ("[!1-9]*/*.json", "[!1-9]*/*.safetensors", "consolidated*.saf
 def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint, and download it if necessary.
 
+    The directory of a GGUF file is in Draftgate's cache, in the layout of other checkpoints.
+
     A download may take long. The function may be called in any thread. Progress bars appear if
     stderr is a terminal.
 
     Args:
-        name: a directory, one of `SHIPPED_TOWERS`, or `organisation/model` on the hub with an
-            optional `@revision` (branch, tag or commit). None is the shipped language model.
+        name: a directory, a GGUF file, one of `SHIPPED_TOWERS`, or `organisation/model` on the hub,
+            with `hf:` before it or not, and with an optional `@revision` (branch, tag or commit)
+            and an optional `:quantisation` of a GGUF file. None is the shipped language model.
         weights: whether to download weights, not only tokenizer and configuration.
 
     Raises:
@@ -72,34 +81,31 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     """
     if name is None:
         return SHIPPED_MODEL
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return directory
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(path)
+    if path.is_file():
+        return _settings_folder(path)
     if name in SHIPPED_TOWERS:
         return SHIPPED_TOWERS[name]
-    hub = _HUB_NAME.fullmatch(name)
+    hub = _hub_name(name)
     if hub is None:
-        raise CheckpointError(
-            f"no checkpoint: {directory} is neither a directory nor organisation/model on the hub; "
-            f"shipped: {', '.join(SHIPPED_TOWERS)}"
-        )
-    patterns = (*_SETTINGS, _WEIGHTS) if weights else _SETTINGS
-    directory = _download(name, hub["repo"], hub["revision"], patterns)
-    if weights and not any(directory.glob(_WEIGHTS)):
-        raise CheckpointError(f"no checkpoint: {name} has no {_WEIGHTS} files, only other formats")
-    return directory
+        raise _unknown(name)
+    return _on_hub(name, *hub.group("repo", "revision", "quantisation"), weights=weights)
 
 
 def checkpoint_id(name: str | None) -> str:
     """Return the name by which clients request the checkpoint `find_checkpoint(name)`."""
     if name is None:
         return SHIPPED_MODEL_ID
-    directory, hub = Path(name).expanduser(), _HUB_NAME.fullmatch(name)
-    if directory.is_dir():
-        return directory.resolve().name
+    path, hub = Path(name).expanduser(), _hub_name(name)
+    if path.is_dir():
+        return path.resolve().name
     if name in SHIPPED_TOWERS:
         return name
-    return hub["repo"] if hub else directory.resolve().name
+    if hub is None or path.is_file():
+        return model_name(path.absolute().name)
+    return ":".join(filter(None, (hub["repo"], hub["quantisation"])))
 
 
 def named_checkpoints(entries: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -109,7 +115,105 @@ def named_checkpoints(entries: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield (name, path) if equals else (checkpoint_id(entry), entry)
 
 
-def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _hub_name(name: str) -> re.Match[str] | None:
+    """Return the parts of a name on the hub, or None for other names and for files."""
+    return None if name.endswith(SUFFIX) else _HUB_NAME.fullmatch(name)
+
+
+def _unknown(name: str) -> CheckpointError:
+    """Return the error about a name, with the nearest name that exists."""
+    path = Path(name).expanduser()
+    try:
+        beside = {
+            entry.name: str(entry)
+            for entry in path.parent.iterdir()
+            if entry.suffix == SUFFIX or entry.is_dir()
+        }
+    except OSError:
+        beside = {}
+    shipped = {key: key for key in SHIPPED_TOWERS} if path.name == name else {}
+    names = {**beside, **shipped}
+    near = get_close_matches(path.name, names, n=1)
+    hint = f"did you mean {names[near[0]]}?" if near else f"shipped: {', '.join(SHIPPED_TOWERS)}"
+    return CheckpointError(
+        f"no checkpoint: {name} is neither a directory nor organisation/model on the hub, "
+        f"nor a GGUF file; {hint}"
+    )
+
+
+def _in_directory(directory: Path) -> Path:
+    """Return a directory, or that of its GGUF model if it has one and no safetensors."""
+    files = [path.name for path in directory.glob(f"*{SUFFIX}")]
+    if not files or any(directory.glob(_WEIGHTS)):
+        return directory
+    return _settings_folder(directory / choose_model(str(directory), files))
+
+
+def _settings_folder(path: Path) -> Path:
+    # Imported here because the import takes long, and most checkpoints have no GGUF files.
+    from draftgate.backends.gguf.folder import settings_folder
+
+    return settings_folder(path)
+
+
+def _on_hub(
+    name: str, repo: str, revision: str | None, quantisation: str | None, *, weights: bool
+) -> Path:
+    """Return the directory of a model on the hub, and download it if necessary.
+
+    Safetensors take precedence over GGUF files, of which only one model is downloaded.
+    """
+    files, cached = _files_on_hub(repo, revision)
+    safetensors = any(file.endswith(_WEIGHTS[1:]) for file in files)
+    if quantisation is None and (safetensors or not gguf_models(files)):
+        patterns = (*_SETTINGS, _WEIGHTS) if weights else _SETTINGS
+        directory = _download(name, repo, revision, patterns)
+        if weights and not any(directory.glob(_WEIGHTS)):
+            raise CheckpointError(f"no checkpoint: {name} has neither safetensors nor GGUF files")
+        return directory
+    if not files:
+        _download(name, repo, revision, _SETTINGS)  # explains why the hub did not list files
+    file = choose_model(name, files, quantisation)
+    # The pattern matches all parts of a model in parts.
+    pattern = re.sub(r"-00001-of-(\d{5})$", r"-?????-of-\1", escape(file.removesuffix(SUFFIX)))
+    folder = cached or _download(name, repo, revision, (pattern + SUFFIX,))
+    return _settings_folder(folder / file)
+
+
+def _files_on_hub(repo: str, revision: str | None) -> tuple[list[str], Path | None]:
+    """Return the files of a model on the hub.
+
+    If the hub does not list them, they are those in its cache, with their directory.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().list_repo_files(repo, revision=revision), None
+    except Exception:  # noqa: BLE001  # any error of the library's HTTP client
+        cached = _cached_snapshot(repo, revision)
+        if cached is None:
+            return [], None
+        files = [path for path in cached.rglob("*") if path.is_file()]
+        return [path.relative_to(cached).as_posix() for path in files], cached
+
+
+def _cached_snapshot(repo: str, revision: str | None) -> Path | None:
+    """Return the directory of a model in the cache of the hub, which may be incomplete, or None."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    snapshot = folder / "snapshots" / (commit or "")
+    return snapshot if commit and snapshot.is_dir() else None
+
+
+def _download(
+    name: str,
+    repo: str,
+    revision: str | None,
+    patterns: tuple[str, ...],
+) -> Path:
     """Return a snapshot of a model on the hub with the files that match these patterns."""
     # Imported here because the import takes half a second, and most checkpoints are directories.
     from huggingface_hub import snapshot_download

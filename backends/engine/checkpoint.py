@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a Hugging Face checkpoint."""
+"""Reads the tensors of a checkpoint: safetensors of a Hugging Face directory, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftgate.backends.engine.gguf.rows import copy_values, map_file, packed_rows
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.gguf.architectures import SourceTensor, source_tensors
+from draftgate.backends.gguf.block_types import BlockType
+from draftgate.backends.gguf.folder import SAFETENSORS, weights_file
+from draftgate.backends.gguf.reader import part_paths, read_gguf
 from draftgate.backends.tokenizer import read_json
 
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -66,17 +71,22 @@ class StoredTensor:
     """The description of a tensor in the header of its file.
 
     Attributes:
+        dtype: its name in safetensors, or that of the block type in a GGUF file.
         stored_name: the tensor's name in the file.
+        source: where the tensor is in a GGUF file, or None in safetensors.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     stored_name: str
+    source: SourceTensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in the file, or 0 for an unknown dtype."""
+        if self.source is not None:
+            return self.source.rows * self.source.row_bytes
         dtype = STORED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype)
         return 0 if dtype is None else math.prod(self.shape) * dtype.itemsize
 
@@ -104,10 +114,8 @@ class Checkpoint:
             CheckpointError: a file is missing or damaged, or the index does not match the files.
         """
         self._directory = directory
-        weight_map = _weight_map(directory) if file is None else _file_map(directory / file)
-        stored = _stored_tensors(weight_map).items()
         self.tensors: Final[Mapping[str, StoredTensor]] = {
-            rename(name): one for name, one in stored
+            rename(name): one for name, one in _all_tensors(directory, file).items()
         }
 
     @property
@@ -145,7 +153,7 @@ class Checkpoint:
                 f"{stored.path}: tensor {name} has shape {stored.shape}, "
                 f"config.json requires {' or '.join(map(str, shapes))}"
             )
-        if stored.dtype not in dtypes:
+        if stored.source is None and stored.dtype not in dtypes:
             raise CheckpointError(
                 f"{stored.path}: tensor {name} has dtype {stored.dtype}; "
                 f"supported: {', '.join(dtypes)}"
@@ -170,6 +178,7 @@ class TensorReader:
         self._on_read = on_read
         self._open = ExitStack()
         self._files: dict[Path, Any] = {}
+        self._mapped: dict[Path, Tensor] = {}
 
     def __enter__(self) -> Self:
         """Return the reader."""
@@ -178,6 +187,7 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         """Close the files of this reader."""
         self._files.clear()
+        self._mapped.clear()
         self._open.close()
 
     def __contains__(self, name: str) -> bool:
@@ -197,7 +207,10 @@ class TensorReader:
         lengths = [each.shape[0] for each in stored]
         stacked = _memory((sum(lengths), *stored[0].shape[1:]), dtype or self.dtype)
         for part, each in zip(stacked.split(lengths), stored, strict=True):
-            part.copy_(self._mapped(each))
+            if each.source is None:
+                part.copy_(self._stored(each))
+            else:
+                copy_values(self._packed(each.source), each.source, part)
             self._on_read(each.num_bytes)
         return stacked
 
@@ -208,11 +221,32 @@ class TensorReader:
             CheckpointError: a file was removed or damaged after its header was read.
         """
         stored = self.tensors[name]
-        tensor = self._mapped(stored).clone()
+        tensor = self._stored(stored).clone()
         self._on_read(stored.num_bytes)
         return tensor
 
-    def _mapped(self, stored: StoredTensor) -> Tensor:
+    def read_packed(self, name: str) -> tuple[BlockType, Tensor]:
+        """Return a matrix of a GGUF file without unpacking: its block type, and its rows.
+
+        The rows are uint8 [rows, row_bytes]. They share memory with the file, so use them before
+        the reader closes.
+
+        Raises:
+            CheckpointError: the file was removed or damaged after its header was read.
+        """
+        stored = self.tensors[name]
+        assert stored.source is not None
+        rows = self._packed(stored.source)
+        self._on_read(stored.num_bytes)
+        return stored.source.stored.kind, rows
+
+    def _packed(self, source: SourceTensor) -> Tensor:
+        path = source.stored.path
+        if path not in self._mapped:
+            self._mapped[path] = map_file(path)
+        return packed_rows(self._mapped[path], source)
+
+    def _stored(self, stored: StoredTensor) -> Tensor:
         path, name = stored.path, stored.stored_name
         if path not in self._files:
             self._files[path] = self._open.enter_context(_open(path))
@@ -249,7 +283,9 @@ def checkpoint_hash(directory: Path) -> str:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    return files_hash([directory / "config.json", *sorted(set(_weight_map(directory).values()))])
+    gguf = weights_file(directory)
+    weights = part_paths(gguf) if gguf else sorted(set(_weight_map(directory).values()))
+    return files_hash([directory / "config.json", *weights])
 
 
 def files_hash(files: Iterable[Path]) -> str:
@@ -299,13 +335,26 @@ def _stored_tensors(weight_map: Mapping[str, Path]) -> dict[str, StoredTensor]:
     }
 
 
+def _all_tensors(directory: Path, file: str | None) -> dict[str, StoredTensor]:
+    gguf = weights_file(directory) if file is None else None
+    if gguf is not None:
+        return _gguf_tensors(gguf)
+    return _stored_tensors(_weight_map(directory) if file is None else _file_map(directory / file))
+
+
+def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(source.stored.path, source.shape, source.stored.kind.name, name, source)
+        for name, source in source_tensors(read_gguf(path)).items()
+    }
+
+
 def _weight_map(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor.
 
     A single file takes precedence over shards, as in transformers.
     """
-    single = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
+    single, index = (directory / name for name in SAFETENSORS)
     if single.is_file():
         return _file_map(single)
     if not index.is_file():

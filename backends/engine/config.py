@@ -227,7 +227,7 @@ def _gemma_features(fields: Fields, hidden: int) -> dict[str, Any]:
 
     return {
         "activation": "gelu",
-        "unit_norms": True,
+        "unit_norms": fields.flag("unit_norms", default=True),
         "sandwich_norms": True,
         "embedding_scale": hidden**0.5,
         "query_scalar": fields.number("query_pre_attn_scalar"),

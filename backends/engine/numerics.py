@@ -157,6 +157,8 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     for stored in checkpoint.tensors.values():
         if stored.dtype in STORED:
             num_bytes[stored.dtype] += stored.num_bytes
+        elif stored.source is not None:  # blocks of a GGUF file
+            num_bytes["BF16"] += stored.num_bytes
     return STORED[num_bytes.most_common(1)[0][0]] if num_bytes else torch.float32
 
 

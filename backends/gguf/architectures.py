@@ -6,26 +6,24 @@ layer are one tensor. `conversion/*.py` of llama.cpp writes the files.
 
 from __future__ import annotations
 
-import math
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.gguf.keys import UPSTREAM_HINT, ArchitectureKeys
 from draftgate.backends.gguf.reader import GgufModel, GgufTensor
-
-UPSTREAM_HINT: Final = (
-    "to serve the file with llama.cpp, use `--backend openai --upstream URL` with its llama-server"
+from draftgate.backends.gguf.rotation import (
+    FACTORS,
+    LONG_FACTORS,
+    check_full_rotation,
+    long_rotation,
+    plain_rotation,
 )
-"""The end of an error about a model that the engine does not support."""
 
 _EMBEDDING: Final = "token_embd.weight"
-_FREQUENCIES: Final = "rope_freqs.weight"
-_LONG_FACTORS: Final = "rope_factors_long.weight"
-_SHORT_FACTORS: Final = "rope_factors_short.weight"
 
 _GLOBAL: Final = {
     "token_embd": "model.embed_tokens",
@@ -137,48 +135,9 @@ class _Architecture:
 
     name: str
     layer: Mapping[str, str]
-    settings: Callable[[_Keys], dict[str, Any]]
+    settings: Callable[[ArchitectureKeys], dict[str, Any]]
     permuted: bool = False
     experts: _Experts | None = None
-
-
-class _Keys:
-    """The metadata of an architecture, without the prefix of their keys."""
-
-    def __init__(self, model: GgufModel) -> None:
-        self.model = model
-        self.metadata = model.metadata
-        self.architecture = self.metadata.text("general.architecture")
-
-    def key(self, name: str) -> str:
-        return f"{self.architecture}.{name}"
-
-    def __contains__(self, name: str) -> bool:
-        return self.key(name) in self.metadata
-
-    def count(self, name: str, default: int | None = None) -> int:
-        return self.metadata.count(self.key(name), default)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return self.metadata.number(self.key(name), default)
-
-    def error(self, name: str, problem: str) -> CheckpointError:
-        return self.metadata.error(self.key(name), problem)
-
-    @property
-    def heads(self) -> int:
-        return self.count("attention.head_count")
-
-    @property
-    def head_dim(self) -> int:
-        hidden, heads = self.count("embedding_length"), self.heads
-        if heads < 1 or ("attention.key_length" not in self and hidden % heads):
-            raise self.error("attention.head_count", f"cannot be {heads} for {hidden} values")
-        dim = self.count("attention.key_length", hidden // heads)
-        values = self.count("attention.value_length", dim)
-        if values != dim:
-            raise self.error("attention.value_length", f"{values} is not that of keys, {dim}")
-        return dim
 
 
 def config_fields(model: GgufModel) -> dict[str, Any]:
@@ -188,7 +147,7 @@ def config_fields(model: GgufModel) -> dict[str, Any]:
         CheckpointError: the engine does not support the model. The message names the file and the
             key.
     """
-    keys, architecture = _Keys(model), _architecture(model)
+    keys, architecture = ArchitectureKeys(model), _architecture(model)
     for name in _UNSUPPORTED:
         if name in keys:
             raise keys.error(name, f"is not supported; {UPSTREAM_HINT}")
@@ -223,7 +182,7 @@ def source_tensors(model: GgufModel) -> dict[str, SourceTensor]:
     architecture = _architecture(model)
     found: dict[str, SourceTensor] = {}
     for name, stored in model.tensors.items():
-        if name not in {_FREQUENCIES, _LONG_FACTORS, _SHORT_FACTORS}:
+        if name not in FACTORS:
             found |= dict(_sources(model, architecture, name, stored))
     return found
 
@@ -240,7 +199,7 @@ def _architecture(model: GgufModel) -> _Architecture:
     return _ARCHITECTURES[name]
 
 
-def _vocab_size(model: GgufModel, keys: _Keys) -> int:
+def _vocab_size(model: GgufModel, keys: ArchitectureKeys) -> int:
     embedding = model.tensors.get(_EMBEDDING)
     if embedding is None:
         raise CheckpointError(f"{model.path}: tensor {_EMBEDDING} is missing")
@@ -291,7 +250,7 @@ def _permuted_heads(
 ) -> int | None:
     if not architecture.permuted or module not in {"attn_q", "attn_k"}:
         return None
-    keys = _Keys(model)
+    keys = ArchitectureKeys(model)
     heads = keys.heads
     heads = heads if module == "attn_q" else keys.count("attention.head_count_kv", heads)
     if heads < 1 or stored.shape[0] % (2 * heads):
@@ -301,56 +260,12 @@ def _permuted_heads(
     return heads
 
 
-def _values(stored: GgufTensor) -> list[float]:
-    """Return the values of a short vector in float32."""
-    if stored.kind.name != "F32" or len(stored.shape) != 1:
-        raise CheckpointError(f"{stored.path}: the factors of the rotation must be F32 vectors")
-    with stored.path.open("rb") as file:
-        file.seek(stored.offset)
-        return list(struct.unpack(f"<{stored.shape[0]}f", file.read(stored.num_bytes)))
+def _plain(keys: ArchitectureKeys) -> dict[str, Any]:
+    check_full_rotation(keys)
+    return {"rope_parameters": plain_rotation(keys)}
 
 
-def _full_rotation(keys: _Keys) -> None:
-    rotated, dim = keys.count("rope.dimension_count", keys.head_dim), keys.head_dim
-    if rotated != dim:
-        raise keys.error("rope.dimension_count", f"must be {dim}, not {rotated}; {UPSTREAM_HINT}")
-
-
-def _scaling(keys: _Keys) -> dict[str, Any]:
-    """Return the settings of the rotation in full attention."""
-    theta = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
-    kind = keys.metadata.text(keys.key("rope.scaling.type"), "linear")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
-    plain = kind == "none" or (kind == "linear" and factor == 1.0)
-    if _FREQUENCIES in keys.model.tensors and plain:
-        # The factors of Llama 3.1 for each frequency. LongRoPE with equal sets has the same form.
-        divisors = _values(keys.model.tensors[_FREQUENCIES])
-        equal = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
-        return {**theta, "rope_type": "longrope", **equal}
-    if plain:
-        return {**theta, "rope_type": "default"}
-    if kind == "linear" and _FREQUENCIES not in keys.model.tensors:
-        return {**theta, "rope_type": "linear", "factor": factor}
-    if kind != "yarn" or _FREQUENCIES in keys.model.tensors:
-        raise keys.error("rope.scaling.type", f"{kind} is not supported; {UPSTREAM_HINT}")
-    softening = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-    return {
-        **theta,
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
-        "attention_factor": softening * keys.number("rope.scaling.attn_factor", 1.0),
-        "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
-
-
-def _plain(keys: _Keys) -> dict[str, Any]:
-    _full_rotation(keys)
-    return {"rope_parameters": _scaling(keys)}
-
-
-def _experts(keys: _Keys) -> dict[str, Any]:
+def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
     function = keys.count("expert_gating_func", _SOFTMAX)
     if function not in {0, _SOFTMAX}:
         raise keys.error("expert_gating_func", f"{function} is not supported; {UPSTREAM_HINT}")
@@ -363,19 +278,19 @@ def _experts(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _mixtral(keys: _Keys) -> dict[str, Any]:
+def _mixtral(keys: ArchitectureKeys) -> dict[str, Any]:
     # Its window is not in the file.
     experts = _experts(keys)
     return {**experts, "num_local_experts": experts["num_experts"], "sliding_window": None}
 
 
-def _qwen_experts(keys: _Keys) -> dict[str, Any]:
+def _qwen_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     width = keys.count("expert_feed_forward_length", keys.count("feed_forward_length"))
     normalised = bool(keys.count("expert_weights_norm", 1))
     return {**_experts(keys), "moe_intermediate_size": width, "norm_topk_prob": normalised}
 
 
-def _gemma(keys: _Keys) -> dict[str, Any]:
+def _gemma(keys: ArchitectureKeys) -> dict[str, Any]:
     hidden, layers = keys.count("embedding_length"), keys.count("block_count")
     largest = layers == _LARGEST_GEMMAS[keys.architecture]
     return {
@@ -387,7 +302,7 @@ def _gemma(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _window_pattern(keys: _Keys, layers: int) -> dict[str, Any]:
+def _window_pattern(keys: ArchitectureKeys, layers: int) -> dict[str, Any]:
     """Return which layers have a window."""
     name = "attention.sliding_window_pattern"
     if keys.metadata.is_list(keys.key(name)):
@@ -400,7 +315,7 @@ def _window_pattern(keys: _Keys, layers: int) -> dict[str, Any]:
     return {"sliding_window_pattern": pattern}
 
 
-def _gemma2(keys: _Keys) -> dict[str, Any]:
+def _gemma2(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         **_gemma(keys),
         **_plain(keys),
@@ -409,23 +324,23 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: _Keys) -> dict[str, Any]:
-    _full_rotation(keys)
+def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
+    check_full_rotation(keys)
     local = keys.number("rope.freq_base_swa", 10000.0)
     cap = "final_logit_softcapping"
     return {
         **_gemma(keys),
         "rope_parameters": {
-            "full_attention": _scaling(keys),
+            "full_attention": plain_rotation(keys),
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
         **({cap: keys.number(cap)} if cap in keys else {}),
     }
 
 
-def _phi3(keys: _Keys) -> dict[str, Any]:
+def _phi3(keys: ArchitectureKeys) -> dict[str, Any]:
     tensors, dim = keys.model.tensors, keys.head_dim
-    rotation = _scaling(keys) if _LONG_FACTORS not in tensors else _long_rotation(keys)
+    rotation = plain_rotation(keys) if LONG_FACTORS not in tensors else long_rotation(keys)
     rotated = keys.count("rope.dimension_count", dim)
     original = keys.count("rope.scaling.original_context_length", keys.count("context_length"))
     return {
@@ -433,20 +348,6 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         # Phi-4 has none, which its files mark by 0.
         "sliding_window": keys.count("attention.sliding_window", 0) or None,
-    }
-
-
-def _long_rotation(keys: _Keys) -> dict[str, Any]:
-    tensors = keys.model.tensors
-    if _SHORT_FACTORS not in tensors:
-        raise CheckpointError(f"{keys.model.path}: tensor {_SHORT_FACTORS} is missing")
-    name = "rope.scaling.attn_factor"
-    return {
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_type": "longrope",
-        "long_factor": _values(tensors[_LONG_FACTORS]),
-        "short_factor": _values(tensors[_SHORT_FACTORS]),
-        **({"attention_factor": keys.number(name)} if name in keys else {}),
     }
 
 

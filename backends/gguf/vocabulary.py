@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
-from draftgate.backends.gguf.architectures import UPSTREAM_HINT
+from draftgate.backends.gguf.keys import UPSTREAM_HINT
 from draftgate.backends.gguf.reader import GgufModel
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

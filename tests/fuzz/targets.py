@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.fuzz import (
     checkpoint_files,
+    gguf_files,
     grammars,
     headers,
     http_bodies,
@@ -22,6 +23,7 @@ MODULES = (
     peer_messages,
     upstream_answers,
     checkpoint_files,
+    gguf_files,
     local_files,
 )
 

@@ -15,7 +15,10 @@ from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from tests.gguf.files import U32, Pair, split_model, tiny_model
+
 COMMIT = "5" * 40
+PARTS = split_model((6, 5))
 ROOT = Path(__file__).resolve().parents[2]
 
 MODELS: dict[str, dict[str, bytes]] = {
@@ -34,7 +37,16 @@ MODELS: dict[str, dict[str, bytes]] = {
         "original/consolidated.00.pth": b"abcdef",
         "onnx/model.safetensors": b"abcdef",
     },
-    "org/gguf": {"config.json": b"{}", "model.gguf": b"GGUF"},
+    "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+    "org/tiny-GGUF": {
+        "README.md": b"# model",
+        "tiny-Q4_K_M.gguf": tiny_model([Pair("general.file_type", U32, 15)]),
+        "tiny-Q8_0.gguf": tiny_model([Pair("general.file_type", U32, 7)]),
+        "tiny-IQ4_XS.gguf": b"GGUF",
+        "mmproj-tiny-Q8_0.gguf": b"GGUF",
+        "BF16/tiny-BF16-00001-of-00002.gguf": PARTS[0],
+        "BF16/tiny-BF16-00002-of-00002.gguf": PARTS[1],
+    },
     "org/gated": {"config.json": b"{}", "model.safetensors": b"abc"},
 }
 

@@ -1,0 +1,77 @@
+"""Reads rows of tensors from mapped GGUF files, packed or as values."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftgate.backends.engine.gguf.blocks import unpack
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.gguf.architectures import SourceTensor
+
+_PIECE_VALUES = 1 << 20
+"""Values that are unpacked at once. The intermediate results of a whole embedding of Gemma would
+take several gigabytes."""
+
+
+def map_file(path: Path) -> Tensor:
+    """Return the bytes of a file, uint8 `[size]`, which the system reads on first use.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # an empty file is a ValueError
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody writes to the tensor
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def packed_rows(data: Tensor, source: SourceTensor) -> Tensor:
+    """Return the rows of a tensor in the order of the Hugging Face layout, without unpacking.
+
+    Args:
+        data: the bytes of the file.
+        source: where the tensor is.
+
+    Returns:
+        uint8 `[rows, row_bytes]`, which shares memory with `data` unless the file permutes rows.
+
+    Raises:
+        CheckpointError: the file was truncated after its header was read.
+    """
+    end = source.offset + source.rows * source.row_bytes
+    if end > len(data):
+        raise CheckpointError(f"damaged {source.stored.path}: it ends before one of its tensors")
+    rows = data[source.offset : end].view(source.rows, source.row_bytes)
+    if source.permuted_heads is None:
+        return rows
+    # Rows 0, 2, 4, ... of a head, and then rows 1, 3, 5, ...
+    pairs = rows.view(source.permuted_heads, -1, 2, source.row_bytes)
+    return pairs.transpose(1, 2).reshape(source.rows, source.row_bytes)
+
+
+def copy_values(rows: Tensor, source: SourceTensor, target: Tensor) -> None:
+    """Write the values of packed rows to a tensor of any floating-point dtype.
+
+    Args:
+        rows: uint8 `[rows, row_bytes]`.
+        source: the tensor.
+        target: a tensor of the shape of `source`.
+    """
+    values = target.view(len(rows), -1)
+    for piece in _pieces(*values.shape):
+        values[piece].copy_(unpack(source.stored.kind, rows[piece]))
+
+
+def _pieces(rows: int, columns: int) -> Iterator[slice]:
+    step = max(_PIECE_VALUES // columns, 1)
+    return (slice(start, start + step) for start in range(0, rows, step))
