@@ -117,7 +117,8 @@ class FleetWorker(SentRequests):
         """Whether the worker accepts requests now."""
         if self.hung or self.drained:
             return False
-        return self.backend.failure is None and self.pause is None
+        backend = self.backend
+        return backend.failure is None and getattr(backend, "pause", None) is None
 
     @property
     def pause(self) -> UpstreamPause | None:

@@ -94,7 +94,7 @@ class ScoredRows(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, because each step makes one, and its constructor would take longer
 class StepPlan:
     """The plan of one forward pass over a ragged batch of prompt chunks, decodes and drafts.
 
