@@ -361,6 +361,7 @@ class ModelCard:
         numerics_class: class of workers that compute the same bits, or None without that guarantee.
         created_s: Unix time of loading, in seconds.
         pool_tokens: number of tokens that its KV pool holds, or 0 if unknown.
+        weight_bytes, kv_bytes: memory of its weights and of its KV pool, or 0 if unknown.
         eos_ids: tokens that end a sequence, ascending.
         kv_format: layout of the KV blocks that it exchanges (`base.KvSource`, `base.KvSink`), or
             None if it exchanges none.
@@ -380,6 +381,8 @@ class ModelCard:
     kv_format: KvFormat | None = None
     prompts: tuple[tuple[str, str], ...] = ()
     defaults: GenerationDefaults = GenerationDefaults()
+    weight_bytes: int = 0
+    kv_bytes: int = 0
 
     def prompt(self, input_type: str) -> str:
         """Return the text to put before the texts of an embedding request, which may be empty."""

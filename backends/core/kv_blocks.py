@@ -51,6 +51,19 @@ class KvBlocks:
         """Number of blocks that could be allocated now: free, cached and lent blocks."""
         return self._free.num_free + self._cache.num_unused + len(self._lent)
 
+    @property
+    def num_unused(self) -> int:
+        """Number of cached blocks that no sequence uses."""
+        return self._cache.num_unused
+
+    def free_runs(self) -> list[range]:
+        """Return the runs of free blocks, in no order. The content of these blocks is not used."""
+        return self._free.runs()
+
+    def expire_unused(self) -> None:
+        """Free the cached blocks that no sequence has used since the last call, but held ones."""
+        self._free.give_back(self._cache.expire_unused())
+
     def blocks_for(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
@@ -293,6 +306,10 @@ class FreeRuns:
             self.num_free += end - start
             self._free_run(start, end)
 
+    def runs(self) -> list[range]:
+        """Return the gaps as runs of blocks."""
+        return [range(start, start + length) for start, length in self._gaps.items()]
+
     def blocks(self) -> list[int]:
         """Return the free blocks, and check that gaps are merged and counted.
 
@@ -300,7 +317,7 @@ class FreeRuns:
             AssertionError: an invariant is violated.
         """
         assert not set(self._gaps) & set(self._gap_ends), "neighbouring gaps are not merged"
-        free = [b for start, length in self._gaps.items() for b in range(start, start + length)]
+        free = [block for run in self.runs() for block in run]
         assert len(free) == self.num_free, "the count of free blocks is off"
         return free
 

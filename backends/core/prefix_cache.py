@@ -64,7 +64,9 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         # A list, because neighbouring blocks are read together and a dictionary would scatter them.
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._unused: dict[int, object] = {}  # least recently used first, without held blocks
+        # Least recently used first, without held blocks, each with `_age` at the end of its use.
+        self._unused: dict[int, object] = {}
+        self._age = 0
         self._held: dict[int, float] = {}  # held blocks by the end of their hold, earliest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # last hash of a chain, its blocks
         self._last_unused = 0, 0  # number of these blocks that were counted, and unused among them
@@ -145,7 +147,7 @@ class PrefixCache:
         others = [block for block in blocks if hash_of[block] is None]
         if others:
             blocks = [block for block in blocks if hash_of[block] is not None]
-        self._unused.update(zip(blocks, repeat(None)))
+        self._unused.update(zip(blocks, repeat(self._age)))
         return others
 
     def evict(self, blocks: int) -> list[int]:
@@ -160,6 +162,15 @@ class PrefixCache:
             self._hash_of[block] = None
         self._last_found, self._last_unused = (b"", []), (0, 0)
         return evicted
+
+    def expire_unused(self) -> list[int]:
+        """Evict the blocks that have been unused and unheld since the last call, and return them.
+
+        Two calls thus bound the time for which an unused block stays cached.
+        """
+        old = sum(1 for _ in takewhile(lambda age: age != self._age, self._unused.values()))
+        self._age += 1
+        return self.evict(old)
 
     def locate(self, hashes: Sequence[bytes]) -> list[int | None]:
         """Return the block of each hash, or None if it is not cached.
@@ -192,7 +203,7 @@ class PrefixCache:
         """Make held blocks ordinary unused blocks, the first of which is evicted first."""
         for block in blocks:
             del self._held[block]
-            self._unused[block] = None
+            self._unused[block] = self._age
 
 
 class PendingPrefixes:

@@ -39,7 +39,7 @@ from draftgate.backends.engine.load_draft import (
     read_tokenizer,
 )
 from draftgate.backends.engine.loaded import LoadedEngine
-from draftgate.backends.engine.memory import kv_cache_bytes, peak_bytes
+from draftgate.backends.engine.memory import UnusedMemory, kv_cache_bytes, peak_bytes
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.numerics import (
     check_cpu_isa,
@@ -55,6 +55,7 @@ from draftgate.backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
     make_proposers,
+    measured_depths,
 )
 from draftgate.backends.engine.quantisation.packed import Packing, choose_packing
 from draftgate.backends.engine.quantisation.reading import loaded_bytes
@@ -70,6 +71,7 @@ from draftgate.backends.engine.startup_cache import (
     AcceptanceCache,
     CacheEntry,
     Measurements,
+    save_learned,
     source_hash,
     startup_cache,
 )
@@ -143,19 +145,20 @@ def _loaded_decoder(
     max_model_len = min(config.max_model_len or longest, longest)
     decoder, memory = adapters.decoder(weights, max_model_len, exact=config.exact)
     draft = load_draft(config, draft_directory, model, weights, tokenizer, max_model_len)
-    pool = _pool(config, decoder, draft, directory, max_model_len, dtype, kv_dtype)
-    num_blocks = pool.num_blocks
-    verify = VERIFICATIONS[config.verify]
+    checkpoints = [one for one in (directory, draft.directory) if one is not None]
+    weight_bytes = sum(loaded_bytes(one, dtype, packing) for one in checkpoints)
+    pool = _pool(config, decoder, draft, max_model_len, kv_dtype, weight_bytes)
     limits = config.step_limits(device.type)
+    verify = VERIFICATIONS[config.verify]
     runner = runner_for(
         decoder, pool, max_num_seqs=limits.sequences, max_model_len=max_model_len, verify=verify
     )
-    max_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    max_sequences = min(num_blocks, limits.sequences)
+    max_tokens = min(pool.num_blocks * BLOCK_TOKENS, max_model_len)
+    max_sequences = min(pool.num_blocks, limits.sequences)
     made_by = weights.checkpoint_hash, dtype, decoder.arithmetic, device
     numerics = partial(numerics_class, *made_by, kv_dtype=kv_dtype)
-    timed = draft.format_class(numerics(exact=config.exact))
-    cache = _cache(device, timed, max_tokens, max_sequences, config.verify)
+    timed = numerics(exact=config.exact), draft.checkpoint_hash, config.draft_window_tokens
+    cache = _cache(device, *timed, max_tokens, max_sequences, config.verify)
     found = None if cache is None else cache.read()
     if found is None:
         test = partial(steps_are_exact, runner, model, dtype, kv_dtype, max_tokens, device)
@@ -165,47 +168,41 @@ def _loaded_decoder(
     else:
         exact, cost = found.exact, found.cost
         rehearse(runner, min(TOKEN_BUCKETS[0], max_tokens))
-    run = run_recorder(config, num_blocks)
-    blocks = KvBlocks(num_blocks, BLOCK_TOKENS) if run is None else run.blocks
-    proposers = make_proposers(
-        ProposerSetup(
-            config, decoder, pool, blocks, runner.forward, cost, *draft.models, max_model_len
-        )
-    )
+    run = run_recorder(config, pool.num_blocks)
+    blocks = KvBlocks(pool.num_blocks, BLOCK_TOKENS) if run is None else run.blocks
+    depth_cost = None if found is None else found.depth_cost
+    parts = decoder, pool, blocks, runner.forward, cost, *draft.models, max_model_len, depth_cost
+    proposers = make_proposers(ProposerSetup(config, *parts))
     watched = proposers if run is None else run.watch(proposers)
     scheduler = _scheduler(config, SchedulerConfig(*limits, model.eos_ids), blocks, watched, cost)
     name = numerics(exact=exact)
-    card = _card(config, model, directory, name, max_model_len, num_blocks, exact=exact)
-    card = adapters.described(card)
+    card = _card(config, model, directory, name, max_model_len, pool, exact=exact)
+    card = replace(adapters.described(card), weight_bytes=weight_bytes)
     if run is None:  # a replay of the run would lack the imported blocks
         card = replace(card, kv_format=pool.format(draft.format_class(name)))
     worker = _worker(scheduler, tokenizer, model, card, run)
-    learned = None
-    if config.acceptance_cache and run is None:  # a replay of the run would lack the counts
-        key = weights.checkpoint_hash, draft.checkpoint_hash, config.verify
-        learned = AcceptanceCache(scheduler.scores, *key)
-    save_learned = partial(_save_learned, scheduler, cache, learned, exact=exact)
-    save_learned()
+    # A replay of the run would lack the counts.
+    learned = _learned(config, scheduler, weights, draft) if run is None else None
+    depths = partial(measured_depths, proposers)
+    learns = partial(save_learned, scheduler, depths, cache, learned, exact=exact)
+    learns()
     served, exchange = ServedModel(card, worker.admission), KvExchange(blocks, pool)
+    # A replay of the run would lack the expired prefixes.
+    unused = UnusedMemory(blocks, pool, expires=run is None) if device.type == "cpu" else None
     recording = open_recording(config, proposers, card, scheduler, run)
     service = adapters.service(worker, memory, dtype, exact=exact)
     return LoadedEngine(
-        worker, runner, exchange, served, proposers, save_learned, recording, adapters=service
+        worker, runner, exchange, served, proposers, learns, recording, unused, adapters=service
     )
 
 
-def _save_learned(
-    scheduler: Scheduler,
-    costs: CacheEntry[Measurements] | None,
-    acceptance: AcceptanceCache | None,
-    *,
-    exact: bool,
-) -> None:
-    """Store what a worker has learned for the next start."""
-    if costs is not None:
-        costs.write(Measurements.from_cost(scheduler.cost, exact=exact))
-    if acceptance is not None:
-        acceptance.save()
+def _learned(
+    config: WorkerConfig, scheduler: Scheduler, weights: Weights, draft: LoadedDraft
+) -> AcceptanceCache | None:
+    if not config.acceptance_cache:
+        return None
+    key = weights.checkpoint_hash, draft.checkpoint_hash, config.verify
+    return AcceptanceCache(scheduler.scores, *key)
 
 
 def _scheduler(
@@ -327,16 +324,13 @@ def _pool(
     config: WorkerConfig,
     decoder: Decoder,
     draft: LoadedDraft,
-    directory: Path,
     max_model_len: int,
-    dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    weight_bytes: int,
 ) -> KvPool:
     """Allocate the KV memory of a model, and connect its head to the memory if it has one."""
-    checkpoints = [directory] if draft.directory is None else [directory, draft.directory]
     head, model = draft.head, decoder.config
     features = None if head is None else head.features
-    weight_bytes = sum(loaded_bytes(one, dtype) for one in checkpoints)
     num_blocks = _num_blocks(config, decoder, max_model_len, kv_dtype, weight_bytes, features)
     pool = KvPool(model, num_blocks, kv_dtype, decoder.device, features)
     if head is not None:
@@ -418,7 +412,7 @@ def _card(
     directory: Path,
     numerics: str,
     max_model_len: int,
-    num_blocks: int,
+    pool: KvPool,
     *,
     exact: bool,
 ) -> ModelCard:
@@ -437,8 +431,9 @@ def _card(
         numerics,
         int(time.time()),
         capabilities,
-        num_blocks * BLOCK_TOKENS,
+        pool.num_blocks * BLOCK_TOKENS,
         tuple(sorted(model.eos_ids)),
         prompts=read_prompts(directory),
         defaults=read_generation_defaults(config.generation_config, directory),
+        kv_bytes=pool.memory.nbytes,
     )

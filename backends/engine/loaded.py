@@ -13,6 +13,7 @@ from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.device_turns import DeviceTurns
 from draftgate.backends.engine.encoder.runner import EncoderRunner
 from draftgate.backends.engine.lora.service import AdapterService
+from draftgate.backends.engine.memory import UnusedMemory
 from draftgate.backends.engine.recording import AcceptanceRecording
 from draftgate.backends.engine.runner import ModelRunner
 from draftgate.backends.engine.served import ServedModel
@@ -29,6 +30,7 @@ class LoadedEngine:
         proposers: by name, cheapest first.
         save_learned: stores step costs and counts of accepted drafts for the next start.
         recording: records drafts to a file, or None.
+        unused_memory: returns memory to the system, or None if its memory is fixed.
         turns: the turns of the engines on its device.
         adapters: the LoRA adapters of the model, or None without any.
     """
@@ -40,6 +42,7 @@ class LoadedEngine:
     proposers: dict[str, Proposer]
     save_learned: Callable[[], None] = lambda: None
     recording: AcceptanceRecording | None = None
+    unused_memory: UnusedMemory | None = None
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     adapters: AdapterService | None = None
 

@@ -196,6 +196,9 @@ class EngineLoop(threading.Thread):
             self._save_if_due(engine)
             if engine.recording is not None:
                 engine.recording.observe(batch)
+            if engine.unused_memory is not None:
+                engine.unused_memory.note_step()
+                engine.unused_memory.release(time.monotonic())
 
         def urgency() -> StepUrgency | None:
             self._run_commands(engine)
@@ -222,7 +225,7 @@ class EngineLoop(threading.Thread):
                 if not self._reported:
                     self._events.stepped([], engine.load())
                 self._reported = True
-                self._sleep()
+                self._sleep(_release_unused(engine))
 
     def _run_later(self, function: Callable[[], None]) -> None:
         """Run a function in this thread, between two steps."""
@@ -240,9 +243,22 @@ class EngineLoop(threading.Thread):
         with self._wake:
             self._wake.notify()
 
-    def _sleep(self) -> None:
-        """Wait for a command, a transfer, a turn or the end."""
-        assert self._turns is not None
+    def _sleep(self, timeout_s: float | None) -> None:
+        """Wait for a command, a transfer, a turn or the end, or for `timeout_s`."""
+        turns = self._turns
+        assert turns is not None
+
+        def wanted() -> bool:
+            return bool(self._commands or self._transfers or self._stopping or turns.held)
+
         with self._wake:
-            while not (self._commands or self._transfers or self._stopping or self._turns.held):
-                self._wake.wait()
+            self._wake.wait_for(wanted, timeout_s)
+
+
+def _release_unused(engine: LoadedEngine) -> float | None:
+    """Return unused memory of an idle worker, and the seconds until there may be more, or None."""
+    memory, now_s = engine.unused_memory, time.monotonic()
+    if memory is None:
+        return None
+    memory.release(now_s)
+    return memory.due_in_s(now_s)

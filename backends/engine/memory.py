@@ -1,22 +1,37 @@
-"""Decides how much memory a KV cache takes."""
+"""Decides how much memory a KV cache takes, and returns unused memory to the system."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.worker_config import WorkerConfig
 
-CPU_SHARE: Final = 0.5
-"""Share of available CPU memory that the workers of a process take for KV caches.
+CPU_SHARE: Final = 0.25
+CPU_MOST_BYTES: Final = 2 << 30
+"""Largest share of the available memory, and largest size, of the KV caches of a process on a CPU.
 
-Other programs and the page cache share the rest. A cache occupies a page of memory only after its
-first use.
+The machine also serves other programs. The prefix cache fills a KV cache in time, however few
+requests run. Two gigabytes hold 93,000 tokens of SmolLM2-135M or 65,000 of Llama-3.2-1B in
+bfloat16, hours of chats at the speed of a CPU. (Chosen by that reasoning, 2026-11-29.)
 """
+
+RELEASE_EVERY_S: Final = 30.0
+"""Interval at which a worker returns unused memory, in seconds. (Chosen. It takes at most
+milliseconds.)"""
+
+KEEP_PREFIXES_S: Final = 300.0
+"""Least time for which a worker on a CPU keeps an unused prefix, in seconds, so that the next
+message of a chat finds it. (Chosen: as long as other servers for laptops keep a model.)"""
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -29,14 +44,15 @@ def kv_cache_bytes(
     Args:
         device: the device of the cache.
         config: the settings of its worker. Without `kv_bytes`, the cache takes free memory. The
-            workers of a CPU share it and load at the same time.
+            workers of a CPU load at the same time and share `CPU_SHARE` of it, at most
+            `CPU_MOST_BYTES`.
         weight_bytes, step_bytes: as in `gpu_kv_bytes`.
     """
     if config.kv_bytes is not None:
         return int(config.memory_share * config.kv_bytes)
     if device.type != "cuda":
-        share = CPU_SHARE * config.memory_share / config.num_workers
-        return int(share * available_bytes())
+        most = min(CPU_SHARE * available_bytes(), CPU_MOST_BYTES)
+        return int(most * config.memory_share / config.num_workers)
     free, total = torch.cuda.mem_get_info(device)
     utilization, share = config.gpu_memory_utilization, config.memory_share
     return gpu_kv_bytes(free, total, utilization, share, weight_bytes, step_bytes)
@@ -99,3 +115,76 @@ def _group_available() -> int:
     except OSError:
         return 1 << 62
     return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+
+
+class UnusedMemory:
+    """Returns the memory that a CPU worker no longer uses to the system.
+
+    These are the pages of free KV blocks, prefixes that no request has used for `KEEP_PREFIXES_S`,
+    and free memory in the heap. The worker calls `release` between two steps and while it is idle.
+    """
+
+    def __init__(
+        self, blocks: KvBlocks, pool: KvPool, *, expires: bool, now_s: float | None = None
+    ) -> None:
+        """Release the memory that loading has used.
+
+        Args:
+            blocks, pool: the KV blocks and their memory.
+            expires: whether unused prefixes expire.
+            now_s: the time on the worker's clock, or None for that of `time.monotonic`.
+        """
+        now_s = time.monotonic() if now_s is None else now_s
+        self._blocks = blocks
+        self._pool = pool
+        self._expires = expires
+        self._expire_at_s = now_s + KEEP_PREFIXES_S
+        self._release_at_s = now_s
+        self._used = True
+        self.release(now_s)
+
+    def note_step(self) -> None:
+        """Note that a step has used memory."""
+        self._used = True
+
+    def due_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until there may be memory to release, or None if there is none."""
+        if self._used:
+            return max(0.0, self._release_at_s - now_s)
+        if self._expires and self._blocks.num_unused:
+            return max(0.0, self._expire_at_s - now_s)
+        return None
+
+    def release(self, now_s: float) -> None:
+        """Return unused memory, if it is due."""
+        if self.due_in_s(now_s) != 0.0:
+            return
+        if self._expires and now_s >= self._expire_at_s:
+            self._blocks.expire_unused()
+            self._expire_at_s = now_s + KEEP_PREFIXES_S
+        self._pool.release(self._blocks.free_runs())
+        _trim_heap()
+        self._release_at_s = now_s + RELEASE_EVERY_S
+        self._used = False
+
+
+def resident_bytes() -> int:
+    """Return the bytes of main memory that this process occupies, or 0 if they are unknown."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:  # systems other than Linux
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim_heap() -> None:
+    """Return the free pages of glibc's heap. Other allocators return them by themselves."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], object] | None:
+    trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim

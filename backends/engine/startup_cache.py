@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from draftgate.backends.core.draft_scores import AcceptanceCounts, DraftScores
+from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.recorded_run import RecordedCost
 from draftgate.cache import cache_directory
 from draftgate.policies.costs.step_cost import StepCost
@@ -37,15 +38,23 @@ entries."""
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Results of a start: whether the probe found exact bits, and the step costs."""
+    """Results of a start: whether the probe found exact bits, and costs of steps and of drafting.
+
+    The cost of drafting is that of a draft model or head (`warmup.measure_depths`), or None without
+    either.
+    """
 
     exact: bool
     costs: RecordedCost
+    depth_costs: RecordedCost | None = None
 
     @classmethod
-    def from_cost(cls, cost: StepCost, *, exact: bool) -> Measurements:
+    def from_costs(
+        cls, cost: StepCost, depth_cost: StepCost | None, *, exact: bool
+    ) -> Measurements:
         """Return the measurements with these results."""
-        return cls(exact, RecordedCost.from_cost(cost))
+        depths = None if depth_cost is None else RecordedCost.from_cost(depth_cost)
+        return cls(exact, RecordedCost.from_cost(cost), depths)
 
     def check(self) -> None:
         """Check the costs.
@@ -53,7 +62,7 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ValueError: the fields do not form a valid table.
         """
-        _ = self.cost
+        _ = self.cost, self.depth_cost
 
     @property
     def cost(self) -> StepCost:
@@ -63,6 +72,15 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ValueError: the fields do not form a valid table.
         """
         return self.costs.cost
+
+    @property
+    def depth_cost(self) -> StepCost | None:
+        """The cost of drafting one more token, over sequences instead of tokens.
+
+        Raises:
+            ValueError: the fields do not form a valid table.
+        """
+        return None if self.depth_costs is None else self.depth_costs.cost
 
 
 def source_hash() -> str:
@@ -141,6 +159,28 @@ class CacheEntry(Generic[T]):
         by_age = sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True)
         for path in by_age[MAX_ENTRIES:]:
             path.unlink(missing_ok=True)
+
+
+def save_learned(
+    scheduler: Scheduler,
+    depth_cost: Callable[[], StepCost | None],
+    costs: CacheEntry[Measurements] | None,
+    acceptance: AcceptanceCache | None,
+    *,
+    exact: bool,
+) -> None:
+    """Store what a worker has learned for the next start.
+
+    Args:
+        scheduler: has the costs of steps.
+        depth_cost: returns the cost of drafting.
+        costs, acceptance: where to store the costs and the counts of drafts, or None.
+        exact: whether the probe found exact bits.
+    """
+    if costs is not None:
+        costs.write(Measurements.from_costs(scheduler.cost, depth_cost(), exact=exact))
+    if acceptance is not None:
+        acceptance.save()
 
 
 def startup_cache(*key: object) -> CacheEntry[Measurements]:

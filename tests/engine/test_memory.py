@@ -14,7 +14,15 @@ from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
-from draftgate.backends.engine.memory import CPU_SHARE, gpu_kv_bytes, kv_cache_bytes
+from draftgate.backends.engine.memory import (
+    CPU_MOST_BYTES,
+    CPU_SHARE,
+    KEEP_PREFIXES_S,
+    RELEASE_EVERY_S,
+    UnusedMemory,
+    gpu_kv_bytes,
+    kv_cache_bytes,
+)
 from draftgate.backends.worker_config import WorkerConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -37,10 +45,50 @@ def test_kv_bytes_are_divided_by_the_share(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_cpu_memory_is_divided_by_workers_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of a CPU take equal parts of the available memory, and models their shares."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * GIB)
     config = WorkerConfig(memory_share=0.75, num_workers=2)
-    assert kv_cache_bytes(CPU, config, 0, 0) == CPU_SHARE * 8 * GIB * 0.75 / 2
-    assert kv_cache_bytes(CPU, WorkerConfig(), 0, 0) == CPU_SHARE * 8 * GIB
+    assert kv_cache_bytes(CPU, config, 0, 0) == CPU_SHARE * 4 * GIB * 0.75 / 2
+    assert kv_cache_bytes(CPU, WorkerConfig(), 0, 0) == CPU_SHARE * 4 * GIB
+    monkeypatch.setattr(memory, "available_bytes", lambda: 64 * GIB)
+    assert kv_cache_bytes(CPU, config, 0, 0) == CPU_MOST_BYTES * 0.75 / 2
+    assert kv_cache_bytes(CPU, WorkerConfig(), 0, 0) == CPU_MOST_BYTES == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("available", "sequences", "context", "expected"),
+    [
+        (64 * GIB, 4, 64, 4 * 64),  # all contexts fit
+        (64 * GIB, 4, 60, 4 * 64),  # a context has whole blocks
+        (1 << 20, 64, 512, 0.25),  # less than a quarter of a megabyte is free
+        (64 * GIB, 4096, 512, 2048),
+    ],
+)
+def test_default_pool_of_a_cpu_is_bounded(
+    available: int,
+    sequences: int,
+    context: int,
+    expected: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool holds the contexts of all sequences, at most a quarter of free memory and 2 GiB.
+
+    `expected` is in tokens if all contexts fit, and else in MiB.
+    """
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    token_bytes = read_model_config(SHIPPED_MODEL).kv_bytes_per_token(4)
+    config = WorkerConfig(
+        device="cpu",
+        dtype="float32",
+        proposer="ngram",
+        max_num_seqs=sequences,
+        max_model_len=context,
+    )
+    monkeypatch.setattr("draftgate.backends.engine.load.rehearse", lambda *_: None)
+    card = load_engine(config).served.card
+    tokens = expected
+    if sequences * context > 4 * 64:
+        tokens = int(expected * (1 << 20)) // (token_bytes * BLOCK_TOKENS) * BLOCK_TOKENS
+    assert card.pool_tokens == tokens
 
 
 def test_cpu_memory_is_measured() -> None:

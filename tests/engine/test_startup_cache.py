@@ -39,7 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(*key: object) -> CacheEntry[Measurements]:
     cache = startup_cache(*key)
-    cache.write(Measurements.from_cost(COST, exact=True))
+    cache.write(Measurements.from_costs(COST, None, exact=True))
     return cache
 
 

@@ -110,6 +110,11 @@ class DraftModelProposer:
         # By sequence key: length of the sequence at its last draft, and the drafts that were fed.
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
 
+    @property
+    def cost(self) -> StepCost:
+        """The cost of a forward pass by its tokens, from the passes so far."""
+        return self._fit.cost
+
     def depth_s(self, sequences: int) -> float:
         """Return the predicted seconds of a forward pass with one token per sequence."""
         return self._fit.cost.seconds(sequences)

@@ -125,6 +125,11 @@ class EagleProposer:
         self._fit = StepCostFit(cost)
         self._passes_per_token = 1.0
 
+    @property
+    def cost(self) -> StepCost:
+        """The cost of a forward pass by its tokens, from the passes so far."""
+        return self._fit.cost
+
     def depth_s(self, sequences: int) -> float:
         """Return the predicted seconds per draft token of passes with one row per sequence.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +46,7 @@ class ProposerSetup:
         draft: the draft model, or None.
         head: the EAGLE-3 head, whose features the pool holds, or None.
         max_model_len: maximum tokens of a sequence, or None for the model's own bound.
+        depth_cost: the cost of drafting that an earlier start has measured, or None to measure it.
     """
 
     config: WorkerConfig
@@ -57,6 +58,7 @@ class ProposerSetup:
     draft: Decoder | None = None
     head: EagleHead | None = None
     max_model_len: int | None = None
+    depth_cost: StepCost | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -112,7 +114,8 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
         eos_ids=setup.eos_ids,
         keep_distributions=setup.keep_distributions,
         catch_up_tokens=limits.tokens,
-        cost=measure_depths(
+        cost=setup.depth_cost
+        or measure_depths(
             lambda count: model.forward(feeds[:count]),
             lambda: setup.forward(feeds[:1]),
             limits.sequences,
@@ -133,7 +136,8 @@ def _eagle(setup: ProposerSetup) -> Proposer:
         eos_ids=setup.eos_ids,
         keep_distributions=setup.keep_distributions,
         catch_up_tokens=limits.tokens,
-        cost=measure_depths(
+        cost=setup.depth_cost
+        or measure_depths(
             lambda count: runner.read([token] * count, [0] * count).logits,
             lambda: setup.forward([token]),
             limits.sequences,
@@ -226,6 +230,12 @@ def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
     if setup.config.record_acceptance is None:  # a recording has no predictions to replay
         proposers[PREDICTION] = PredictionProposer()
     return proposers
+
+
+def measured_depths(proposers: Mapping[str, Proposer]) -> StepCost | None:
+    """Return the cost of drafting with the draft model or head, or None without either."""
+    found = (p for p in proposers.values() if isinstance(p, DraftModelProposer | EagleProposer))
+    return next((proposer.cost for proposer in found), None)
 
 
 def _factory(name: str) -> ProposerFactory:

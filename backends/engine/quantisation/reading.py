@@ -35,7 +35,7 @@ from draftgate.backends.engine.quantisation.int4 import (
     unpacked_shape,
 )
 from draftgate.backends.engine.quantisation.linear import QuantisedLinear, StackedLinear
-from draftgate.backends.engine.quantisation.packed import Packing, read_unquantised
+from draftgate.backends.engine.quantisation.packed import Packing, packed_kind, read_unquantised
 from draftgate.backends.engine.quantisation.scheme import (
     Fp8Scheme,
     Int4Scheme,
@@ -84,8 +84,12 @@ def require_weights(
     return sum(require(name, shape) for name, shape in shapes.items())
 
 
-def loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
-    """Return the bytes of all tensors of a checkpoint after loading, without packing.
+_OUTPUTS: Final = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of the embedding and the LM head."""
+
+
+def loaded_bytes(directory: Path, dtype: torch.dtype, packing: Packing | None = None) -> int:
+    """Return the bytes of all tensors of a checkpoint after loading.
 
     A quantised weight has scales of every output, and zeros of a byte, which may take 3% more than
     in the checkpoint.
@@ -93,6 +97,7 @@ def loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
     Args:
         directory: directory of a model or a head.
         dtype: dtype of the tensors that are not quantised.
+        packing: which weights stay packed, on a CPU.
     """
     path = directory / "config.json"
     scheme = read_scheme(Fields(read_json(path), str(path)))
@@ -105,6 +110,10 @@ def loaded_bytes(directory: Path, dtype: torch.dtype) -> int:
             return scheme.loaded_bytes(*unpacked_shape(stored.shape, scheme))
         if scheme is not None and kind in PARTS:
             return 0
+        if len(stored.shape) == 2:
+            block = packed_kind(stored, packing, output=name.endswith(_OUTPUTS))
+            if block is not None:
+                return math.prod(stored.shape) // block.values * block.num_bytes
         if stored.dtype in PACKED_DTYPES:
             return stored.num_bytes
         return math.prod(stored.shape) * dtype.itemsize
