@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from draftgate import __version__
-from draftgate.backends.types import Task
+from draftgate.backends.types import ModelCard, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.endpoints.health import outage_of
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
+from draftgate.gateway.process import resident_bytes
 
 
 def banner(where: Listening) -> str:
@@ -36,6 +37,7 @@ def _models(node: Node) -> list[tuple[str, str]]:
     return [
         *(line for model in node.models if model.is_known for line in _about(model, node)),
         *([("adapters", adapters)] if adapters else []),
+        *_memory([worker.backend.card for worker in node.fleet.workers]),
         ("speculation", f"{node.policy.name}; proposers: {proposers}"),
     ]
 
@@ -54,6 +56,18 @@ def _described(model: ModelService, node: Node) -> str:
     where = f"pool {node.config.pool}" if elsewhere else node.config.backend
     several = f", {len(workers)} workers" if len(workers) > 1 else ""
     return f"{served.name} ({where}{several}, {served.max_model_len} tokens of context)"
+
+
+def _memory(cards: Sequence[ModelCard]) -> Iterator[tuple[str, str]]:
+    """Yield the line about the memory of the workers of this process, if there are any."""
+    weights, kv = sum(c.weight_bytes for c in cards), sum(c.kv_bytes for c in cards)
+    if not weights:
+        return
+    used = resident_bytes()
+    total = "" if used is None else f", up to {(used + kv) / 1e9:.2f} GB in total"
+    tokens = sum(card.pool_tokens for card in cards)
+    cache = f", up to {kv / 1e9:.2f} GB of KV cache ({tokens:,} tokens)" if kv else ""
+    yield "memory", f"{weights / 1e9:.2f} GB of weights{cache}{total}"
 
 
 def _upstreams(node: Node) -> list[tuple[str, str]]:

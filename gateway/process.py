@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 YOUNG_OBJECTS: Final = 5_000
@@ -38,6 +41,32 @@ once the other size is set, and steps then ask the system for the same memory ag
 
 _M_TRIM_THRESHOLD: Final = -1  # parameters of mallopt(3)
 _M_MMAP_THRESHOLD: Final = -3
+
+
+_PROC: Final = Path("/proc")
+
+
+def resident_bytes() -> int | None:
+    """Return the main memory of this process and its descendants, or None if it is unknown.
+
+    Pages that several of them share count several times.
+    """
+    try:
+        return sum(map(_resident_bytes, _with_descendants(os.getpid())))
+    except OSError:  # systems other than Linux
+        return None
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = (_PROC / str(pid) / "statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for children in (_PROC / str(pid) / "task").glob("*/children"):
+        for child in children.read_text(encoding="ascii").split():
+            yield from _with_descendants(int(child))
 
 
 def settle_process() -> None:

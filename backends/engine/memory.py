@@ -168,15 +168,6 @@ class UnusedMemory:
         self._used = False
 
 
-def resident_bytes() -> int:
-    """Return the bytes of main memory that this process occupies, or 0 if they are unknown."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:  # systems other than Linux
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _trim_heap() -> None:
     """Return the free pages of glibc's heap. Other allocators return them by themselves."""
     trim = _malloc_trim()

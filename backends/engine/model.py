@@ -96,7 +96,8 @@ class Decoder:
                 linear(torch.zeros(rows, linear.in_features, dtype=dtype))
             for router in routers[:1]:
                 router.float32(torch.zeros(rows, router.in_features, dtype=dtype))
-            self.logits(torch.zeros(rows, self.config.hidden_size, dtype=dtype))
+            if self._weights.lm_head.library is None:  # C compiles nothing for a shape
+                self.logits(torch.zeros(rows, self.config.hidden_size, dtype=dtype))
 
     def sampled_logits(self, hidden: Tensor, num_samples: int) -> Tensor:
         """Return the logits of the sampled rows of `last_hidden`.

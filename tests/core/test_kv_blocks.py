@@ -74,6 +74,10 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.release(table)
         assert table == []
 
+    @rule()
+    def expire(self):
+        self.blocks.expire_unused()
+
     @invariant()
     def nothing_is_lost_or_doubled(self):
         self.blocks.check_integrity(self.tables)

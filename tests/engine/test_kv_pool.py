@@ -70,13 +70,38 @@ def test_draft_model_that_does_not_fit_is_rejected(draft: ModelConfig) -> None:
 
 def test_pool_takes_memory_only_when_used() -> None:
     """The unused part of a large pool takes address space but no memory."""
-    before = resident_bytes()
+    before = resident_pages()
     num_blocks = num_blocks_for(TARGET, 2 << 30, torch.float32)
     pool = KvPool(TARGET, num_blocks, torch.float32)
     pool.layers[0][:, :BLOCK_TOKENS] = 1.0
-    assert resident_bytes() - before < 64 << 20
+    strips, pages_of_block = len(pool.memory), -(-pool.block_bytes // len(pool.memory) // 4096)
+    assert resident_pages() - before < strips * (pages_of_block + 1) + 256
     assert not pool.layers[-1][:, -1].any()
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def test_released_blocks_take_no_memory() -> None:
+    """The memory of released blocks returns to the system, and other blocks keep their content."""
+    pool = KvPool(TARGET, 256, torch.float32)
+    before = resident_pages()
+    pool.memory.fill_(1.0)
+    assert (resident_pages() - before) * 4096 > 0.9 * pool.memory.nbytes
+    pool.release([range(16), range(20, 250)])
+    assert (resident_pages() - before) * 4096 < 0.1 * pool.memory.nbytes
+    slots = torch.arange(pool.memory.shape[1]) // BLOCK_TOKENS
+    kept = ((slots >= 16) & (slots < 20)) | (slots >= 250)
+    assert (pool.memory[:, kept] == 1.0).all()
+
+
+def test_block_beside_a_used_block_of_its_page_keeps_its_memory() -> None:
+    """A release changes nothing outside of its runs, even if blocks are smaller than a page."""
+    small = draft_config(head_dim=16)  # 1 KiB in each strip
+    pool = KvPool(small, 64, torch.float32)
+    pool.memory.fill_(1.0)
+    pool.release([range(1, 2), range(5, 30)])
+    slots = torch.arange(pool.memory.shape[1]) // BLOCK_TOKENS
+    assert (pool.memory[:, (slots < 5) | (slots >= 30)] == 1.0).all()
+    assert not pool.memory[:, (slots >= 8) & (slots < 28)].any()
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.engine import memory
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import read_model_config
@@ -169,3 +173,88 @@ def test_weights_of_the_draft_model_count(monkeypatch: pytest.MonkeyPatch) -> No
     both, alone = seen
     assert alone == 4 * Checkpoint(SHIPPED_MODEL).num_parameters
     assert both > alone
+
+
+def unused_memory(blocks: KvBlocks, *, expires: bool = True) -> tuple[UnusedMemory, list[set[int]]]:
+    """Return the unused memory of a worker at time 0, and the blocks of each of its releases."""
+    released: list[set[int]] = []
+
+    class Pool:
+        def release(self, runs: Iterable[range]) -> None:
+            released.append({block for run in runs for block in run})
+
+    memory_ = UnusedMemory(blocks, Pool(), expires=expires, now_s=0.0)  # type: ignore[arg-type]
+    return memory_, released
+
+
+def used_and_cached(blocks: KvBlocks) -> tuple[array[int], list[bytes]]:
+    """Return the table and the hashes of a sequence of four cached blocks."""
+    table, hashes = array("q"), [bytes([index]) for index in range(4)]
+    blocks.extend(table, 4 * BLOCK_TOKENS)
+    blocks.confirm(table, hashes, range(4))
+    return table, hashes
+
+
+def test_free_blocks_are_released_after_steps() -> None:
+    """A worker releases exactly its free blocks, no more often than the interval allows, and not
+    again without steps."""
+    blocks = KvBlocks(16, BLOCK_TOKENS)
+    unused, released = unused_memory(blocks)
+    assert released == [set(range(16))]
+    assert unused.due_in_s(1.0) is None
+    table, _ = used_and_cached(blocks)
+    unused.note_step()
+    assert unused.due_in_s(10.0) == RELEASE_EVERY_S - 10.0
+    unused.release(10.0)
+    assert len(released) == 1
+    unused.release(RELEASE_EVERY_S)
+    assert released[1:] == [set(range(16)) - set(table)]
+    assert unused.due_in_s(RELEASE_EVERY_S) is None
+
+
+def test_unused_prefixes_expire() -> None:
+    """A prefix stays cached for the promised time, and its memory is released within twice that
+    time, without steps."""
+    blocks = KvBlocks(16, BLOCK_TOKENS)
+    unused, released = unused_memory(blocks)
+    table, hashes = used_and_cached(blocks)
+    unused.note_step()
+    unused.release(RELEASE_EVERY_S)
+    blocks.release(table)
+    freed_s, now_s = RELEASE_EVERY_S, RELEASE_EVERY_S
+    while (wait_s := unused.due_in_s(now_s)) is not None:
+        now_s += wait_s
+        if now_s <= freed_s + KEEP_PREFIXES_S:
+            assert blocks.num_cached(hashes) == 4
+        unused.release(now_s)
+    assert blocks.num_cached(hashes) == 0
+    assert released[-1] == set(range(16))
+    assert freed_s + KEEP_PREFIXES_S <= now_s <= freed_s + 2 * KEEP_PREFIXES_S
+
+
+def test_prefixes_in_use_do_not_expire() -> None:
+    """Neither a prefix in use nor one that was used again in time expires."""
+    blocks = KvBlocks(16, BLOCK_TOKENS)
+    unused, _ = unused_memory(blocks)
+    table, hashes = used_and_cached(blocks)
+    for turn in range(1, 5):
+        unused.note_step()
+        unused.release(turn * KEEP_PREFIXES_S)
+        assert blocks.num_cached(hashes) == 4
+        blocks.release(table)
+        again = array("q")
+        assert blocks.admit(again, hashes, 5 * BLOCK_TOKENS) == 4
+        table = again
+
+
+def test_prefixes_of_a_recorded_run_do_not_expire() -> None:
+    """A worker that records its run keeps unused prefixes, because a replay would."""
+    blocks = KvBlocks(16, BLOCK_TOKENS)
+    unused, _ = unused_memory(blocks, expires=False)
+    table, hashes = used_and_cached(blocks)
+    blocks.release(table)
+    for turn in range(1, 5):
+        unused.note_step()
+        unused.release(turn * KEEP_PREFIXES_S)
+    assert unused.due_in_s(5 * KEEP_PREFIXES_S) is None
+    assert blocks.num_cached(hashes) == 4

@@ -15,6 +15,7 @@ from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine import load, loop
 from draftgate.backends.engine import startup_cache as cache_module
+from draftgate.backends.engine.proposers import registry
 from draftgate.backends.engine.startup_cache import (
     AcceptanceCache,
     CacheEntry,
@@ -282,3 +283,24 @@ def test_busy_worker_stores_what_it_has_learned(monkeypatch: pytest.MonkeyPatch)
         now_s[0] += loop.SAVE_EVERY_S / 8
         thread._save_if_due(engine)
     assert len(saved) == 3
+
+
+def test_the_second_start_does_not_time_the_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start with a draft model knows the cost of drafting from the first."""
+    config = WorkerConfig(device="cpu", kv_bytes=1 << 24)
+    depths = StepCost((1, 64), (1e-4, 9e-4))
+    timed = []
+
+    def measure(*_: object) -> StepCost:
+        timed.append("depths")
+        return depths
+
+    monkeypatch.setattr(load, "measure_step_cost", lambda *_, **__: COST)
+    monkeypatch.setattr(load, "steps_are_exact", lambda *_, **__: True)
+    monkeypatch.setattr(registry, "measure_depths", measure)
+    for _ in range(2):
+        engine = load.load_engine(config)
+        assert engine.proposers["draft_model"].depth_s(64) == 9e-4
+    assert timed == ["depths"]
+    load.load_engine(msgspec.structs.replace(config, draft_window_tokens=32))
+    assert timed == ["depths"] * 2

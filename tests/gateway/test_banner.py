@@ -6,6 +6,9 @@ import asyncio
 import json
 import logging
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,6 +18,7 @@ from draftgate.gateway.banner import banner
 from draftgate.gateway.cli.server import show_banner
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.logs import LOGGER, JsonFormatter
+from draftgate.gateway.process import resident_bytes
 from tests.gateway.harness import PATIENCE_S, client, running
 from tests.gateway.test_cli import COMMAND
 from tests.gateway.upstreams import forwarding, refusal, upstream
@@ -57,6 +61,38 @@ async def test_the_banner_says_that_a_node_is_not_ready() -> None:
         ready = await http.get("/ready")
         assert ready.status_code == 503
         assert f"is not ready: {ready.json()['reason']}\n" in banner(gateway)
+
+
+async def test_the_banner_shows_the_memory_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line has the weights, the KV cache and the total, which includes what is resident now."""
+    monkeypatch.setattr("draftgate.gateway.banner.resident_bytes", lambda: 570_000_000)
+    async with running(backend="sim") as gateway:
+        assert "memory" not in banner(gateway)  # a simulated worker has no weights
+        worker = gateway.node.fleet.workers[0]
+        sizes = {"weight_bytes": 269_000_000, "kv_bytes": 2_150_000_000, "pool_tokens": 93_200}
+        card = replace(worker.backend.card, **sizes)
+        monkeypatch.setattr(type(worker.backend), "card", card)
+        (line,) = [line.strip() for line in banner(gateway).splitlines() if "memory" in line]
+    assert line == (
+        "memory       0.27 GB of weights, up to 2.15 GB of KV cache (93,200 tokens), "
+        "up to 2.72 GB in total"
+    )
+
+
+def test_resident_memory_includes_descendants() -> None:
+    """The memory of a process includes that of the processes that it started."""
+    alone = resident_bytes()
+    assert alone is not None
+    code = "x = b'x' * (64 << 20); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        both = resident_bytes()
+        assert both is not None
+        assert both - alone > 60 << 20
+        child.communicate(b"\n")
 
 
 @pytest.mark.parametrize("form", ["line", "json"])
