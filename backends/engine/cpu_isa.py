@@ -31,16 +31,25 @@ ISAS: Final = {
 """Instruction sets by their names in `DRAFTGATE_CPU_ISA`. No instruction set includes AMX."""
 
 
+def isa_variables(name: str) -> dict[str, str]:
+    """Return the environment variables that limit a process to an instruction set of `ISAS`."""
+    isa = ISAS[name]
+    return {
+        VARIABLE: name,
+        "ONEDNN_MAX_CPU_ISA": isa.onednn,
+        "ATEN_CPU_CAPABILITY": isa.aten,
+        "MKL_ENABLE_INSTRUCTIONS": isa.mkl,
+    }
+
+
 def limit_cpu_isa() -> None:
     """Set the variables that the libraries read at their first use.
 
     `requested_isa` reports an unknown name, which this function ignores.
     """
-    isa = ISAS.get(os.environ.get(VARIABLE, ""))
-    if isa is not None:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = isa.onednn
-        os.environ["ATEN_CPU_CAPABILITY"] = isa.aten
-        os.environ["MKL_ENABLE_INSTRUCTIONS"] = isa.mkl
+    name = os.environ.get(VARIABLE, "")
+    if name in ISAS:
+        os.environ.update(isa_variables(name))
 
 
 def requested_isa() -> str | None:

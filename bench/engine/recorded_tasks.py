@@ -308,7 +308,8 @@ def _code_edit(rng: random.Random) -> tuple[Turn, ...]:
     return (Turn(message, 256, prediction=rest, begun=f"```python\n{first}", stop=("```",)),)
 
 
-def _passage(rng: random.Random, city: str) -> str:
+def passage(rng: random.Random, city: str) -> str:
+    """Return six sentences about a workshop in a city."""
     founder, year, product = rng.choice(NAMES), rng.randint(1880, 2015), rng.choice(PRODUCTS)
     return (
         f"The {city} workshop was founded by {founder} in {year}. It makes the {product}, of which "
@@ -323,7 +324,7 @@ def _passage(rng: random.Random, city: str) -> str:
 def _retrieval(rng: random.Random) -> tuple[Turn, ...]:
     cities = rng.sample(CITIES, 4)
     passages = "\n\n".join(
-        f"[{number}] {_passage(rng, city)}" for number, city in enumerate(cities, 1)
+        f"[{number}] {passage(rng, city)}" for number, city in enumerate(cities, 1)
     )
     city, other = rng.sample(cities, 2)
     question = rng.choice(
@@ -346,9 +347,9 @@ TEMPLATES: Final[dict[str, Callable[[random.Random], tuple[Turn, ...]]]] = {
 }
 
 
-def templated(task: str, count: int) -> Iterator[Conversation]:
-    """Yield the first conversations of a task of this module."""
-    for index in range(count):
+def templated(task: str, count: int, first: int = 0) -> Iterator[Conversation]:
+    """Yield conversations of a task of this module, from the number `first` on."""
+    for index in range(first, first + count):
         # The generator of random numbers is seeded by text, which is stable between versions.
         yield Conversation(task, index, TEMPLATES[task](random.Random(f"{task}/{index}")))
 

@@ -48,6 +48,19 @@ def process_tree(pid: int) -> Iterator[int]:
                     yield from process_tree(int(child))
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the main memory of a process and its descendants. Shared pages count once."""
+    return sum(map(_proportional_bytes, process_tree(pid)))
+
+
+def _proportional_bytes(pid: int) -> int:
+    try:
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:  # the process has ended
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 def _ticks(pid: int) -> int:
     try:
         line = (_PROC / str(pid) / "stat").read_text()

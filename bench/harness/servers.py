@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from bench.harness.processes import cpu_s
+from bench.harness.processes import cpu_s, resident_bytes
 
 SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
 
@@ -27,3 +27,8 @@ class Server:
     def cpu_s(self) -> float:
         """CPU seconds of the server so far."""
         return cpu_s(self.pid)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Main memory of the server now."""
+        return resident_bytes(self.pid)

@@ -137,7 +137,7 @@ BENCHES: Final = {
     "evidence": "bench.simulation.evidence",
     "priors": "bench.simulation.priors",
     "edge": "bench.edge.command",
-    "field": "bench.field.command",
+    "cpu": "bench.cpu.command",
     "moves": "bench.gateway.moves",
     "store": "bench.gateway.store",
 }

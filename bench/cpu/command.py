@@ -1,24 +1,29 @@
-"""Compare Draftgate with vLLM and llama.cpp: the same model, requests and core, in one run.
+"""Compare Draftgate with vLLM and llama.cpp on a CPU: tokens/s, CPU time and memory, in one run.
 
-    draftgate bench field MODEL --vllm vllm --llama-server llama-server --gguf FILE --json OUT
+    draftgate bench cpu MODEL --rivals DIR --json OUT
 
-The arms are Draftgate with `auto`, `off` and each proposer of the model, vLLM for CPUs without
-speculation, with n-grams and with suffix decoding, and llama.cpp's server without speculation and
-with two kinds of n-grams. An arm whose program is absent or does not start is skipped and named.
+MODEL is a GGUF file or a checkpoint directory, by default the shipped model. llama.cpp's server
+needs the same model as a GGUF file (`--gguf`) and vLLM as a directory (`--checkpoint`), if MODEL is
+not already one. DIR has the programs `llama/llama-server` and `vllm/bin/vllm`.
 
-All servers have one thread and share a core, and the client has another core. Only one server has
-requests at a time. In each turn, the servers of a group run the requests of a cell back to back. A
-cell has a number of streams and a temperature. Each stream sends its next request after the
-previous response. The prompts are token ids, every output has the same number of tokens, and no
-prompt occurs twice. The order reverses from round to round.
+The arms are `off` and `auto` of Draftgate, and both rivals without and with n-gram drafts. With
+`--full`, they are also fixed drafts of each proposer of the model, and further drafts of the
+rivals. An arm whose program is absent or does not start is skipped and named.
+
+All servers have `--threads` threads. With a single thread they share a core, and the client has
+another core. Only one server has requests at a time. In each turn, the servers of a group run the
+requests of a cell back to back. A cell has a number of streams and a temperature, or a length of
+prompts whose output is a single token. Each stream sends its next request after the previous
+response. The prompts are token ids, every output has the same number of tokens, and no prompt
+occurs twice. The order reverses from round to round.
 
 At most `--at-once` servers run besides `Draftgate off`, which runs in every group. Ratios are to
-its run in the same turn. The CPU time of a server includes all its processes. On a busy machine,
-only tokens per CPU second are comparable, not tokens/s and latencies.
+its run in the same turn. CPU time and memory of a server include all its processes. On a busy
+machine, only tokens per CPU second are comparable, not tokens/s and latencies.
 
-MODEL is a checkpoint directory, and by default the shipped model. llama.cpp's server needs the same
-model as a GGUF file. `--prompts` has a JSON object per line, whose `turns`
-begin with a user's message, as in Spec-Bench. The default is held-out code.
+`--prompts` has a JSON object per line, whose `turns` begin with a user's message, as in Spec-Bench.
+The default are messages of the same kinds, or held-out code for a model without a chat template.
+`--isa avx2` limits Draftgate and vLLM to this instruction set.
 
 The results are written after every turn.
 """
@@ -40,7 +45,7 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
-from bench.field.arms import (
+from bench.cpu.arms import (
     Arm,
     Plan,
     Serving,
@@ -49,7 +54,8 @@ from bench.field.arms import (
     in_groups,
     plan_arms,
 )
-from bench.field.measure import (
+from bench.cpu.chats import chats
+from bench.cpu.measure import (
     WARM_REQUESTS,
     Contender,
     Prompt,
@@ -59,10 +65,11 @@ from bench.field.measure import (
     model_facts,
     requests_of,
     warm_up,
+    windows,
 )
-from bench.field.report import Cell, Run, summary, tables
-from bench.field.servers import RunningServers
-from bench.harness.processes import on_core, two_cores
+from bench.cpu.report import Cell, Run, summary, tables
+from bench.cpu.servers import RunningServers
+from bench.harness.processes import Cores, on_core, two_cores
 from bench.harness.prompts import held_out_windows
 from bench.harness.provenance import (
     BUSY_LIMIT,
@@ -71,12 +78,15 @@ from bench.harness.provenance import (
     cpu_name,
     simulated_provenance,
 )
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.cpu_isa import ISAS
 
-FORMAT: Final = "field/1"
+FORMAT: Final = "cpu/1"
 CONTEXT_STEP_TOKENS: Final = 256
 DRAFT_ROOM_TOKENS: Final = 64
 """Context for drafts beyond the end of an output. llama.cpp's n-grams draft up to 64 tokens."""
 
+CHATS: Final = 512
 HELD_OUT: Final = 512
 HELD_OUT_CHARACTERS: Final = (120, 750)
 
@@ -106,7 +116,8 @@ class Comparison:
     @property
     def cells(self) -> list[Cell]:
         """The cells of a round, with the shortest first."""
-        return [Cell(t, n) for n in self._args.streams for t in self._args.temperatures]
+        outputs = [Cell(t, n) for n in self._args.streams for t in self._args.temperatures]
+        return [*outputs, *(Cell(0.0, 1, tokens) for tokens in self._args.prefill)]
 
     async def run(self, head: dict[str, Any]) -> None:
         """Run all rounds, and write the results after each turn."""
@@ -116,8 +127,8 @@ class Comparison:
         self._plan = plan_arms(
             self._serving,
             listed["proposers"],
-            vllm=self._args.vllm,
-            llama_server=self._args.llama_server,
+            self._args.rivals,
+            full=self._args.full,
         )
         if self._args.only:
             self._plan.arms[:] = [arm for arm in self._plan.arms if arm.name in self._args.only]
@@ -125,13 +136,7 @@ class Comparison:
         self._warm_prompts = [next(self._prompts) for _ in range(WARM_REQUESTS)]
         await self._warm(reference)
         rounds = range(self._args.rounds)
-        prompts = [
-            {
-                cell: [next(self._prompts) for _ in range(requests_of(cell.streams))]
-                for cell in self.cells
-            }
-            for _ in rounds
-        ]
+        prompts = [{cell: self._prompts_of(cell) for cell in self.cells} for _ in rounds]
         groups = list(enumerate(in_groups(self._plan.arms, self._args.at_once)))
         for number in rounds:
             for group, arms in groups if number % 2 == 0 else groups[::-1]:
@@ -142,9 +147,20 @@ class Comparison:
                 for cell in self.cells:
                     if time.monotonic() > self._ends_s:
                         break
-                    turn = Turn(number, group, cell, prompts[number][cell], self._args.tokens)
+                    tokens = 1 if cell.prompt_tokens else self._args.tokens
+                    turn = Turn(number, group, cell, prompts[number][cell], tokens)
                     await self._run_turn(turn, contenders, reference)
                     self._write(head)
+
+    def _prompts_of(self, cell: Cell) -> list[Prompt]:
+        """Return prompts for the requests of a cell, which no other cell gets."""
+        count = requests_of(cell)
+        if not cell.prompt_tokens:
+            return [next(self._prompts) for _ in range(count)]
+        parts: list[Prompt] = []
+        while sum(map(len, parts)) < count * cell.prompt_tokens:
+            parts.append(next(self._prompts))
+        return windows(parts, cell.prompt_tokens, count)
 
     async def _start_group(self, arms: Sequence[Arm]) -> dict[str, Contender]:
         self._servers.keep([self._reference, *arms])
@@ -169,7 +185,7 @@ class Comparison:
         return contender
 
     async def _warm(self, contender: Contender) -> None:
-        await warm_up(contender, self._warm_prompts)
+        await warm_up(contender, self._warm_prompts, self._args.temperatures)
 
     async def _run_turn(
         self, turn: Turn, contenders: dict[str, Contender], reference: Contender
@@ -183,8 +199,7 @@ class Comparison:
             del contenders[name]
             self._servers.fail(name, reason)
         rates = ", ".join(f"{run.arm} {run.tokens_per_cpu_s:.0f}" for run in runs)
-        cell = f"T {turn.cell.temperature:g}, {turn.cell.streams} streams"
-        print(f"round {turn.round}, {cell}: tokens per CPU second {rates}", flush=True)
+        print(f"round {turn.round}, {turn.cell.label}: tokens per CPU second {rates}", flush=True)
 
     async def _read_prompts(self, reference: Contender, *, chat: bool) -> list[Prompt]:
         """Return distinct prompts of at most `--prompt-tokens` tokens in shuffled order.
@@ -193,10 +208,14 @@ class Comparison:
             SystemExit: the file has too few of them.
         """
         args = self._args
-        texts = _messages(args.prompts) if args.prompts else _held_out_texts()
+        if args.prompts is not None:
+            texts = _messages(args.prompts)
+        else:
+            texts = chats(CHATS, args.seed) if chat else _held_out_texts()
         texts = list(dict.fromkeys(texts))
         random.Random(args.seed).shuffle(texts)
-        needed = WARM_REQUESTS + args.rounds * sum(requests_of(c.streams) for c in self.cells)
+        outputs = [cell for cell in self.cells if not cell.prompt_tokens]
+        needed = WARM_REQUESTS + args.rounds * sum(map(requests_of, outputs))
         found: list[Prompt] = []
         for text in texts:
             tokens = await chat_tokens(reference, text, chat=chat)
@@ -267,15 +286,19 @@ async def compare(
 def _parser() -> argparse.ArgumentParser:
     parser = bench_parser("field", __doc__)
     add = parser.add_argument
-    add("model", nargs="?", type=Path, help="checkpoint directory")
-    add("--vllm", help="vLLM's command, as a name or path")
-    add("--llama-server", help="llama.cpp's server, as a name or path")
-    add("--gguf", type=Path, help="the model for llama.cpp's server")
-    add("--prompts", type=Path, help="JSON lines with `turns` (default: held-out code)")
+    add("model", nargs="?", type=Path, help="GGUF file or checkpoint directory")
+    add("--rivals", type=Path, help="folder with llama/llama-server and vllm/bin/vllm")
+    add("--gguf", type=Path, help="the model for llama.cpp's server (default: MODEL)")
+    add("--checkpoint", type=Path, help="the model for vLLM (default: MODEL)")
+    add("--full", action="store_true", help="also measure fixed drafts, and others of the rivals")
+    add("--prompts", type=Path, help="JSON lines with `turns` (default: made from templates)")
     add("--markdown", type=Path, help="write the tables to this file")
-    add("--dtype", default="bfloat16", help="data type of Draftgate and vLLM")
-    add("--streams", nargs="+", type=int, default=[1, 4, 16, 64])
-    add("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
+    add("--dtype", default="auto", help="data type of Draftgate and vLLM")
+    add("--threads", type=int, default=1, help="threads of each server")
+    add("--isa", choices=tuple(ISAS), help="limit Draftgate and vLLM to this instruction set")
+    add("--streams", nargs="+", type=int, default=[1, 4, 16])
+    add("--temperatures", nargs="+", type=float, default=[0.0])
+    add("--prefill", nargs="*", type=int, default=[512, 4000], help="lengths of timed prompts")
     add("--tokens", type=int, default=64, help="output tokens of each request")
     add("--prompt-tokens", type=int, default=256, help="longest prompt")
     add("--rounds", type=int, default=2)
@@ -288,19 +311,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `draftgate bench field`."""
+    """Run `draftgate bench cpu`."""
     args = _parser().parse_args(arguments)
-    longest_tokens = args.prompt_tokens + args.tokens + DRAFT_ROOM_TOKENS
+    outputs = args.prompt_tokens + args.tokens
+    longest_tokens = max(outputs, *(tokens + 1 for tokens in args.prefill)) + DRAFT_ROOM_TOKENS
+    folder = SHIPPED_MODEL if args.model is None else args.model
+    checkpoint = args.checkpoint or (folder if folder.is_dir() else None)
+    gguf = args.gguf or (folder if folder.is_file() else None)
     busy = busy_share()
     head: dict[str, Any] = {
         "format": FORMAT,
-        **simulated_provenance("field", arguments),
+        **simulated_provenance("cpu", arguments),
         "device": cpu_name(),
         "busy_share_before": round(busy, 3),
         "disturbed": busy > BUSY_LIMIT,
         "model": "shipped" if args.model is None else args.model.name,
         "dtype": args.dtype,
-        "gguf": None if args.gguf is None else args.gguf.name,
+        "gguf": None if gguf is None else gguf.name,
+        "threads": args.threads,
+        "isa": args.isa,
         "tokens": args.tokens,
         "prompt_tokens": args.prompt_tokens,
     }
@@ -308,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # would notice Ctrl-C only after the start of a server, which takes minutes.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    cores = two_cores()
+    cores = two_cores() if args.threads == 1 else Cores(None, None)
     with (
         tempfile.TemporaryDirectory() as scratch,
         RunningServers(Path(scratch), cores.servers) as servers,
@@ -317,13 +346,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         serving = Serving(
             model=args.model,
-            gguf=args.gguf,
+            gguf=gguf,
             dtype=args.dtype,
             streams=max(args.streams),
             context_tokens=-(-longest_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS,
             kv_bytes=args.kv_bytes,
             core=cores.servers,
             scratch=Path(scratch),
+            threads=args.threads,
+            checkpoint=checkpoint,
+            isa=args.isa,
         )
         lines = runner.run(compare(args, serving, servers, head))
     report = "\n".join(lines)

@@ -1,10 +1,11 @@
-"""The servers that `draftgate bench field` compares, and their commands."""
+"""The servers that `draftgate bench cpu` compares, and their commands."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench.harness.servers import SERVE
-from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine.cpu_isa import isa_variables
 
 DRAFT_TOKENS: Final = 4
 """Draft length of the fixed policies and of vLLM's n-gram speculation."""
@@ -75,8 +76,11 @@ class Serving:
         streams: the largest number of streams.
         context_tokens: the longest prompt and its output.
         kv_bytes: the KV memory of Draftgate and vLLM.
+        threads: threads of each server.
         core: the core of the servers, or None.
         scratch: a folder for caches.
+        checkpoint: the checkpoint directory for vLLM, or None without one.
+        isa: the instruction set to which Draftgate and vLLM are limited, or None.
     """
 
     model: Path | None
@@ -87,6 +91,15 @@ class Serving:
     kv_bytes: int
     core: int | None
     scratch: Path
+    threads: int = 1
+    checkpoint: Path | None = None
+    isa: str | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of all servers."""
+        limits: dict[str, str] = {} if self.isa is None else isa_variables(self.isa)
+        return {"OMP_NUM_THREADS": str(self.threads), **limits}
 
 
 class Plan(NamedTuple):
@@ -101,61 +114,73 @@ def draftgate_arm(serving: Serving, policy: str, proposer: str | None = None) ->
     only = () if proposer is None else ("--proposer", proposer)
     command = (
         *(*SERVE, *(() if serving.model is None else (str(serving.model),))),
-        *("--device", "cpu", "--threads", "1", "--dtype", serving.dtype),
+        *("--device", "cpu", "--threads", str(serving.threads), "--dtype", serving.dtype),
         *("--max-model-len", str(serving.context_tokens), "--kv-bytes", str(serving.kv_bytes)),
         *("--max-num-seqs", str(serving.streams), "--log-level", "error"),
         *("--speculation", policy, *only),
     )
     # The first server measures its steps, and the others use its measurements.
-    variables = {**_ONE_THREAD, "XDG_CACHE_HOME": str(serving.scratch / "cache")}
+    variables = {**serving.variables, "XDG_CACHE_HOME": str(serving.scratch / "cache")}
     setting = policy if proposer is None else f"{policy} {proposer}"
     return Arm(Family.DRAFTGATE, setting, command, "/v1/models", variables)
 
 
 def plan_arms(
-    serving: Serving, proposers: Sequence[str], *, vllm: str | None, llama_server: str | None
+    serving: Serving, proposers: Sequence[str], rivals: Path | None, *, full: bool
 ) -> Plan:
     """Return the arms besides `Draftgate off`, by family.
 
     Args:
         proposers: the proposers of the model.
-        vllm, llama_server: commands or paths of the rivals, or None.
+        rivals: folder with `vllm/bin/vllm` and `llama/llama-server`, or None.
+        full: whether to include fixed drafts of each proposer, and all drafts of the rivals.
     """
     plan = Plan([draftgate_arm(serving, "auto")], {})
-    policy = f"fixed:{DRAFT_TOKENS}"
-    plan.arms.extend(draftgate_arm(serving, policy, proposer) for proposer in proposers)
-    found, folder = shutil.which(vllm) if vllm else None, serving.model or SHIPPED_MODEL
-    if found is None:
-        plan.skipped[Family.VLLM] = _absent("--vllm", vllm)
-    elif not folder.is_dir():
-        plan.skipped[Family.VLLM] = "the model is not a directory"
+    if full:
+        policy = f"fixed:{DRAFT_TOKENS}"
+        plan.arms.extend(draftgate_arm(serving, policy, proposer) for proposer in proposers)
+    checkpoint = serving.checkpoint
+    if checkpoint is None or not checkpoint.is_dir():
+        plan.skipped[Family.VLLM] = "the model is not a directory, and --checkpoint names none"
+    elif (found := _found(rivals, "vllm/bin/vllm")) is None:
+        plan.skipped[Family.VLLM] = _absent(rivals, "vllm/bin/vllm")
     else:
-        plan.arms.extend(_vllm_arms(serving, found, folder))
-    found = shutil.which(llama_server) if llama_server else None
-    if found is None:
-        plan.skipped[Family.LLAMA_CPP] = _absent("--llama-server", llama_server)
-    elif serving.gguf is None:
+        settings = VLLM_SPECULATION if full else ("off", "ngram")
+        plan.arms.extend(_vllm_arms(serving, found, checkpoint, settings))
+    if serving.gguf is None:
         plan.skipped[Family.LLAMA_CPP] = "--gguf names no file of the model"
+    elif serving.isa is not None:
+        plan.skipped[Family.LLAMA_CPP] = "its instruction set is fixed when it is built"
+    elif (found := _found(rivals, "llama/llama-server")) is None:
+        plan.skipped[Family.LLAMA_CPP] = _absent(rivals, "llama/llama-server")
     else:
-        plan.arms.extend(_llama_cpp_arms(serving, found, serving.gguf))
+        kinds = LLAMA_CPP_SPECULATION if full else ("none", "ngram-mod")
+        plan.arms.extend(_llama_cpp_arms(serving, found, serving.gguf, kinds))
     return plan
 
 
-_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+def _found(rivals: Path | None, path: str) -> str | None:
+    return None if rivals is None else shutil.which(rivals / path)
 
 
-def _absent(option: str, given: str | None) -> str:
-    return f"{option} is not set" if given is None else f"{option}: {given} is not executable"
+def _absent(rivals: Path | None, path: str) -> str:
+    return "--rivals is not set" if rivals is None else f"--rivals has no program {path}"
 
 
-def _vllm_arms(serving: Serving, program: str, folder: Path) -> Iterator[Arm]:
+def _vllm_arms(
+    serving: Serving, program: str, folder: Path, settings: Iterable[str]
+) -> Iterator[Arm]:
+    cores = sorted(os.sched_getaffinity(0))[: serving.threads]
+    if serving.core is not None:
+        cores = [serving.core]
     variables = {
-        **_ONE_THREAD,
-        "VLLM_CPU_OMP_THREADS_BIND": "0" if serving.core is None else str(serving.core),
+        **serving.variables,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    for setting, speculation in VLLM_SPECULATION.items():
+    for setting in settings:
+        speculation = VLLM_SPECULATION[setting]
         given = () if speculation is None else ("--speculative-config", json.dumps(speculation))
         command = (
             *(program, "serve", str(folder), "--dtype", serving.dtype),
@@ -166,16 +191,19 @@ def _vllm_arms(serving: Serving, program: str, folder: Path) -> Iterator[Arm]:
         yield Arm(Family.VLLM, setting, command, "/health", variables)
 
 
-def _llama_cpp_arms(serving: Serving, program: str, gguf: Path) -> Iterator[Arm]:
+def _llama_cpp_arms(
+    serving: Serving, program: str, gguf: Path, kinds: Iterable[str]
+) -> Iterator[Arm]:
+    threads = str(serving.threads)
     # The server divides its context among the slots.
     context_tokens = str(serving.streams * serving.context_tokens)
-    for setting in LLAMA_CPP_SPECULATION:
+    for setting in kinds:
         command = (
-            *(program, "--model", str(gguf), "--threads", "1", "--threads-batch", "1"),
+            *(program, "--model", str(gguf), "--threads", threads, "--threads-batch", threads),
             *("--parallel", str(serving.streams), "--ctx-size", context_tokens),
             *("--spec-type", setting, "--no-ui"),
         )
-        yield Arm(Family.LLAMA_CPP, setting, command, "/health", _ONE_THREAD)
+        yield Arm(Family.LLAMA_CPP, setting, command, "/health", serving.variables)
 
 
 def in_groups(arms: Sequence[Arm], at_once: int) -> list[list[Arm]]:

@@ -1,4 +1,4 @@
-"""Tests of `draftgate bench field`: its arms, turns, tables and servers."""
+"""Tests of `draftgate bench cpu`: its arms, turns, tables and servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.field.arms import (
+from bench.cpu.arms import (
     Arm,
     Family,
     Serving,
@@ -23,9 +23,10 @@ from bench.field.arms import (
     in_groups,
     plan_arms,
 )
-from bench.field.measure import Contender, Sessions, Turn, vllm_counters
-from bench.field.report import Cell, Run, summary, tables
-from bench.field.servers import RunningServers
+from bench.cpu.chats import chats
+from bench.cpu.measure import Contender, Sessions, Turn, vllm_counters, windows
+from bench.cpu.report import Cell, Run, summary, tables
+from bench.cpu.servers import RunningServers
 from bench.harness.processes import process_tree, start, stop
 from bench.harness.servers import Server
 from tests.loadgen.mock_server import Mock, serving
@@ -60,8 +61,9 @@ class ShortMock(Mock):
 
 def common(folder: Path, **fields) -> Serving:
     """Return the settings that all servers share."""
-    values = {"model": None, "gguf": folder / "model.gguf", "dtype": "bfloat16", "streams": 4}
+    values = {"model": None, "gguf": folder / "model.gguf", "checkpoint": folder, "streams": 4}
     sizes = {"context_tokens": 512, "kv_bytes": 1 << 20, "core": 0, "scratch": folder}
+    values["dtype"] = "bfloat16"
     return Serving(**{**values, **sizes, **fields})
 
 
@@ -84,50 +86,101 @@ def run(arm: str, cpu_s: float, number: int = 0, group: int = 0, **fields) -> Ru
     return Run(number, *CELL, arm, group, 100, 2.0, cpu_s, 0.0, **values)
 
 
-def test_all_programs_give_all_arms(tmp_path) -> None:
-    """Each proposer has a fixed policy, and each rival has its three settings and one thread."""
-    plan = plan_arms(
-        common(tmp_path),
-        ["ngram", "sparse_self"],
-        vllm=executable(tmp_path, "vllm"),
-        llama_server=executable(tmp_path, "llama-server"),
-    )
+def rivals(folder: Path) -> Path:
+    """Return a folder with both rivals, which do nothing."""
+    for path in ("vllm/bin", "llama"):
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    executable(folder, "vllm/bin/vllm")
+    executable(folder, "llama/llama-server")
+    return folder
+
+
+def test_arms_are_those_with_and_without_drafts(tmp_path) -> None:
+    """Each program runs without drafts and with its usual drafts, and all have equal threads."""
+    serving = common(tmp_path, threads=2, core=None)
+    plan = plan_arms(serving, ["ngram"], rivals(tmp_path), full=False)
+    assert [arm.name for arm in plan.arms] == [
+        *("Draftgate auto", "vLLM off", "vLLM ngram", "llama.cpp none", "llama.cpp ngram-mod")
+    ]
+    assert not plan.skipped
+    assert all(arm.variables["OMP_NUM_THREADS"] == "2" for arm in plan.arms)
+    given = [arm.command[arm.command.index("--threads") + 1] for arm in plan.arms[::3]]
+    assert given == ["2", "2"]
+    assert len(plan.arms[1].variables["VLLM_CPU_OMP_THREADS_BIND"].split(",")) <= 2
+
+
+def test_full_comparison_has_all_arms(tmp_path) -> None:
+    """Each proposer has a fixed policy, and each rival has its three settings."""
+    plan = plan_arms(common(tmp_path), ["ngram", "sparse_self"], rivals(tmp_path), full=True)
     assert [arm.name for arm in plan.arms] == [
         *("Draftgate auto", "Draftgate fixed:4 ngram", "Draftgate fixed:4 sparse_self"),
         *("vLLM off", "vLLM ngram", "vLLM suffix"),
         *("llama.cpp none", "llama.cpp ngram-simple", "llama.cpp ngram-mod"),
     ]
-    assert not plan.skipped
-    assert all(arm.variables["OMP_NUM_THREADS"] == "1" for arm in plan.arms)
-    assert all("--threads" in arm.command for arm in plan.arms if arm.family is not Family.VLLM)
     ngram = json.loads(plan.arms[4].command[-1])
     assert (ngram["method"], ngram["num_speculative_tokens"]) == ("ngram", 4)
 
 
+def test_instruction_set_limits_draftgate_and_vllm(tmp_path) -> None:
+    """All servers of a comparison with AVX2 use it, and llama.cpp, which cannot, is left out."""
+    serving = common(tmp_path, isa="avx2")
+    plan = plan_arms(serving, [], rivals(tmp_path), full=False)
+    assert {arm.family for arm in plan.arms} == {Family.DRAFTGATE, Family.VLLM}
+    assert all(arm.variables["ONEDNN_MAX_CPU_ISA"] == "AVX2" for arm in plan.arms)
+    assert "built" in plan.skipped["llama.cpp"]
+
+
 @pytest.mark.parametrize(
-    ("vllm", "llama_server", "fields", "reasons"),
+    ("present", "fields", "reasons"),
     [
-        (None, None, {}, {"vLLM": "--vllm is not set", "llama.cpp": "--llama-server is not set"}),
-        ("no-vllm", "no-llama", {}, {"vLLM": "no-vllm", "llama.cpp": "no-llama"}),
-        ("env", "env", {"gguf": None}, {"llama.cpp": "--gguf"}),
-        ("env", "env", {"model": Path("model.gguf")}, {"vLLM": "not a directory"}),
+        (None, {}, {"vLLM": "--rivals is not set", "llama.cpp": "--rivals is not set"}),
+        (False, {}, {"vLLM": "vllm/bin/vllm", "llama.cpp": "llama/llama-server"}),
+        (True, {"gguf": None}, {"llama.cpp": "--gguf"}),
+        (True, {"checkpoint": None}, {"vLLM": "--checkpoint"}),
     ],
 )
-def test_absent_rivals_are_skipped_with_a_reason(
-    vllm, llama_server, fields, reasons, tmp_path
-) -> None:
+def test_absent_rivals_are_skipped_with_a_reason(present, fields, reasons, tmp_path) -> None:
     """A rival without its program or a model that it can read is named, and has no arms."""
-    plan = plan_arms(common(tmp_path, **fields), [], vllm=vllm, llama_server=llama_server)
+    folder = rivals(tmp_path) if present else None if present is None else tmp_path / "none"
+    plan = plan_arms(common(tmp_path, **fields), [], folder, full=False)
     assert plan.skipped.keys() == reasons.keys()
     assert all(reason in plan.skipped[name] for name, reason in reasons.items())
     assert not {arm.family.value for arm in plan.arms} & plan.skipped.keys()
 
 
+def test_messages_are_different_and_of_all_kinds() -> None:
+    """No message occurs twice, a seed gives the same ones, and six neighbours are of six kinds."""
+    found = chats(120)
+    assert len(set(found)) == 120
+    assert found == chats(120)
+    assert chats(120, 1) != found
+    assert sum(text.startswith("Translate German") for text in found) == 20
+    assert sum("cite them" in text for text in found) == 20
+
+
+def test_timed_prompts_have_their_length_and_begin_differently() -> None:
+    """Prompts of a length are made from shorter ones, so that servers cache none of them."""
+    short = [tuple(range(start, start + 30)) for start in (0, 100, 200)]
+    found = windows(short, 500, 3)
+    assert [len(prompt) for prompt in found] == [500] * 3
+    assert len({prompt[:16] for prompt in found}) == 3
+
+
+async def test_a_cell_with_a_prompt_length_counts_prompt_tokens(tmp_path) -> None:
+    """The rate of such a cell is that of prompts, and each run has the memory of its server."""
+    turn = Turn(0, 0, Cell(0.0, 1, 3), [(1, 2, 3)], 1)
+    async with AsyncExitStack() as stack:
+        found = await contenders(stack, {"off": Mock()}, tmp_path)
+        runs, _ = await turn.run(found, found[0], [])
+    assert (runs[0].tokens, runs[0].cell) == (3, turn.cell)
+    assert runs[0].resident_mb > 10
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4, 9])
 def test_groups_hold_every_arm_once_and_spread_families(at_once, tmp_path) -> None:
     """No group is too large, and neighbours of a family are in different groups if possible."""
-    programs = {"vllm": executable(tmp_path, "v"), "llama_server": executable(tmp_path, "l")}
-    arms = plan_arms(common(tmp_path), ["ngram", "sparse_self"], **programs).arms
+    names = ["ngram", "sparse_self"]
+    arms = plan_arms(common(tmp_path), names, rivals(tmp_path), full=True).arms
     groups = in_groups(arms, at_once)
     assert sorted(arm.name for group in groups for arm in group) == sorted(a.name for a in arms)
     assert max(map(len, groups)) <= at_once
@@ -219,12 +272,12 @@ def test_the_tables_mark_the_best_server_and_missing_values() -> None:
         run(REFERENCE, 1.0),
         run("rival", 0.5, drafted=None, accepted=None, same_texts=0.25),
         run("other", 4.0, drafted=10, accepted=4, nats_per_token=1.5),
-        Run(0, 0.7, 1, REFERENCE, 0, 100, 2.0, 1.0, 0.0, [0.1], [0.1], 0, 0),
+        Run(0, 0.7, 1, 0, REFERENCE, 0, 100, 2.0, 1.0, 0.0, [0.1], [0.1], 0, 0, resident_mb=570.4),
     ]
     rows = summary(runs, [REFERENCE, "rival", "other"], REFERENCE)
     lines = list(tables(rows, REFERENCE))
-    assert "| rival | **200.0** | - |" in lines
-    assert f"| {REFERENCE} | 100.0 | **100.0** |" in lines
+    assert "| rival | **200.0** | - | 0 |" in lines
+    assert f"| {REFERENCE} | 100.0 | **100.0** | 570 |" in lines
     assert any("not reported | 25% | -" in line for line in lines)
     assert any("4 of 10 | 100% | 1.50" in line for line in lines)
 
@@ -284,9 +337,10 @@ def test_stopping_a_server_ends_processes_that_ignore_it(tmp_path) -> None:
 
 def results_of(folder: Path, *options: str) -> dict:
     """Return the results of a short run of the command."""
-    out = folder / "field.json"
+    out = folder / "cpu.json"
     sizes = ("--streams", "1", "--tokens", "4", "--prompt-tokens", "64", "--rounds", "1")
-    command = [sys.executable, "-m", "draftgate", "bench", "field", *sizes, "--json", str(out)]
+    given = ("--prefill", "48", "--full", "--json", str(out))
+    command = [sys.executable, "-m", "draftgate", "bench", "cpu", *sizes, *given]
     subprocess.run([*command, "--dtype", "float32", *options], check=True)
     return json.loads(out.read_text(encoding="utf-8"))
 
@@ -296,8 +350,10 @@ def test_the_command_measures_the_shipped_model(tmp_path) -> None:
     """Every proposer has a row, texts of a coupled seed are equal, and the rivals are named."""
     found = results_of(tmp_path, "--temperatures", "0.7")
     assert found["skipped"].keys() == {"vLLM", "llama.cpp"}
-    rows = {row["arm"]: row for row in found["cells"]}
-    assert rows.keys() == found["servers"].keys()
+    rows = {row["arm"]: row for row in found["cells"] if not row["prompt_tokens"]}
+    prompts = {row["arm"]: row for row in found["cells"] if row["prompt_tokens"] == 48}
+    assert rows.keys() == prompts.keys() == found["servers"].keys()
+    assert all(row["resident_mb"] > 100 for row in prompts.values())
     assert {"Draftgate off", "Draftgate auto", "Draftgate fixed:4 ngram"} <= rows.keys()
     assert all(row["same_texts"] == 1.0 and row["tokens_per_cpu_s"] > 0 for row in rows.values())
     assert all(row["nats_per_token"] > 0 for row in rows.values())
@@ -306,24 +362,24 @@ def test_the_command_measures_the_shipped_model(tmp_path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    not os.environ.keys() >= {"LLAMA_SERVER", "FIELD_MODEL", "FIELD_GGUF"},
-    reason="needs LLAMA_SERVER, and FIELD_MODEL and FIELD_GGUF with the same model",
+    not os.environ.keys() >= {"CPU_RIVALS", "FIELD_MODEL", "FIELD_GGUF"},
+    reason="needs CPU_RIVALS with llama.cpp, and FIELD_MODEL and FIELD_GGUF with the same model",
 )
 def test_the_command_measures_llama_cpp(tmp_path) -> None:
     """llama.cpp's server generates as many tokens from the same ids of the same model."""
-    given = ("--llama-server", os.environ["LLAMA_SERVER"], "--gguf", os.environ["FIELD_GGUF"])
+    given = ("--rivals", os.environ["CPU_RIVALS"], "--gguf", os.environ["FIELD_GGUF"])
     found = results_of(tmp_path, os.environ["FIELD_MODEL"], *given, "--temperatures", "0")
-    assert found["skipped"].keys() == {"vLLM"}
+    assert "llama.cpp" not in found["skipped"]
     rows = {row["arm"]: row for row in found["cells"]}
     assert {f"llama.cpp {name}" for name in ("none", "ngram-simple", "ngram-mod")} <= rows.keys()
     assert found["servers"]["llama.cpp none"]["version"]
 
 
 @pytest.mark.long
-@pytest.mark.skipif("VLLM" not in os.environ, reason="needs VLLM, the path of vLLM for CPUs")
+@pytest.mark.skipif("CPU_RIVALS" not in os.environ, reason="needs CPU_RIVALS with vLLM")
 def test_the_command_measures_vllm(tmp_path) -> None:
     """vLLM generates as many tokens from the same ids of the shipped model."""
-    found = results_of(tmp_path, "--vllm", os.environ["VLLM"], "--temperatures", "0")
+    found = results_of(tmp_path, "--rivals", os.environ["CPU_RIVALS"], "--temperatures", "0")
     rows = {row["arm"]: row for row in found["cells"]}
     assert rows["vLLM off"]["drafted"] == 0 < rows["vLLM ngram"]["drafted"]
 
@@ -332,7 +388,7 @@ def test_the_command_measures_vllm(tmp_path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_leaves_no_process(number, tmp_path) -> None:
     """Ctrl-C and SIGTERM end the servers, too."""
-    command = [sys.executable, "-m", "draftgate", "bench", "field", "--dtype", "float32"]
+    command = [sys.executable, "-m", "draftgate", "bench", "cpu", "--dtype", "float32"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "is ready" in process.stdout.readline()

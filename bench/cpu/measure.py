@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, Self
 
 import aiohttp
 
-from bench.field.arms import Arm, Family
-from bench.field.report import Cell, Run
+from bench.cpu.arms import Arm, Family
+from bench.cpu.report import Cell, Run
 from bench.harness.servers import Server
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import completion_tokens, tpot_s, ttft_s
@@ -29,15 +29,14 @@ TIMEOUTS: Final = ClientTimeouts(total_s=1800.0, stall_s=900.0)
 """A single busy core may take minutes for the prompts of 64 streams."""
 
 LEAST_REQUESTS: Final = 4
-"""Least number of requests of a cell."""
+"""Least number of requests of a cell that measures outputs. One that measures prompts has one."""
 
 SCORED_TEXTS: Final = 4
 """Sampled texts of a run whose probability is computed."""
 
 WARM_STREAMS: Final = 4
-WARM_REQUESTS: Final = 8
+WARM_REQUESTS: Final = 4
 WARM_TOKENS: Final = 16
-WARM_TEMPERATURES: Final = (0.0, 0.7)
 
 _VLLM_COUNTERS: Final = (
     "vllm:spec_decode_num_draft_tokens_total",
@@ -133,9 +132,9 @@ class Sessions:
         return self._contenders[arm.name], True
 
 
-def requests_of(streams: int) -> int:
+def requests_of(cell: Cell) -> int:
     """Return the number of requests of a cell."""
-    return max(streams, LEAST_REQUESTS)
+    return 1 if cell.prompt_tokens else max(cell.streams, LEAST_REQUESTS)
 
 
 def planned(
@@ -175,9 +174,11 @@ def intact_records(run: LoadRun) -> Sequence[Record]:
     return sorted(run.records, key=lambda record: record.planned.index)
 
 
-async def warm_up(contender: Contender, prompts: Sequence[Prompt]) -> None:
+async def warm_up(
+    contender: Contender, prompts: Sequence[Prompt], temperatures: Sequence[float]
+) -> None:
     """Run requests that are not measured, so that estimates and compiled code are warm."""
-    for temperature in WARM_TEMPERATURES:
+    for temperature in temperatures:
         requests = [planned(i, p, WARM_TOKENS, temperature) for i, p in enumerate(prompts)]
         intact_records(await run_plan(contender.client, requests, concurrency=WARM_STREAMS))
 
@@ -218,8 +219,7 @@ class Turn(NamedTuple):
             except (RuntimeError, aiohttp.ClientError) as error:
                 if contender.arm.family is Family.DRAFTGATE:
                     raise
-                cell = f"{self.cell.streams} streams at temperature {self.cell.temperature:g}"
-                failed[contender.arm.name] = f"with {cell}: {error}"
+                failed[contender.arm.name] = f"in cell {self.cell.label}: {error}"
             else:
                 runs.append(run)
         expected = texts[reference.arm.name]
@@ -250,9 +250,10 @@ class Turn(NamedTuple):
         records = intact_records(done)
         self._check_lengths(contender, records)
         drafted, accepted = _drafts(records, counters, await contender.draft_counters())
+        tokens = sum(completion_tokens(record) or 0 for record in records)
         run = Run(
             *(self.round, *self.cell, contender.arm.name, self.group),
-            tokens=sum(completion_tokens(record) or 0 for record in records),
+            tokens=sum(map(len, self.prompts)) if self.cell.prompt_tokens else tokens,
             seconds=round(done.duration_s, 4),
             cpu_s=round(cpu_s, 2),
             others_cpu_s=round(others_s, 2),
@@ -260,6 +261,7 @@ class Turn(NamedTuple):
             tpot_s=[round(tpot_s(record) or 0.0, 5) for record in records],
             drafted=drafted,
             accepted=accepted,
+            resident_mb=round(contender.server.resident_bytes / 1e6, 1),
         )
         return run, ["".join(record.texts) for record in records]
 
@@ -308,6 +310,17 @@ def _drafts(
         return after[0] - before[0], after[1] - before[1]
     totals = total_speculation(records)
     return (totals.sum("drafted"), totals.sum("accepted")) if totals else (0, 0)
+
+
+def windows(prompts: Sequence[Prompt], tokens: int, count: int) -> list[Prompt]:
+    """Return `count` prompts of `tokens` tokens that begin differently, made from other prompts."""
+    joined = [token for prompt in prompts for token in prompt]
+    repeated = joined * (1 + tokens // len(joined))
+    step = max(1, len(joined) // count)
+    return [
+        tuple((repeated + repeated)[start : start + tokens])
+        for start in range(0, step * count, step)
+    ]
 
 
 async def chat_tokens(contender: Contender, text: str, *, chat: bool) -> Prompt:

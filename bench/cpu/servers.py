@@ -8,7 +8,7 @@ from subprocess import Popen
 from types import TracebackType
 from typing import Final, Self
 
-from bench.field.arms import Arm, Family
+from bench.cpu.arms import Arm, Family
 from bench.harness.processes import free_port, start, stop, wait_until_up
 from bench.harness.servers import Server
 

@@ -1,4 +1,4 @@
-"""The results of `draftgate bench field` by cell, and their Markdown tables."""
+"""The results of `draftgate bench cpu` by cell, and their Markdown tables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,28 @@ LEAST_CPU_S: Final = 0.01
 
 
 class Cell(NamedTuple):
-    """A number of concurrent streams at a temperature."""
+    """A number of concurrent streams at a temperature.
+
+    If `prompt_tokens` is not 0, the cell measures prompts of this length instead of outputs.
+    """
 
     temperature: float
     streams: int
+    prompt_tokens: int = 0
+
+    @property
+    def label(self) -> str:
+        """Name of the cell in a table."""
+        if self.prompt_tokens:
+            return f"prompt of {self.prompt_tokens:,}"
+        return f"T {self.temperature:g}, {self.streams}"
 
 
 class Run(NamedTuple):
     """An arm in a cell of a round.
 
     Attributes:
-        tokens: output tokens of all requests.
+        tokens: output tokens of all requests, or their prompt tokens if the cell measures prompts.
         seconds: time from the first request to the end of the last response.
         cpu_s: CPU seconds of the server with all its processes.
         others_cpu_s: CPU seconds of the other servers, which had no requests.
@@ -33,11 +44,13 @@ class Run(NamedTuple):
         drafted, accepted: draft tokens, or None if the server does not count them.
         same_texts: share of the texts that equal those of `Draftgate off`.
         nats_per_token: mean negative log probability of sampled texts under the model.
+        resident_mb: main memory of the server after the run.
     """
 
     round: int
     temperature: float
     streams: int
+    prompt_tokens: int
     arm: str
     group: int
     tokens: int
@@ -50,15 +63,16 @@ class Run(NamedTuple):
     accepted: int | None
     same_texts: float = 1.0
     nats_per_token: float | None = None
+    resident_mb: float = 0.0
 
     @property
     def cell(self) -> Cell:
         """The cell of the run."""
-        return Cell(self.temperature, self.streams)
+        return Cell(self.temperature, self.streams, self.prompt_tokens)
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Output tokens for each CPU second of the server."""
+        """Tokens for each CPU second of the server."""
         return self.tokens / max(self.cpu_s, LEAST_CPU_S)
 
 
@@ -107,6 +121,7 @@ def _row(cell: Cell, arm: str, runs: Sequence[Run], ratios: Sequence[float]) -> 
         "accepted": accepted if drafted else None,
         "same_texts": round(fmean(run.same_texts for run in runs), 3),
         "nats_per_token": _mean([run.nats_per_token for run in runs]),
+        "resident_mb": max(run.resident_mb for run in runs),
     }
 
 
@@ -122,33 +137,37 @@ def _finite(value: float) -> float | None:
 
 def tables(rows: Sequence[Mapping[str, Any]], reference: str) -> Iterator[str]:
     """Yield the lines of the Markdown tables: an overview, and the details of each cell."""
-    cells = list(dict.fromkeys(Cell(row["temperature"], row["streams"]) for row in rows))
-    yield "Tokens per CPU second of the server (best of a cell in bold)"
+    cells = list(dict.fromkeys(map(_cell, rows)))
+    yield (
+        "Tokens per CPU second of the server (best of a cell in bold): output tokens by "
+        "temperature and streams, prompt tokens by length. The memory is the most after a run."
+    )
     yield ""
     yield from _overview(rows, cells)
     for cell in cells:
         yield ""
-        yield f"Temperature {cell.temperature:g}, streams: {cell.streams}"
+        yield f"{cell.label}{'' if cell.prompt_tokens else ' streams'}"
         yield ""
         yield from _details([row for row in rows if _cell(row) == cell], reference)
 
 
 def _cell(row: Mapping[str, Any]) -> Cell:
-    return Cell(row["temperature"], row["streams"])
+    return Cell(row["temperature"], row["streams"], row["prompt_tokens"])
 
 
 def _overview(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> Iterator[str]:
     values = {(row["arm"], _cell(row)): row["tokens_per_cpu_s"] for row in rows}
     best = {cell: max(v for (_, c), v in values.items() if c == cell) for cell in cells}
-    yield "| server | " + " | ".join(f"T {c.temperature:g}, {c.streams}" for c in cells) + " |"
-    yield "| --- |" + " ---: |" * len(cells)
+    yield "| server | " + " | ".join(cell.label for cell in cells) + " | memory, MB |"
+    yield "| --- |" + " ---: |" * (len(cells) + 1)
     for arm in dict.fromkeys(row["arm"] for row in rows):
         shown = []
         for cell in cells:
             value = values.get((arm, cell))
             text = "-" if value is None else f"{value:,.1f}"
             shown.append(f"**{text}**" if value == best[cell] else text)
-        yield f"| {arm} | {' | '.join(shown)} |"
+        memory = max(row["resident_mb"] for row in rows if row["arm"] == arm)
+        yield f"| {arm} | {' | '.join(shown)} | {memory:,.0f} |"
 
 
 def _details(rows: Sequence[Mapping[str, Any]], reference: str) -> Iterator[str]:
