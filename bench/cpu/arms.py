@@ -78,7 +78,7 @@ class Serving:
         kv_bytes: the KV memory of Draftgate and vLLM.
         threads: threads of each server.
         core: the core of the servers, or None.
-        scratch: a folder for caches.
+        cache: a folder for caches of Draftgate.
         checkpoint: the checkpoint directory for vLLM, or None without one.
         isa: the instruction set to which Draftgate and vLLM are limited, or None.
     """
@@ -90,7 +90,7 @@ class Serving:
     context_tokens: int
     kv_bytes: int
     core: int | None
-    scratch: Path
+    cache: Path
     threads: int = 1
     checkpoint: Path | None = None
     isa: str | None = None
@@ -120,7 +120,7 @@ def draftgate_arm(serving: Serving, policy: str, proposer: str | None = None) ->
         *("--speculation", policy, *only),
     )
     # The first server measures its steps, and the others use its measurements.
-    variables = {**serving.variables, "XDG_CACHE_HOME": str(serving.scratch / "cache")}
+    variables = {**serving.variables, "XDG_CACHE_HOME": str(serving.cache)}
     setting = policy if proposer is None else f"{policy} {proposer}"
     return Arm(Family.DRAFTGATE, setting, command, "/v1/models", variables)
 

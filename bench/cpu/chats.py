@@ -26,8 +26,8 @@ def _translation(rng: random.Random) -> str:
     sentence = rng.choice(
         (
             f"{name} zog im Jahr {year} nach {city}, weil die Miete dort viel niedriger war.",
-            f"Seit {year} findet der Markt in {city} jeden Samstag vor dem Bahnhof statt.",
-            f"In {city} hat {name} {rng.randint(2, 20)} Jahre lang als Lehrerin gearbeitet.",
+            f"Seit {year} findet der Markt in {city} jeden Samstag am Bahnhof statt.",
+            f"In {city} hat {name} {rng.randint(2, 20)} Jahre lang in einer Schule gearbeitet.",
         )
     )
     return f"Translate German to English: {sentence}"

@@ -304,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=2)
     add("--minutes", type=float, default=60.0, help="begin no turn after this time")
     add("--at-once", type=int, default=3, help="servers that run besides `Draftgate off`")
+    add("--cache", type=Path, help="keep Draftgate's measurements here (default: measure again)")
     add("--kv-bytes", type=int, default=512 << 20, help="KV memory of Draftgate and vLLM")
     add("--only", action="append", help="measure only this arm besides `Draftgate off`; repeatable")
     add("--seed", type=int, default=0, help="seed of the order of the prompts")
@@ -352,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             context_tokens=-(-longest_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS,
             kv_bytes=args.kv_bytes,
             core=cores.servers,
-            scratch=Path(scratch),
+            cache=args.cache or Path(scratch),
             threads=args.threads,
             checkpoint=checkpoint,
             isa=args.isa,

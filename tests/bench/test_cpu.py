@@ -62,7 +62,7 @@ class ShortMock(Mock):
 def common(folder: Path, **fields) -> Serving:
     """Return the settings that all servers share."""
     values = {"model": None, "gguf": folder / "model.gguf", "checkpoint": folder, "streams": 4}
-    sizes = {"context_tokens": 512, "kv_bytes": 1 << 20, "core": 0, "scratch": folder}
+    sizes = {"context_tokens": 512, "kv_bytes": 1 << 20, "core": 0, "cache": folder}
     values["dtype"] = "bfloat16"
     return Serving(**{**values, **sizes, **fields})
 
