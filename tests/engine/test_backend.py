@@ -212,9 +212,9 @@ async def test_engine_with_only_paused_requests_sleeps(
     alone = await collect(backend, generation)
     asleep, sleep = threading.Event(), EngineLoop._sleep
 
-    def recorded(self: EngineLoop) -> None:
+    def recorded(self: EngineLoop, timeout_s: float | None) -> None:
         asleep.set()
-        sleep(self)
+        sleep(self, timeout_s)
 
     stream = generate(backend, generation)
     first = await anext(stream)
