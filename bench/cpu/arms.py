@@ -80,6 +80,7 @@ class Serving:
         core: the core of the servers, or None.
         cache: a folder for caches of Draftgate.
         checkpoint: the checkpoint directory for vLLM, or None without one.
+        quantization: how Draftgate quantises weights at load.
         isa: the instruction set to which Draftgate and vLLM are limited, or None.
     """
 
@@ -93,6 +94,7 @@ class Serving:
     cache: Path
     threads: int = 1
     checkpoint: Path | None = None
+    quantization: str = "auto"
     isa: str | None = None
 
     @property
@@ -117,6 +119,7 @@ def draftgate_arm(serving: Serving, policy: str, proposer: str | None = None) ->
         *("--device", "cpu", "--threads", str(serving.threads), "--dtype", serving.dtype),
         *("--max-model-len", str(serving.context_tokens), "--kv-bytes", str(serving.kv_bytes)),
         *("--max-num-seqs", str(serving.streams), "--log-level", "error"),
+        *("--quantization", serving.quantization),
         *("--speculation", policy, *only),
     )
     # The first server measures its steps, and the others use its measurements.

@@ -294,6 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, help="JSON lines with `turns` (default: made from templates)")
     add("--markdown", type=Path, help="write the tables to this file")
     add("--dtype", default="auto", help="data type of Draftgate and vLLM")
+    add("--quantization", default="auto", help="how Draftgate quantises weights at load")
     add("--threads", type=int, default=1, help="threads of each server")
     add("--isa", choices=tuple(ISAS), help="limit Draftgate and vLLM to this instruction set")
     add("--streams", nargs="+", type=int, default=[1, 4, 16])
@@ -328,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "disturbed": busy > BUSY_LIMIT,
         "model": "shipped" if args.model is None else args.model.name,
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "gguf": None if gguf is None else gguf.name,
         "threads": args.threads,
         "isa": args.isa,
@@ -356,6 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cache=args.cache or Path(scratch),
             threads=args.threads,
             checkpoint=checkpoint,
+            quantization=args.quantization,
             isa=args.isa,
         )
         lines = runner.run(compare(args, serving, servers, head))

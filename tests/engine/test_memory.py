@@ -159,6 +159,27 @@ def test_shipped_model_takes_its_share() -> None:
         loaded(memory_share=0.02, **settings)
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("none", 32), ("q8_0", 8.5), ("q4_0", 4.5)])
+def test_card_has_the_size_of_weights_and_cache(quantization: str, bits: float) -> None:
+    """The card states the bytes of packed and of unpacked weights, and of the KV cache."""
+    card = loaded(
+        dtype="float32", kv_bytes=1 << 24, proposer="ngram", quantization=quantization
+    ).served.card
+    parameters = Checkpoint(SHIPPED_MODEL).num_parameters
+    config = read_model_config(SHIPPED_MODEL)
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    output = config.vocab_size * config.hidden_size
+    outputs = sum(
+        name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        for name in Checkpoint(SHIPPED_MODEL).tensors
+    )
+    matrices = (parameters - norms - outputs * output) * bits / 8
+    output_bits = 32 if quantization == "none" else 8.5
+    expected = matrices + outputs * output * output_bits / 8 + 4 * norms
+    assert card.weight_bytes == expected
+    assert 0.9 * (1 << 24) < card.kv_bytes < 1.2 * (1 << 24)
+
+
 def test_weights_of_the_draft_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of a model include those of its draft model."""
     seen = []
