@@ -23,7 +23,7 @@ REFUSALS = frozenset({400, 408, 411, 413, 414, 417, 431, 501, 505})
 """Statuses of requests that a node does not read, after which it closes the connection."""
 
 VOLATILE = re.compile(
-    r"(?=[0-9]*[a-f])(?<![0-9a-zA-Z.])[0-9a-f]{8,}(?![0-9a-zA-Z])"
+    r"(?<![0-9a-zA-Z.])(?:(?=[0-9]*[a-f])[0-9a-f]{8,}|[0-9]{16,})(?![0-9a-zA-Z])"
     r"|\bw-[0-9a-f]{8}"
     r'|"(?:created|created_at|completed_at|cached_tokens|cache_read_input_tokens)":[0-9]+'
 )
