@@ -62,13 +62,6 @@ The store is read once a second. A model that takes longer is available later. (
 tuned.)"""
 
 
-SETTLE_S: Final = 5.0
-"""Seconds after its start for which a node of a pool may miss models of other nodes.
-
-After an outage of the store, workers report again within this time: they notice the end of the
-outage within a second, and report once a second. (`make soak`, seed 1, 2026-11-27.)"""
-
-
 class Node:
     """The components of a node.
 
@@ -135,7 +128,6 @@ class Node:
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes
-        self._settled_s = 0.0  # on the clock of the event loop, once it has begun to search
         self.live = Live(
             lambda: [load for model in self.models for load in model.loads()],
             lambda: [model.meter for model in self.models],
@@ -203,7 +195,8 @@ class Node:
     @property
     def may_miss_models(self) -> bool:
         """Whether the pool may have models that this node has not found since its start."""
-        return self._settled_s > 0.0 and loop_time_s() < self._settled_s
+        members = self.models[0].members
+        return members is not None and members.may_miss
 
     def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
         """Yield all workers with their models."""
@@ -339,7 +332,7 @@ class Node:
         await members.refresh()
         if self._starting:
             await asyncio.wait(self._starting, timeout=FIND_S)
-        self._settled_s = loop_time_s() + SETTLE_S
+        members.settle()
 
     async def _join_store(self) -> None:
         """Prepare the store for the first requests, and learn how many nodes share the quotas."""

@@ -35,6 +35,12 @@ take at most a seventh of its time. The interval exceeds `_READ_S` in pools with
 pairs of a worker and a node. With 1,000 workers and 64 nodes, it is 6.4 s. (`draftgate bench
 scale`, AMD EPYC Zen 3, 2026-11-23.)"""
 
+SETTLE_S: Final = 5.0
+"""Seconds after its start for which a node of a pool may miss workers of other nodes.
+
+After an outage of the store, workers report again within this time: they notice the end of the
+outage within a second, and report once a second. (`make soak`, seed 1, 2026-11-27.)"""
+
 _REFUSED_S: Final = 30.0
 """Time until the node tries again to link to a worker that rejected the link.
 
@@ -127,6 +133,16 @@ class Members:
         self._arrived = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
         self._next_read_s = 0.0
+        self._settled_s = 0.0  # before it has begun to search
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether the pool may have workers that this node has not found since its start."""
+        return self._settled_s > 0.0 and _now_s() < self._settled_s
+
+    def settle(self) -> None:
+        """Note that the node has just started, so that it may miss workers for a while."""
+        self._settled_s = _now_s() + SETTLE_S
 
     async def first(self) -> None:
         """Wait for the first worker.
@@ -151,6 +167,8 @@ class Members:
             return
         snapshot = await self._store.call(ListWorkers())
         self._next_read_s = _now_s() + read_pause_s(len(snapshot.workers), snapshot.nodes)
+        if snapshot.degraded and self.may_miss:
+            self.settle()  # workers report again only after the outage
         # Reservations include other gateways. Without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
         leased = {view.worker_id: view.leased_tokens for view in snapshot.workers}

@@ -13,9 +13,11 @@ import pytest
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.gateway.app import Listening, drain_and_close
+from draftgate.gateway.cluster.members import SETTLE_S
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory.store import MemoryStore
-from draftgate.gateway.state.values import STALE_S
+from draftgate.gateway.state.values import STALE_S, Snapshot
+from draftgate.policies.values import replace
 from tests.gateway.harness import JOIN, PATIENCE_S, client, running, until
 
 PATH = "/v1/completions"
@@ -95,7 +97,7 @@ async def test_a_model_without_workers_is_forgotten(
 ) -> None:
     """After the last worker has left, requests wait for another one. Later the name is unknown."""
     monkeypatch.setattr("draftgate.gateway.node.FORGET_S", 0.2)
-    monkeypatch.setattr("draftgate.gateway.node.SETTLE_S", 0.0)
+    monkeypatch.setattr("draftgate.gateway.cluster.members.SETTLE_S", 0.0)
     async with (
         member(store) as one,
         member(store, no_worker=True) as gateway,
@@ -122,21 +124,51 @@ async def test_a_node_that_has_just_started_may_miss_models(
         member(store, no_worker=True) as gateway,
         client(gateway) as http,
     ):
+        members = gateway.node.models[0].members
+        monkeypatch.setattr(members, "_settled_s", members._settled_s + PATIENCE_S)
         reply = await http.post(PATH, json=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
         assert (await http.post(PATH, json=BODY)).status_code == 200
-        monkeypatch.setattr(gateway.node, "_settled_s", 0.0)
+        monkeypatch.setattr(members, "_settled_s", 0.0)
         assert (await http.post(PATH, json=body)).status_code == 404
         async with member(store, model=str(SHIPPED_MODEL)):
             await until_served(gateway.node, SHIPPED_MODEL_ID, SHIPPED_MODEL.name)
             await placed(http, SHIPPED_MODEL.name)
 
 
+async def test_an_outage_of_the_store_after_the_start_hides_models(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that loses the store just after its start may miss models until the store has
+    responded for a while."""
+    call = store.call
+    lost = [False]
+
+    async def interrupted(command: Any) -> Any:
+        found = await call(command)
+        return replace(found, degraded=lost[0]) if isinstance(found, Snapshot) else found
+
+    monkeypatch.setattr(store, "call", interrupted)
+    async with member(store), running(store=store, join=JOIN, no_worker=True) as gateway:
+        members = gateway.node.models[0].members
+        assert members is not None
+        start_s = asyncio.get_running_loop().time() + 60.0
+        after_s = 0
+        monkeypatch.setattr(
+            "draftgate.gateway.cluster.members._now_s", lambda: start_s + float(after_s)
+        )
+        members.settle()
+        for after_s in range(1, 60):
+            lost[0] = 4 <= after_s < 40
+            await members.refresh()
+            assert gateway.node.may_miss_models == (after_s < 39 + SETTLE_S)
+
+
 async def test_a_model_is_known_while_its_worker_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway that starts while the only worker of a model does not reach Redis knows the model,
     and its requests get status 503."""
     monkeypatch.setattr("draftgate.gateway.node.FIND_S", 0.01)
-    monkeypatch.setattr("draftgate.gateway.node.SETTLE_S", 0.0)
+    monkeypatch.setattr("draftgate.gateway.cluster.members.SETTLE_S", 0.0)
     ahead_s = [0.0]
     store = MemoryStore(lambda: time.monotonic() + ahead_s[0])
     async with running(store=store, join=JOIN, model=str(SHIPPED_MODEL)) as late:
