@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 
 from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
 from draftgate.backends.engine.gguf.blocks import unpack
+from draftgate.backends.engine.load import load_engine
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.gguf import folder
 from draftgate.backends.gguf.folder import settings_folder
 from draftgate.backends.tokenizer import Tokenizer
-from tests.engine.gguf_models import converted
+from draftgate.backends.worker_config import WorkerConfig
+from tests.engine.gguf_models import BYTES, converted
 from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 from tests.engine.test_model_families import (
     EXPERTS,
@@ -135,13 +138,11 @@ def test_real_models_have_the_bits_of_their_unpacked_weights(
     """Logits have the same bits as those of a safetensors checkpoint with the unpacked weights."""
     if not (REAL / file).is_file():
         pytest.skip("no real models")
-    folder = settings_folder(REAL / file, tmp_path)
-    tokens = Tokenizer(folder).encode(PROMPT)
+    directory = settings_folder(REAL / file, tmp_path)
+    tokens = Tokenizer(directory).encode(PROMPT)
     packed, unpacked = (
-        logits_in_steps(
-            runner_of(directory, 16, 256), blocks_of(0, 256), tokens, [0, 5, len(tokens)]
-        )
-        for directory in (folder, REAL / name)
+        logits_in_steps(runner_of(place, 16, 256), blocks_of(0, 256), tokens, [0, 5, len(tokens)])
+        for place in (directory, REAL / name)
     )
     assert torch.equal(packed, unpacked)
 
@@ -150,8 +151,8 @@ def test_packed_rows_unpack_to_the_values_that_are_read(tmp_path: Path) -> None:
     """Packed rows are in the order of the Hugging Face layout, also those that files permute."""
     random_model_of("llama", WIDE).save_pretrained(tmp_path)
     converted(tmp_path, tmp_path / "model.gguf", Kind.Q5_0)
-    folder = settings_folder(tmp_path / "model.gguf", tmp_path / "cache")
-    checkpoint = Checkpoint(folder)
+    directory = settings_folder(tmp_path / "model.gguf", tmp_path / "cache")
+    checkpoint = Checkpoint(directory)
     expected = load_file(tmp_path / "model.safetensors")
     assert checkpoint.tensors.keys() == expected.keys()
     total = []
@@ -192,3 +193,25 @@ def test_truncated_file_is_an_error(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="ends before"),
     ):
         reader.read([last])
+
+
+def test_worker_serves_a_file_with_its_stops_and_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card of a worker has the name of the file, its context, end tokens and defaults."""
+    monkeypatch.setattr(folder, "cache_directory", lambda: tmp_path / "cache")
+    random_model_of("qwen2", WIDE).save_pretrained(tmp_path)
+
+    def change(writer: Any) -> None:
+        writer.add_sampling_temp(0.5)
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    converted(tmp_path, tmp_path / "tiny-Q8_0.gguf", Kind.Q8_0, change)
+    config = WorkerConfig(model=str(tmp_path / "tiny-Q8_0.gguf"), device="cpu", threads=1)
+    served = load_engine(config).served
+    assert served.card.model_id == "tiny-Q8_0"
+    assert served.card.max_model_len == 512
+    first = len(BYTES) + 1
+    # <|endoftext|> is the end of the file's texts, and <|im_end|> that of a turn.
+    assert set(served.card.eos_ids) == {first, first + 2}
+    assert served.card.defaults.given() == {"temperature": 0.5}
