@@ -24,7 +24,7 @@ MOST_UNREAD_BYTES: Final = 128 << 10
 """Bytes of a body from which the upstream has to wait for the reader of the response."""
 
 
-class Pool(Protocol):
+class ConnectionPool(Protocol):
     """The owner of connections."""
 
     def add(self, connection: Connection) -> None:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self.idle_since_s = 0.0
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)

@@ -23,7 +23,7 @@ app = PlainTyper("Run the workers of a pool on the machines of a Ray cluster.")
 Address = Annotated[
     str, typer.Option(help="Address of the Ray cluster.", metavar="HOST:PORT", show_default=True)
 ]
-Pool = Annotated[str, typer.Option(help="Name of the pool.")]
+_Pool = Annotated[str, typer.Option(help="Name of the pool.")]
 
 
 @app.command(cls=SettingsCommand)
@@ -83,7 +83,7 @@ def start(  # noqa: PLR0913, PLR0917 - each is a flag
 
 
 @app.command()
-def status(address: Address = "auto", pool: Pool = "default") -> None:
+def status(address: Address = "auto", pool: _Pool = "default") -> None:
     """Show the machine and state of each worker.
 
     The exit status is 1 if a worker has not joined.
@@ -94,7 +94,7 @@ def status(address: Address = "auto", pool: Pool = "default") -> None:
 
 
 @app.command()
-def stop(address: Address = "auto", pool: Pool = "default") -> None:
+def stop(address: Address = "auto", pool: _Pool = "default") -> None:
     """Drain and stop the workers of a pool.
 
     Ctrl-C stops them without waiting for open streams.

@@ -212,7 +212,7 @@ class Measured:
         return self.high_rps / self.candidate.weight
 
 
-Measure = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Measured]]
+_Measure = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Measured]]
 """Measures candidates, each beside a rate. A measurement may stop when its rate is certainly lower.
 """
 
@@ -303,7 +303,7 @@ def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
 
 
 def find_best(
-    candidates: Iterable[DeploymentCandidate], test: Test, measure: Measure, most: int
+    candidates: Iterable[DeploymentCandidate], test: Test, measure: _Measure, most: int
 ) -> DeploymentSearch:
     """Test candidates, and measure those that may be the best one, the most promising first.
 

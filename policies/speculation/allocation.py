@@ -29,7 +29,7 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.price import few_slots_s, slots_s
 from draftgate.policies.types import StepView
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 FEW_SLOTS: Final = 128
@@ -85,7 +85,7 @@ def _allocate_few(step: StepView, cost: StepCost) -> list[int]:
 class _Slots(NamedTuple):
     """The offered slots: weight x survival, and the index of each slot's candidate."""
 
-    values: Array
+    values: _Array
     owners: Places
 
     def at(self, places: Places | NDArray[np.bool_] | slice) -> _Slots:
@@ -145,7 +145,7 @@ def _allocate_many(step: StepView, cost: StepCost) -> list[int]:
     return chosen
 
 
-def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
+def _best_choice(step: StepView, slots: _Slots, step_s: _Array, start_s: _Array) -> _Choice:
     """Return the best slots, omitting candidates until all others are worth their start.
 
     Args:
@@ -170,7 +170,7 @@ def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -
 
 
 def _best_drafting(
-    step: StepView, slots: _Slots, step_s: Array, start_s: Array, best: _Choice
+    step: StepView, slots: _Slots, step_s: _Array, start_s: _Array, best: _Choice
 ) -> _Choice:
     """Return the best depths and the chosen slots, if they are better than `best`."""
     order = np.argsort(-slots.values, kind="stable")
@@ -189,7 +189,7 @@ def _best_drafting(
 
 
 def _draftings(
-    step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, rate: float
+    step: StepView, slots: _Slots, order: Places, start_s: _Array, step_s: float, rate: float
 ) -> Iterator[_Drafting]:
     """Yield every choice of depths that could be worth its time, the most promising first.
 
@@ -231,7 +231,7 @@ def _depths_that_may_pay(
     group: NDArray[np.bool_],
     depths: Places,
     slots: _Slots,
-    start_s: Array,
+    start_s: _Array,
     depth_s: float,
     call_s: float,
     rate: float,
