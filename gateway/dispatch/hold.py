@@ -15,7 +15,7 @@ from draftgate.gateway.dispatch.kv_fetch import KvFetcher
 from draftgate.gateway.dispatch.kv_replication import PrefixUse, Replicator
 from draftgate.gateway.dispatch.leases import Leases, NoCapacity, lease_tokens
 from draftgate.gateway.dispatch.output import PromptOutput
-from draftgate.gateway.dispatch.placement import Placer, with_adapter
+from draftgate.gateway.dispatch.placement import Placer, need_of, with_adapter
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, decode_id
 from draftgate.gateway.dispatch.run import Run
@@ -32,7 +32,6 @@ from draftgate.gateway.errors import OutputCut
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
-from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.routing.types import RouteView
 
 
@@ -113,7 +112,6 @@ class Hold:
         parts: Parts,
         prompt: PromptSink,
         request: GenerationRequest,
-        need: CapacityNeed,
         routed: Routed,
     ) -> None:
         """Hold a reserved worker.
@@ -121,7 +119,6 @@ class Hold:
         Args:
             prompt: gets the deltas, which are added to its output before.
             request: the request for the prompt, or for the rest of the prompt.
-            need: the capacity that it needs.
             routed: the reserved worker (`CentralQueue.turn`).
         """
         self.worker = routed.worker
@@ -131,7 +128,6 @@ class Hold:
         self.routed = routed
         self._parts = parts
         self._index = prompt.index
-        self._need = need
         self._prompt = prompt
         self._sink: DeltaSink = prompt
 
@@ -334,7 +330,7 @@ class Hold:
             self._move_to(found.lease.worker_id)
         self._reservation = found
         self.decision = self._parts.placer.decide(
-            self.run.job, self._index, self.request, self.routed, found, self._need
+            self.run.job, self._index, self.request, self.routed, found
         )
         self.request = self.request.planned(self.decision.plan)
 
@@ -343,7 +339,7 @@ class Hold:
         request = self.request
         self.worker.release(request.request_id)
         self.worker = next(one for one in self.routed.choices if one.worker_id == worker_id)
-        self.worker.reserve(request.request_id, self._need)
+        self.worker.reserve(request.request_id, need_of(request))
         self.routed = self.routed._replace(worker=self.worker)
         view = partial(self._parts.route_view, self.run, self._index, request)
         self._parts.queue.router.moved(view, self.worker)

@@ -239,7 +239,7 @@ class Moves:
             routed = await self._room(stream, request, move.chosen)
         if routed is None:
             return MoveEnd.NO_ROOM
-        successor = Hold(self._parts, stream, request, need_of(request), routed)
+        successor = Hold(self._parts, stream, request, routed)
         try:
             await successor.prepare()
         except NoCapacity:

@@ -163,7 +163,6 @@ class Placer:
         request: GenerationRequest,
         routed: Routed,
         reservation: Reservation,
-        need: CapacityNeed,
     ) -> Decision:
         """Decide how far a sized request may speculate on its worker, and record the decision.
 
@@ -172,14 +171,14 @@ class Placer:
 
         Args:
             reservation: the reservation of the worker's capacity.
-            need: the capacity that the request needs.
         """
         worker = routed.worker
         load = worker.backend.load()
         if reservation.behind_tokens:
             load = project_load(load, reservation.behind_tokens, self._usual.need)
         if reservation.lease is not None:  # to estimate requests that other gateways have leased
-            self._usual.add_request(replace(need, most_tokens=reservation.lease.tokens))
+            need = replace(need_of(request), most_tokens=reservation.lease.tokens)
+            self._usual.add_request(need)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if not request.sampling.max_tokens:
             plan = NOTHING_TO_DRAFT

@@ -251,7 +251,7 @@ class Prompt:
 
     def _seat(self) -> Hold | None:
         """Return the successor, or the hold of a worker with capacity, or None without one."""
-        parts, place = self._parts, self._place
+        parts = self._parts
         self._since_s = parts.queue.now_s()
         hold, self.successor = self.successor, None
         if hold is not None:
@@ -259,8 +259,8 @@ class Prompt:
             return hold
         if self.run.span.recording or self._must_spare():
             return None
-        routed = parts.queue.seat(place, self._view)
-        return routed and Hold(parts, self, self._request, place.need, routed)
+        routed = parts.queue.seat(self._place, self._view)
+        return routed and Hold(parts, self, self._request, routed)
 
     async def _stop(self, error: BaseException) -> None:
         """Release the worker after an error.
@@ -367,7 +367,7 @@ class Prompt:
         while True:
             routed = await self._wait()
             if not self._must_spare():
-                return Hold(parts, self, self._request, self._place.need, routed)
+                return Hold(parts, self, self._request, routed)
             routed.release(request_id)
             parts.queue.claims.end(request_id)
             parts.queue.dispatch_waiting()
