@@ -293,10 +293,7 @@ class Fleet:
 
     @property
     def open(self) -> list[FleetWorker]:
-        """The serving workers that accept requests now.
-
-        Hung, drained and paused workers are excluded.
-        """
+        """The workers that accept requests now, without hung, drained and paused workers."""
         return self.open_among(self.workers)
 
     def open_among(self, workers: Sequence[FleetWorker], adapter: str = "") -> list[FleetWorker]:
