@@ -52,6 +52,15 @@ int main(void) {
     rotate_and_store(argument[1], argument[2], argument[3], NULL, &rotation, 1);
     write_argument(1);
     write_argument(2);
+#elif defined CALL_MULTIPLY_PACKED
+    int64_t rows = n[0], outputs = n[1], width = n[2];
+    uint8_t *codes = aligned_alloc(64, (code_bytes(outputs, width) + 63) / 64 * 64);
+    uint8_t *scales = malloc(scale_bytes(outputs, width));
+    RowBlock *blocks = malloc(rows * (width / BLOCK) * sizeof *blocks);
+    Matrix matrix = {codes, scales, NULL, outputs, width};
+    pack(argument[3], codes, scales, outputs, width, 1);
+    if (multiply_packed(argument[1], argument[2], blocks, &matrix, rows, outputs, 1, 1)) return 3;
+    write_argument(1);
 #else
     if (multiply(argument[1], argument[2], argument[3], n[0], n[1], n[2], 1)) return 3;
     write_argument(1);

@@ -21,9 +21,11 @@ from draftgate.backends.engine.inputs import AttentionSpan, StepInputs
 from draftgate.backends.engine.operators.base import rotary_tables
 from draftgate.backends.engine.operators.compiler import FLAGS, FOLDER
 from draftgate.backends.engine.operators.native import MAX_ROWS, chunks_of
+from draftgate.backends.engine.operators.packed_ref import packed_product, unpack_blocks
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.quantisation.fp8_kv import FP8, as_cells
 from draftgate.backends.engine.rope import Rope
+from tests.engine.packed_blocks import KINDS, random_rows
 from tests.engine.test_attention_in_c import SPANS, TILE, memory_of, queries_of, shaped, step_of
 from tests.engine.test_operators import DTYPES, random
 
@@ -44,7 +46,13 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def call(
-    folder: Path, source: str, function: str, dtype: torch.dtype, *arguments: bytes, **defines: int
+    folder: Path,
+    source: str,
+    function: str,
+    dtype: torch.dtype,
+    *arguments: bytes,
+    march: str = "armv8-a",
+    **defines: int,
 ) -> bytes:
     """Compile a source for Arm, call a function with these arguments, and return its outputs."""
     program = folder / f"{function}-{dtype}-{'-'.join(map(str, defines.values()))}"
@@ -53,6 +61,7 @@ def call(
         macros = [f"-D{name}={value}" for name, value in values.items()]
         macros += [f'-DOPERATORS="{FOLDER / source}"', f"-DCALL_{function.upper()}"]
         flags = [flag for flag in FLAGS if flag not in {"-shared", "-fPIC"}]
+        flags.append(f"-march={march}")
         compilation = [COMPILER, *flags, "-static", *macros, str(CALLS), "-o", str(program), "-lm"]
         subprocess.run(compilation, check=True, timeout=TIMEOUT_S)
     sent = b"".join(len(part).to_bytes(8, "little") + part for part in arguments)
@@ -214,3 +223,23 @@ def test_products_on_arm_have_float32_precision(tmp_path: Path) -> None:
     )  # fmt: skip
     expected = (x.double() @ weight.double().T).float()
     assert_close(tensor_of(found, out), expected)
+
+
+@pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+dotprod"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0", "IQ4_NL"])
+def test_packed_products_on_arm_have_the_bits_of_the_reference(
+    name: str, march: str, tmp_path: Path
+) -> None:
+    """Products with packed matrices have the same bits as on other processors, with and without
+    the instruction for products of int8."""
+    outputs, width = 11, 512
+    packed = random_rows(KINDS[name], outputs, width)
+    for rows in (1, 4, 7):
+        x = random(rows, width, dtype=torch.float32)
+        expected = packed_product(x, unpack_blocks(KINDS[name], packed))
+        found = call(
+            tmp_path, "packed.c", "multiply_packed", torch.float32, integers(rows, outputs, width),
+            *map(bytes_of, (torch.empty_like(expected), x, packed)),
+            march=march, TYPE=KINDS[name].number,
+        )  # fmt: skip
+        assert torch.equal(tensor_of(found, expected), expected)
