@@ -154,9 +154,13 @@ def read_packed(
     """
 
     def rows(name: str) -> Tensor:
+        if reader.tensors[name].dtype == kind.name:
+            return reader.read_packed(name)[1]
         return quantised(kind, reader.read([name], torch.float32))
 
-    return PackedMatrix(kind, torch.cat([rows(name) for name in names]), reader.dtype, bias)
+    parts = [rows(name) for name in names]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return PackedMatrix(kind, joined, reader.dtype, bias)
 
 
 def read_packed_output(
