@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.checkpoint import Checkpoint
@@ -17,17 +18,21 @@ from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.operators.compiler import compiler_version
 from draftgate.backends.engine.quantisation import packed as packed_module
 from draftgate.backends.engine.quantisation.packed import choose_packing
+from draftgate.backends.gguf.folder import settings_folder
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
 from tests.engine.eagle_engine import TappedEngine, load_head
 from tests.engine.eagle_heads import repeating, write_head
+from tests.engine.gguf_models import converted
 from tests.engine.harness import Engine, Model, Setup
 from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless, policy_named
 from tests.engine.shipped_proposers import MODES, every_proposer_and_a_hostile_one
 from tests.engine.step_logits import blocks_of, logits_in_steps
 from tests.engine.test_eagle import both
 from tests.engine.test_fp8_kv import text
+from tests.engine.test_gguf_models import REAL, WIDE, Kind
 from tests.engine.test_lossless import PROMPTS, check_all
+from tests.engine.test_model_families import random_model_of
 
 pytestmark = pytest.mark.skipif(compiler_version() is None, reason="needs gcc")
 
@@ -156,3 +161,57 @@ def test_quantization_is_refused_where_it_cannot_work(monkeypatch: pytest.Monkey
     monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind: False)
     with pytest.raises(ValueError, match="--quantization q4_0 needs gcc"):
         choose_packing("q4_0", checkpoint, "cpu")
+
+
+def written(tmp_path: Path, kind: Kind) -> Path:
+    """Write a random Llama model as a GGUF file with blocks of a type, and return its folder."""
+    random_model_of("llama", WIDE).save_pretrained(tmp_path)
+    converted(tmp_path, tmp_path / "model.gguf", kind)
+    return settings_folder(tmp_path / "model.gguf", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_blocks_of_a_file_stay_packed(kind: Kind, tmp_path: Path) -> None:
+    """A model multiplies the blocks of its file: bits do not depend on the step, and logits are
+    close to those of the unpacked weights."""
+    folder = written(tmp_path, kind)
+    packed, unpacked = (Model(folder, packing=packing) for packing in ("stored", None))
+    assert kind.name.lower() in packed.decoder.arithmetic
+    tokens = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    at_once, chunks, expected = (
+        logits_in_steps(model.runner(16), blocks_of(0, 70), tokens, edges)
+        for model, edges in (
+            (packed, [0, 70]),
+            (packed, [0, 1, 2, 11, *range(60, 71)]),
+            (unpacked, [0, 70]),
+        )
+    )
+    assert torch.equal(at_once, chunks)
+    assert (at_once - expected).std() < 0.05 * expected.std()
+
+
+def test_workers_keep_blocks_packed_unless_told_otherwise(tmp_path: Path) -> None:
+    """`auto` keeps the blocks of a file packed on a CPU, and `none` unpacks them."""
+    checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
+    assert choose_packing("auto", checkpoint, "cpu") == "stored"
+    assert choose_packing("none", checkpoint, "cpu") is None
+    assert choose_packing("auto", checkpoint, "cuda") is None
+
+
+@pytest.mark.parametrize("file", ["smollm2-q4_1.gguf", "gemma3-270m-q4_k_m.gguf"])
+def test_perplexity_of_real_models_is_that_of_their_unpacked_weights(
+    file: str, tmp_path: Path
+) -> None:
+    """Rounding activations to int8 changes the perplexity of a text by less than 1%."""
+    if not (REAL / file).is_file():
+        pytest.skip("no real models")
+    folder = settings_folder(REAL / file, tmp_path)
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    losses = []
+    for packing in ("stored", None):
+        model = Model(folder, packing=packing)
+        tokens = model.tokenizer.encode(text)[:512]
+        steps = [*range(0, len(tokens), 128), len(tokens)]
+        logits = logits_in_steps(model.runner(40), blocks_of(0, 512), tokens, steps)
+        losses.append(cross_entropy(logits[:-1], torch.tensor(tokens[1:])).item())
+    assert abs(losses[0] - losses[1]) < 0.01
