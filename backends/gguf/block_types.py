@@ -37,10 +37,13 @@ _SUPPORTED: Final = (
     BlockType(6, "Q5_0", 32, 22),
     BlockType(7, "Q5_1", 32, 24),
     BlockType(8, "Q8_0", 32, 34),
+    BlockType(10, "Q2_K", 256, 84),
+    BlockType(11, "Q3_K", 256, 110),
     BlockType(12, "Q4_K", 256, 144),
     BlockType(13, "Q5_K", 256, 176),
     BlockType(14, "Q6_K", 256, 210),
     BlockType(20, "IQ4_NL", 32, 18),
+    BlockType(23, "IQ4_XS", 256, 136),
     BlockType(30, "BF16", 1, 2),
 )
 
@@ -49,9 +52,10 @@ BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType({t.number: t for 
 
 UNSUPPORTED_TYPES: Final[Mapping[int, str]] = MappingProxyType(
     {
-        **dict(zip(range(9, 12), ("Q8_1", "Q2_K", "Q3_K"), strict=True)),
+        9: "Q8_1",
         **dict(zip(range(15, 20), ("Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), strict=True)),
-        **dict(zip(range(21, 24), ("IQ3_S", "IQ2_S", "IQ4_XS"), strict=True)),
+        21: "IQ3_S",
+        22: "IQ2_S",
         **dict(zip(range(24, 30), ("I8", "I16", "I32", "I64", "F64", "IQ1_M"), strict=True)),
         34: "TQ1_0",
         35: "TQ2_0",

@@ -179,7 +179,7 @@ HOSTILE = {
     "cut-data": (tiny_model()[: -SPARE - 512], "ends before tensor"),
     "long-name": (described("a" * 65, [32, 4]), "is too long"),
     "withdrawn-type": (described(EMBEDDING, [32, 4], 4), "type number 4, which is not supported"),
-    "known-type": (described(EMBEDDING, [256, 4], 10), "type Q2_K, which is not supported"),
+    "known-type": (described(EMBEDDING, [256, 4], 16), "type IQ2_XXS, which is not supported"),
 }
 
 

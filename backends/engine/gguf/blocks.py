@@ -18,7 +18,10 @@ from torch import Tensor
 from draftgate.backends.gguf.block_types import BlockType
 
 _IQ4_VALUES: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of the 16 codes of IQ4_NL."""
+"""The values of the 16 codes of IQ4_NL and IQ4_XS."""
+
+_PAIR_PLACES: Final = torch.arange(0, 8, 2, dtype=torch.uint8)
+"""Places of the pairs of bits in a byte."""
 
 
 def unpack(kind: BlockType, rows: Tensor) -> Tensor:
@@ -73,9 +76,49 @@ def _q8_0(blocks: Tensor) -> Tensor:
     return _halves(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
 
 
+def _iq4_values(packed: Tensor) -> Tensor:
+    """Return the values of the nibbles of IQ4_NL and IQ4_XS, low nibbles first."""
+    return torch.tensor(_IQ4_VALUES, dtype=torch.float32)[_nibbles(packed).int()]
+
+
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    table = torch.tensor(_IQ4_VALUES, dtype=torch.float32)
-    return _halves(blocks, 0) * table[_nibbles(blocks[:, 2:]).int()]
+    return _halves(blocks, 0) * _iq4_values(blocks[:, 2:])
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    # The scales of eight sub-blocks have 6 bits, of which the high ones come first.
+    high = blocks[:, 2:4].unsqueeze(-1) >> _PAIR_PLACES & 3
+    low = blocks[:, 4:8].unsqueeze(-1) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
+    scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
+    values = _iq4_values(blocks[:, 8:].reshape(-1, 8, 16))
+    return (_halves(blocks, 0) * scales).unsqueeze(-1) * values
+
+
+def _bit_pairs(packed: Tensor) -> Tensor:
+    """Return the numbers of 2 bits of Q2_K and Q3_K, [blocks, 16, 16].
+
+    Each 32 bytes hold four sets of 32 values, the first one in their lowest bits.
+    """
+    pairs = packed.reshape(-1, 2, 1, 32) >> _PAIR_PLACES.view(4, 1) & 3
+    return pairs.reshape(-1, 16, 16)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = _halves(blocks, 80) * (blocks[:, :16] & 15).float()
+    minima = _halves(blocks, 82) * (blocks[:, :16] >> 4).float()
+    return scales.unsqueeze(-1) * _bit_pairs(blocks[:, 16:80]).float() - minima.unsqueeze(-1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    # Of a scale with 6 bits, the low four are a nibble of bytes 96 to 103, and the high two are in
+    # bytes 104 to 107. A bit of bytes 0 to 31 that is 0 subtracts 4.
+    low = _nibbles(blocks[:, 96:104])
+    high = (blocks[:, 104:108].unsqueeze(1) >> _PAIR_PLACES.view(4, 1) & 3).flatten(1)
+    scales = _halves(blocks, 108) * ((low | high << 4).float() - 32)
+    places = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    third = (blocks[:, :32].unsqueeze(1) >> places & 1).reshape(-1, 16, 16)
+    codes = (_bit_pairs(blocks[:, 32:96]) | third << 2).float() - 4
+    return scales.unsqueeze(-1) * codes
 
 
 def _sub_block_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +166,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     # Half h of a block has four parts of 32 values: the low nibbles of its 64 bytes, then the high
     # ones. Bits 2p and 2p + 1 of 32 further bytes belong to part p.
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
-    places = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3) << 4
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> _PAIR_PLACES.view(4, 1) & 3) << 4
     codes = (low | high).view(-1, 16, 16).float() - 32
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
     return (_halves(blocks, 208) * scales).unsqueeze(-1) * codes
@@ -140,10 +182,13 @@ _VALUES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = MappingProxyType(
         "Q5_0": _q5_0,
         "Q5_1": _q5_1,
         "Q8_0": _q8_0,
+        "Q2_K": _q2_k,
+        "Q3_K": _q3_k,
         "Q4_K": _q4_k,
         "Q5_K": _q5_k,
         "Q6_K": _q6_k,
         "IQ4_NL": _iq4_nl,
+        "IQ4_XS": _iq4_xs,
     }
 )
 """The values of blocks by the name of their type."""
