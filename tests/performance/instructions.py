@@ -200,11 +200,15 @@ def measure() -> dict[str, int]:
             stream = node.instructions(Chat(stream=True))
             longer = node.instructions(Chat(CHUNKS, stream=True))
             client = node.instructions(Chat(headers=OPENAI_CLIENT))
+        with_key = Chat(headers={"Authorization": f"Bearer {KEY}"})
         with nodes((*SIMULATED, "--api-keys-file", str(keys))) as node:
-            quota = node.instructions(Chat(headers={"Authorization": f"Bearer {KEY}"}))
-        with _upstream() as upstream, nodes((*upstream, *SHARED, *QUIET)) as node:
-            proxy = node.instructions(Chat())
-            proxied = node.instructions(Chat(stream=True))
+            quota = node.instructions(with_key)
+        with _upstream() as upstream:
+            with nodes((*upstream, *SHARED, *QUIET)) as node:
+                proxy = node.instructions(Chat())
+                proxied = node.instructions(Chat(stream=True))
+            with nodes((*upstream, *SHARED, "--api-keys-file", str(keys))) as node:
+                proxy_quota = node.instructions(with_key)
     counts = {
         "chat": chat,
         "stream of one chunk": stream,
@@ -213,6 +217,7 @@ def measure() -> dict[str, int]:
         "chat with a key, a quota and a log line": quota,
         "chat as a proxy": proxy,
         "stream of one chunk as a proxy": proxied,
+        "chat as a proxy with a key, a quota and a log line": proxy_quota,
     }
     return {name: round(count) for name, count in counts.items()}
 
@@ -307,7 +312,7 @@ def main() -> None:
     for name, count in counts.items():
         before = recorded.get(name)
         change = f"{count / before - 1:+8.1%}  from {before:>10,}" if before else ""
-        sys.stdout.write(f"{name:40} {count:>10,} {change}\n")
+        sys.stdout.write(f"{name:50} {count:>10,} {change}\n")
     if arguments.record:
         record(counts)
 
