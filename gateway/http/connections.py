@@ -296,9 +296,10 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response, and ignore the rest of a body if the response is the last one."""
         if isinstance(resp, web.HTTPException):
-            # The middlewares have not seen the error of a bad `Expect`.
+            # The middlewares have seen neither the error of a bad `Expect` nor the framing.
             error = convert_http_error(resp, request)
             resp = error_response(error, error_format(request), request_id_of(request))
+            resp.force_close()
         sent = await super().finish_response(request, resp, start_time)
         if not resp.keep_alive and not request.content.is_eof():
             self.close()  # aiohttp then waits until the client has read the response and closes
