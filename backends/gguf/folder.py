@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -30,6 +31,10 @@ SAFETENSORS: Final = ("model.safetensors", "model.safetensors.index.json")
 
 _SAMPLING: Final = "generation_config.json"
 """A file beside a GGUF file that takes precedence over the metadata."""
+
+_NAME_DIGITS: Final = 24
+_FOLDER: Final = re.compile(f"[0-9a-f]{{{_NAME_DIGITS}}}")
+"""The names of the folders in the cache."""
 
 _MAX_FOLDERS: Final = 16
 """Maximum number of folders in the cache, of which the oldest are deleted. Gemma's tokenizer has
@@ -77,17 +82,18 @@ def settings_folder(path: Path, cache: Path | None = None) -> Path:
         found.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".", dir=found.parent))
     except OSError:
+        # Never renamed into the cache, and no neighbours are deleted.
         folder = found = Path(tempfile.mkdtemp(prefix="draftgate-gguf-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         _write(folder, files, parts)
         if folder != found:
             folder.rename(found)
+            _delete_oldest(found)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         if not (found / "config.json").is_file():  # another process was not faster
             raise CheckpointError(f"cannot write the settings of {path}: {error}") from error
-    _delete_oldest(found)
     return found
 
 
@@ -95,13 +101,14 @@ def _settings(model: GgufModel, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the content of all files: JSON objects, and texts."""
     beside = read_json(model.path.with_name(_SAMPLING), missing={})
     generation = vocabulary.generation_config()
-    ends = beside.get("eos_token_id", [])
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = beside.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     merged = {**generation, **beside, "eos_token_id": [*generation["eos_token_id"], *ends]}
     return {"config.json": config_fields(model), _SAMPLING: merged, **vocabulary.files()}
 
 
 def _write(folder: Path, files: Mapping[str, Any], parts: list[Path]) -> None:
+    """Write the files of a folder, and its links to the parts of a model."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -120,7 +127,7 @@ def _name(parts: list[Path]) -> str:
     for path in [*parts, *([beside] if beside.is_file() else [])]:
         status = path.stat()
         digest.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:24]
+    return digest.hexdigest()[:_NAME_DIGITS]
 
 
 def _touch(folder: Path) -> None:
@@ -131,8 +138,10 @@ def _touch(folder: Path) -> None:
 
 
 def _delete_oldest(kept: Path) -> None:
+    """Delete the oldest folders of the cache beside one. Nothing else in their place is touched."""
     try:
-        folders = sorted(kept.parent.glob("[0-9a-f]*"), key=lambda one: one.stat().st_mtime)
+        named = [one for one in kept.parent.iterdir() if _FOLDER.fullmatch(one.name)]
+        folders = sorted(named, key=lambda one: one.stat().st_mtime)
     except OSError:
         return  # another process deletes, too
     for folder in folders[:-_MAX_FOLDERS]:
