@@ -110,6 +110,7 @@ class Comparison:
         self._facts: dict[str, Any] = {}
         self._runs: list[Run] = []
         self._prompts: Iterator[Prompt] = iter(())
+        self._parts: Iterator[Prompt] = iter(())
         self._warm_prompts: list[Prompt] = []
         self._ends_s = time.monotonic() + 60 * args.minutes
 
@@ -132,7 +133,8 @@ class Comparison:
         )
         if self._args.only:
             self._plan.arms[:] = [arm for arm in self._plan.arms if arm.name in self._args.only]
-        self._prompts = iter(await self._read_prompts(reference, chat=listed["chat"]))
+        found, parts = await self._read_prompts(reference, chat=listed["chat"])
+        self._prompts, self._parts = iter(found), iter(parts)
         self._warm_prompts = [next(self._prompts) for _ in range(WARM_REQUESTS)]
         await self._warm(reference)
         rounds = range(self._args.rounds)
@@ -159,7 +161,7 @@ class Comparison:
             return [next(self._prompts) for _ in range(count)]
         parts: list[Prompt] = []
         while sum(map(len, parts)) < count * cell.prompt_tokens:
-            parts.append(next(self._prompts))
+            parts.append(next(self._parts))
         return windows(parts, cell.prompt_tokens, count)
 
     async def _start_group(self, arms: Sequence[Arm]) -> dict[str, Contender]:
@@ -201,11 +203,16 @@ class Comparison:
         rates = ", ".join(f"{run.arm} {run.tokens_per_cpu_s:.0f}" for run in runs)
         print(f"round {turn.round}, {turn.cell.label}: tokens per CPU second {rates}", flush=True)
 
-    async def _read_prompts(self, reference: Contender, *, chat: bool) -> list[Prompt]:
+    async def _read_prompts(
+        self, reference: Contender, *, chat: bool
+    ) -> tuple[list[Prompt], list[Prompt]]:
         """Return distinct prompts of at most `--prompt-tokens` tokens in shuffled order.
 
+        Returns:
+            The prompts to send, and further prompts that are the parts of timed ones.
+
         Raises:
-            SystemExit: the file has too few of them.
+            SystemExit: there are too few of them.
         """
         args = self._args
         if args.prompts is not None:
@@ -216,16 +223,29 @@ class Comparison:
         random.Random(args.seed).shuffle(texts)
         outputs = [cell for cell in self.cells if not cell.prompt_tokens]
         needed = WARM_REQUESTS + args.rounds * sum(map(requests_of, outputs))
+        # A timed prompt begins with a new part, and cuts its last one.
+        timed = [cell for cell in self.cells if cell.prompt_tokens]
+        timed_tokens = args.rounds * sum(cell.prompt_tokens + args.prompt_tokens for cell in timed)
         found: list[Prompt] = []
+        parts: list[Prompt] = []
+        parts_tokens = 0
         for text in texts:
             tokens = await chat_tokens(reference, text, chat=chat)
-            if len(tokens) <= args.prompt_tokens:
+            if len(tokens) > args.prompt_tokens:
+                continue
+            if len(found) < needed:
                 found.append(tokens)
-            if len(found) == needed:
-                return found
+            elif parts_tokens < timed_tokens:
+                parts.append(tokens)
+                parts_tokens += len(tokens)
+            else:
+                break
+        if len(found) == needed and parts_tokens >= timed_tokens:
+            return found, parts
         raise SystemExit(
-            f"the run needs {needed} prompts of at most {args.prompt_tokens} tokens, but there are "
-            f"{len(found)}: use fewer rounds or streams, or more --prompt-tokens"
+            f"the run needs {needed} prompts and others with {timed_tokens} tokens together, of at "
+            f"most {args.prompt_tokens} tokens each, but there are {len(found)} and others with "
+            f"{parts_tokens}: use fewer rounds, or more --prompt-tokens"
         )
 
     def _names(self) -> list[str]:
