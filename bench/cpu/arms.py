@@ -163,7 +163,7 @@ def plan_arms(
 
 
 def _found(rivals: Path | None, path: str) -> str | None:
-    return None if rivals is None else shutil.which(rivals / path)
+    return None if rivals is None else shutil.which(str(rivals / path))
 
 
 def _absent(rivals: Path | None, path: str) -> str:
