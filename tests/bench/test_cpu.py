@@ -103,6 +103,7 @@ def test_arms_are_those_with_and_without_drafts(tmp_path) -> None:
         *("Draftgate auto", "vLLM off", "vLLM ngram", "llama.cpp none", "llama.cpp ngram-mod")
     ]
     assert not plan.skipped
+    assert all(isinstance(word, str) for arm in plan.arms for word in arm.command)
     assert all(arm.variables["OMP_NUM_THREADS"] == "2" for arm in plan.arms)
     given = [arm.command[arm.command.index("--threads") + 1] for arm in plan.arms[::3]]
     assert given == ["2", "2"]
