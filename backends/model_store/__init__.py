@@ -1,0 +1,1 @@
+"""Models that `draftgate pull` downloads by a short name."""
