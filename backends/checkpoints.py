@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from glob import escape
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Final
 
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.gguf.choice import SUFFIX, choose_model, gguf_models, model_name
+from draftgate.backends.model_store.known_models import KNOWN_MODELS
+from draftgate.backends.model_store.store import pull
 
 SHIPPED_MODEL: Final = Path(__file__).parent / "engine" / "demo" / "target"
 """Directory of the shipped target model, in Hugging Face layout."""
@@ -50,6 +52,12 @@ SHIPPED_TOWERS: Final = {
 }
 """Directories of the shipped towers, in the layout of sentence-transformers."""
 
+SHIPPED: Final[Mapping[str, Path]] = {SHIPPED_MODEL_ID: SHIPPED_MODEL, **SHIPPED_TOWERS}
+"""Directories of all shipped models that a user may serve, by name."""
+
+_NAMES: Final = (*SHIPPED, *KNOWN_MODELS)
+"""The names of models in place of a path or of a name on the hub."""
+
 _HUB_NAME: Final = re.compile(
     r"(hf:)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?"
     r"(:(?P<quantisation>\w[\w.-]*))?"
@@ -70,9 +78,10 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     stderr is a terminal.
 
     Args:
-        name: a directory, a GGUF file, one of `SHIPPED_TOWERS`, or `organisation/model` on the hub,
-            with `hf:` before it or not, and with an optional `@revision` (branch, tag or commit)
-            and an optional `:quantisation` of a GGUF file. None is the shipped language model.
+        name: a directory, a GGUF file, one of `SHIPPED` or `KNOWN_MODELS`, or `organisation/model`
+            on the hub, with `hf:` before it or not, and with an optional `@revision` (branch, tag
+            or commit) and an optional `:quantisation` of a GGUF file. None is the shipped language
+            model.
         weights: whether to download weights, not only tokenizer and configuration.
 
     Raises:
@@ -86,12 +95,32 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
         return _in_directory(path)
     if path.is_file():
         return _settings_folder(path)
-    if name in SHIPPED_TOWERS:
-        return SHIPPED_TOWERS[name]
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if name in KNOWN_MODELS:
+        return _settings_folder(pull(KNOWN_MODELS[name]))
     hub = _hub_name(name)
     if hub is None:
         raise _unknown(name)
     return _on_hub(name, *hub.group("repo", "revision", "quantisation"), weights=weights)
+
+
+def check_checkpoint_name(name: str) -> None:
+    """Check that `find_checkpoint(name)` can succeed, without a network and without a delay.
+
+    Whether the hub has a model is not checked.
+
+    Raises:
+        CheckpointError: the name is neither a directory, a file nor the form of another name. The
+            message contains the nearest name that exists.
+    """
+    if name not in _NAMES and not Path(name).expanduser().exists() and _hub_name(name) is None:
+        raise _unknown(name)
+
+
+def is_shipped_model(name: str | None) -> bool:
+    """Return whether `find_checkpoint(name)` is the shipped language model, by its name."""
+    return name is None or (name == SHIPPED_MODEL_ID and not Path(name).exists())
 
 
 def checkpoint_id(name: str | None) -> str:
@@ -101,11 +130,17 @@ def checkpoint_id(name: str | None) -> str:
     path, hub = Path(name).expanduser(), _hub_name(name)
     if path.is_dir():
         return path.resolve().name
-    if name in SHIPPED_TOWERS:
+    if name in _NAMES:
         return name
     if hub is None or path.is_file():
         return model_name(path.absolute().name)
     return ":".join(filter(None, (hub["repo"], hub["quantisation"])))
+
+
+def hub_repository(name: str) -> str | None:
+    """Return the repository of a name on the hub, or None for other names."""
+    hub = _hub_name(name)
+    return hub["repo"] if hub else None
 
 
 def named_checkpoints(entries: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -131,10 +166,10 @@ def _unknown(name: str) -> CheckpointError:
         }
     except OSError:
         beside = {}
-    shipped = {key: key for key in SHIPPED_TOWERS} if path.name == name else {}
-    names = {**beside, **shipped}
+    known = {key: key for key in _NAMES} if path.name == name else {}
+    names = {**beside, **known}
     near = get_close_matches(path.name, names, n=1)
-    hint = f"did you mean {names[near[0]]}?" if near else f"shipped: {', '.join(SHIPPED_TOWERS)}"
+    hint = f"did you mean {names[near[0]]}?" if near else f"known names: {', '.join(_NAMES)}"
     return CheckpointError(
         f"no checkpoint: {name} is neither a directory nor organisation/model on the hub, "
         f"nor a GGUF file; {hint}"

@@ -62,8 +62,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The settings that all workers of a node share."""
 
     model: str | None = None
-    """Checkpoint: a directory, a GGUF file, a shipped tower, or a name on the Hugging Face hub, as
-    hf:ORG/REPO:Q4_K_M for a GGUF file (default: the shipped model)."""
+    """Model: a directory, a GGUF file, a name that draftgate list shows, or a name on the Hugging
+    Face hub, as hf:ORG/REPO:Q4_K_M for a GGUF file (default: smollm2 if it has been pulled,
+    otherwise the shipped model of Python code)."""
 
     max_model_len: Positive | None = None
     """Maximum number of tokens of a prompt and its output (default: the model's)."""

@@ -283,6 +283,7 @@ async def serve(
     loading: Callable[[Node], AbstractAsyncContextManager[None]],
     on_ready: Callable[[Listening], None],
     inherited: Inherited | None = None,
+    signals: Signals | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -291,12 +292,13 @@ async def serve(
         loading: a context manager that is entered while the workers start, to show progress.
         on_ready: a callback for the time when the node is ready.
         inherited: the listener, or None to listen on the address of the node.
+        signals: what stops the node, or None for the signals of the process.
 
     Raises:
         StartError: the node cannot start.
         NodeFailed: the node has lost its last worker.
     """
-    signals = Signals()
+    signals = signals or Signals()
     failure: str | None = None
     node = build_node(config)
     async with listening(node, inherited) as where:
@@ -341,10 +343,21 @@ class Signals:
         on_reload: a callback for SIGHUP.
     """
 
-    def __init__(self, on_reload: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_reload: Callable[[], None] = lambda: None, *, handled: bool = True
+    ) -> None:
+        """Handle the signals on the running event loop.
+
+        Args:
+            on_reload: the callback.
+            handled: whether to handle them. Otherwise they stay with the main thread, and the
+                caller sets the events.
+        """
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self.on_reload = on_reload
+        if not handled:
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._arrived)

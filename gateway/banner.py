@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from draftgate import __version__
+from draftgate.backends.checkpoints import is_shipped_model
+from draftgate.backends.model_store.known_models import CHAT_MODEL
 from draftgate.backends.types import ModelCard, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.endpoints.health import outage_of
@@ -23,12 +25,22 @@ def banner(where: Listening) -> str:
         ("API", f"{where.url}/v1"),
         ("live page", f"{where.url}/"),
         *described,
+        *_chat(where),
         ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
     ]
     shown = "\n".join(f"  {label:12} {value}" for label, value in lines)
     outage = outage_of(node)
     state = "is ready" if outage is None else f"is not ready: {outage}"
     return f"\nDraftgate {__version__} {state}\n{shown}\n\n{_curl(where.url, node)}\n"
+
+
+def _chat(where: Listening) -> Iterator[tuple[str, str]]:
+    """Yield how to chat, or how to get a model that does."""
+    if _chats(where.node):
+        key = " --api-key KEY" if where.node.accounts.required else ""
+        yield "chat", f"draftgate chat --url {where.url}{key}"
+    elif _completes_code(where.node):
+        yield "chat", f"this model completes code; to chat: draftgate serve {CHAT_MODEL}"
 
 
 def _models(node: Node) -> list[tuple[str, str]]:
@@ -40,6 +52,19 @@ def _models(node: Node) -> list[tuple[str, str]]:
         *_memory([worker.backend.card for worker in node.fleet.workers]),
         ("speculation", f"{node.policy.name}; proposers: {proposers}"),
     ]
+
+
+def _completes_code(node: Node) -> bool:
+    """Return whether the first model is the shipped one, which does not follow instructions."""
+    config = node.config
+    return config.backend == "engine" and not config.no_worker and is_shipped_model(config.model)
+
+
+def _chats(node: Node) -> bool:
+    """Return whether the first model follows instructions, as far as its chat template shows."""
+    first = node.models[0]
+    known = node.fleet.token_ids and first.is_known and not _completes_code(node)
+    return known and first.served.tokenizer.tool_template is not None
 
 
 def _about(model: ModelService, node: Node) -> Iterator[tuple[str, str]]:
@@ -81,7 +106,13 @@ def _upstreams(node: Node) -> list[tuple[str, str]]:
     ]
 
 
-_EXAMPLES: Final[Mapping[Task, tuple[str, Mapping[str, object]]]] = {
+_Example: TypeAlias = tuple[str, Mapping[str, object]]
+
+_QUESTION: Final = {"role": "user", "content": "What is the capital of France?"}
+_CHAT: Final[_Example] = ("chat/completions", {"messages": [_QUESTION], "stream": True})
+"""The endpoint and the body of a first request to a model that follows instructions."""
+
+_EXAMPLES: Final[Mapping[Task, _Example]] = {
     Task.GENERATE: (
         "completions",
         {"prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True},
@@ -92,13 +123,13 @@ _EXAMPLES: Final[Mapping[Task, tuple[str, Mapping[str, object]]]] = {
         {"query": "a sequence", "documents": ["def fibonacci(n):", "import os"]},
     ),
 }
-"""The endpoint and the body of a first request, by the task of the model."""
+"""The same for other models, by their task."""
 
 
 def _curl(url: str, node: Node) -> str:
     """Return a first request as a command, for the first task of the model."""
     tasks = node.fleet.card.capabilities.tasks
-    path, fields = _EXAMPLES[tasks[0]]
+    path, fields = _CHAT if _chats(node) else _EXAMPLES[tasks[0]]
     body = json.dumps({"model": node.models[0].name, **fields})
     key = " -H 'Authorization: Bearer KEY'" if node.accounts.required else ""
     return f"curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -96,7 +96,8 @@ def readme_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "server.log"
-    command = [Path(sys.executable).with_name("draftgate"), "serve", "--port", str(port)]
+    program = Path(sys.executable).with_name("draftgate")
+    command = [program, "serve", "draftgate-demo", "--port", str(port)]
     with (
         log.open("wb") as output,
         subprocess.Popen(

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, find_checkpoint
+from draftgate.backends.checkpoints import (
+    SHIPPED_DRAFT,
+    SHIPPED_DRAFT_WINDOW,
+    find_checkpoint,
+    is_shipped_model,
+)
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.eagle.config import check_target, is_head, read_head_config
@@ -50,7 +55,7 @@ class LoadedDraft(NamedTuple):
 def find_draft(config: WorkerConfig) -> Path | None:
     """Return the directory of a worker's draft model or head, or None without one."""
     if config.draft_model is None:
-        return SHIPPED_DRAFT if config.model is None else None
+        return SHIPPED_DRAFT if is_shipped_model(config.model) else None
     return find_checkpoint(config.draft_model)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench.harness.servers import SERVE
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.backends.engine.cpu_isa import isa_variables
 
 DRAFT_TOKENS: Final = 4
@@ -115,7 +116,7 @@ def draftgate_arm(serving: Serving, policy: str, proposer: str | None = None) ->
     """Return a Draftgate server with a policy, and with all proposers or a single one."""
     only = () if proposer is None else ("--proposer", proposer)
     command = (
-        *(*SERVE, *(() if serving.model is None else (str(serving.model),))),
+        *(*SERVE, str(serving.model or SHIPPED_MODEL_ID)),
         *("--device", "cpu", "--threads", str(serving.threads), "--dtype", serving.dtype),
         *("--max-model-len", str(serving.context_tokens), "--kv-bytes", str(serving.kv_bytes)),
         *("--max-num-seqs", str(serving.streams), "--log-level", "error"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import draftgate
+from draftgate.backends.model_store.known_models import CHAT_MODEL
 from draftgate.extensions import extensions
 from draftgate.gateway.cli.options import (
     BAD_USAGE,
@@ -94,32 +95,116 @@ def serve(context: typer.Context) -> None:
     file. `draftgate config show` prints the effective values.
     """
     config = config_from(context).config
+    from draftgate.gateway.cli.models import prepare_models
+
+    config = prepare_models(config)
     from draftgate.gateway.cli.server import run_server
 
     run_server(config)
 
 
+Name = Annotated[
+    str,
+    typer.Argument(help=f"{CHAT_MODEL}, or ORGANISATION/MODEL on the hub.", metavar="NAME"),
+]
+
+
+@app.command()
+def pull(name: Name) -> None:
+    """Download a model into the cache of this machine."""
+    from draftgate.gateway.cli.models import run_pull
+
+    run_pull(name)
+
+
+@app.command("list")
+def list_models() -> None:
+    """List the models of this machine, with their sizes and paths."""
+    from draftgate.gateway.cli.models import run_list
+
+    run_list()
+
+
+@app.command("rm")
+def remove_model(name: Name) -> None:
+    """Delete a model from the cache of this machine."""
+    from draftgate.gateway.cli.models import run_rm
+
+    run_rm(name)
+
+
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum tokens of an answer (default: what the context holds)."),
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, max=(1 << 64) - 1, help="Sampling seed (default: random).")
+]
+System = Annotated[str | None, typer.Option(help="Text of a system message.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Use the server at this address, in place of an own engine."),
+]
+ApiKey = Annotated[
+    str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="The server's API key.")
+]
+
+
 @app.command(cls=ModelSettingsCommand)
-def generate(
+def chat(
     context: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.", metavar="PROMPT")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature. 0 is greedy.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Sampling seed.")] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
-    ] = False,
+    *,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    url: Url = None,
+    api_key: ApiKey = "",
 ) -> None:
-    """Generate text without a server.
+    """Chat with a model in the terminal.
 
-    The command writes the text to stdout and a summary of speculation to stderr.
+    Without MODEL, this is the chat model that `draftgate pull` downloads. If stdin is a pipe, each
+    line of it is a message.
     """
-    config = config_from(context).config
-    from draftgate.gateway.cli.generate import Sample, run_generate
+    from draftgate.gateway.cli.models import chat_place
 
-    run_generate(config, Sample(prompt, max_tokens, temperature, seed, chat))
+    place = chat_place(context, url, api_key)
+    from draftgate.gateway.cli.chat import Sampling, run_chat
+
+    run_chat(place, system, Sampling(max_tokens, temperature, seed))
+
+
+@app.command(cls=ModelSettingsCommand)
+def run(  # noqa: PLR0913 - each is a flag
+    context: typer.Context,
+    prompt: Annotated[
+        str, typer.Argument(help="A message, or - to read it from stdin.", metavar="PROMPT")
+    ],
+    *,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text, without the chat template.")
+    ] = False,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    url: Url = None,
+    api_key: ApiKey = "",
+) -> None:
+    """Print the answer of a model to one message.
+
+    A model without a chat template continues the text, by 128 tokens without --max-tokens. The
+    answer is written to stdout, and a summary of speculation to stderr.
+    """
+    from draftgate.gateway.cli.models import chat_place
+
+    place = chat_place(context, url, api_key)
+    from draftgate.gateway.cli.chat import Sampling, run_prompt
+
+    run_prompt(place, prompt, system, Sampling(max_tokens, temperature, seed), raw=raw)
 
 
 @app.command(context_settings=PASS_THROUGH, add_help_option=False)
@@ -201,9 +286,7 @@ def explain(
     request: Annotated[
         str | None, typer.Option(help="Show only the decisions about the response with this id.")
     ] = None,
-    api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="The server's API key.")
-    ] = "",
+    api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Show recorded speculation decisions, and what another policy would have decided."""

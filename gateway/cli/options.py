@@ -22,6 +22,8 @@ _NAMES: Final = "--served-model-name"
 
 FAILED: Final = 1
 BAD_USAGE: Final = 2
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def fail(why: str | Exception, status: int = FAILED) -> NoReturn:
@@ -43,7 +45,9 @@ class SettingsCommand(HelpCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         if not self._complete:
             self._complete = True
-            self.params += _setting_options(self.server)
+            # MODEL is the first argument, also of a command with further arguments.
+            model, *options = _setting_options(self.server)
+            self.params = [model, *self.params, *options]
         return super().get_params(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

@@ -43,11 +43,11 @@ def run_server(config: ServeConfig) -> None:
         flush()
         fail(error)
     log(logging.INFO, "stopped")
-    _exit_while_loading()
+    exit_while_loading(0)
 
 
-def _exit_while_loading() -> None:
-    """Exit with status 0 at once, if the engine still loads.
+def exit_while_loading(status: int) -> None:
+    """Exit at once with a status, if the engine still loads.
 
     The interpreter would otherwise end under the engine's thread, which aborts the process as soon
     as that thread returns from native code.
@@ -55,7 +55,7 @@ def _exit_while_loading() -> None:
     if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 def show_banner(config: ServeConfig, where: Listening) -> None:

@@ -320,4 +320,4 @@ PANELS: Final = {panel: tuple(names.split()) for panel, names in _PANELS.items()
 MODEL_PANELS: Final = frozenset(
     {"Model", "Speculation", "Batching", "Devices and memory", "Simulator"}
 )
-"""Panels of the settings that `draftgate generate` also accepts. Others concern the server."""
+"""Panels of the settings that `draftgate chat` and `run` also accept. Others concern the server."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from tests.chaos.authority import Authority
 from tests.chaos.machine import Machine, build_library
 from tests.chaos.node import ChaosNode
@@ -21,7 +21,7 @@ from tests.gateway.tcp_proxy import TcpProxy, proxied
 from tests.peer.harness import SLOW
 
 SIM = ("--backend", "sim", "--profile", SLOW)
-ENGINE = ("--threads", "1", "--kv-bytes", "16MiB")
+ENGINE = (SHIPPED_MODEL_ID, "--threads", "1", "--kv-bytes", "16MiB")
 DRAIN = ("--drain-timeout-s", "60")
 
 UPSTREAMS = 2

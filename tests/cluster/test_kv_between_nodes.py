@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import BackendFailed
@@ -61,7 +62,8 @@ async def run(backend: PeerBackend, request: GenerationRequest) -> tuple[tuple[i
 )
 async def test_killed_source_leaves_a_usable_prefix(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """A node takes the blocks of another node directly, and computes what a killed node had."""
-    async with nodes(tmp_path, 3, "--threads", "1", *flags) as processes, AsyncExitStack() as stack:
+    engine = (SHIPPED_MODEL_ID, "--threads", "1", *flags)
+    async with nodes(tmp_path, 3, *engine) as processes, AsyncExitStack() as stack:
         source, sink, other = [
             await stack.enter_async_context(linked_to(process.url)) for process in processes
         ]

@@ -9,7 +9,8 @@ import sys
 from draftgate.backends.engine.loop import EngineLoop
 
 SERVE = [
-    sys.executable, "-c", "from draftgate.gateway.cli import main; main()", "serve", "--port", "0",
+    sys.executable, "-c", "from draftgate.gateway.cli import main; main()",
+    "serve", "draftgate-demo", "--port", "0",
 ]  # fmt: skip
 
 BUSY = """

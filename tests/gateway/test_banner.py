@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID, SHIPPED_QUERIES_ID
 from draftgate.gateway.banner import banner
 from draftgate.gateway.cli.server import show_banner
 from draftgate.gateway.config import ServeConfig
@@ -44,6 +45,29 @@ async def test_the_example_has_the_header_of_a_key(tmp_path: Path, *, keys: bool
         assert "is ready\n" in shown
         assert ("Authorization: Bearer KEY" in shown) is keys
         assert (await http.send(example(shown))).status_code == 200
+        assert f"  chat         draftgate chat --url {gateway.url}" in shown
+        assert (" --api-key KEY\n" in shown) is keys
+
+
+@pytest.mark.parametrize(
+    ("settings", "chats", "path"),
+    [
+        ({"backend": "sim"}, True, "/v1/chat/completions"),
+        ({"backend": "engine"}, False, "/v1/completions"),
+        ({"backend": "engine", "model": SHIPPED_MODEL_ID}, False, "/v1/completions"),
+        ({"backend": "engine", "model": SHIPPED_QUERIES_ID}, False, "/v1/embeddings"),
+    ],
+)
+async def test_the_banner_says_how_to_chat(
+    settings: dict[str, str], path: str, *, chats: bool
+) -> None:
+    """The shipped model has a chat template but follows no instructions, so the banner of its node
+    names a model that does. An example fits the model."""
+    async with running(**settings, threads=1) as gateway:
+        shown = banner(gateway)
+    assert ("draftgate chat --url" in shown) is chats
+    assert ("draftgate serve smollm2" in shown) is (path == "/v1/completions")
+    assert example(shown).url.path == path
 
 
 async def test_the_banner_says_that_a_node_is_not_ready() -> None:

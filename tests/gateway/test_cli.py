@@ -18,6 +18,7 @@ from draftgate.gateway.config import Setting
 from draftgate.gateway.config.schema import PANELS
 
 COMMAND = [sys.executable, "-m", "draftgate"]
+SIM = ("run", "--backend", "sim", "draftgate-demo")
 
 
 def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -48,7 +49,18 @@ def test_help_lists_the_commands_without_slow_imports() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    for command in ("serve", "generate", "bench", "config", "plan", "simulate", "--version"):
+    for command in (
+        "serve",
+        "pull",
+        "list",
+        "rm",
+        "chat",
+        "run",
+        "bench",
+        "config",
+        "simulate",
+        "--version",
+    ):
         assert command in done.stdout
     assert done.stdout.strip().endswith("[]")
 
@@ -57,7 +69,7 @@ def test_production_imports_no_laboratory() -> None:
     """Neither the server nor a command that runs a worker imports `draftgate.lab`."""
     script = (
         "import sys, draftgate.gateway.cli.server\nfrom draftgate.gateway.cli import app\n"
-        "app(['generate', 'x', '--backend', 'sim'], standalone_mode=False)\n"
+        "app(['run', 'draftgate-demo', 'x', '--backend', 'sim'], standalone_mode=False)\n"
         "assert 'draftgate.backends.sim.backend' in sys.modules\n"
         "print([name for name in sys.modules if name.startswith('draftgate.lab')])"
     )
@@ -69,7 +81,17 @@ def test_production_imports_no_laboratory() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("serve",), ("generate",), ("load",), ("bench",), ("ray", "start"), ("config", "show")],
+    [
+        (),
+        ("serve",),
+        ("run",),
+        ("chat",),
+        ("pull",),
+        ("load",),
+        ("bench",),
+        ("ray", "start"),
+        ("config", "show"),
+    ],
     ids=" ".join,
 )
 def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
@@ -113,7 +135,7 @@ def test_help_of_a_nested_command_lists_its_flags(
         ("serve", "--help"),
         ("collect-env",),
         ("config", "show"),
-        ("generate", "caf\u00e9 \u2192", "--backend", "sim", "--max-tokens", "9"),
+        (*SIM, "caf\u00e9 \u2192", "--raw", "--max-tokens", "9", "--seed", "1"),
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -123,7 +145,7 @@ def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -
     done = draftgate(*arguments, env=ascii_only)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert done.stdout.isascii()
-    if arguments[0] == "generate":
+    if arguments[0] == "run":
         plain = draftgate(*arguments).stdout
         assert done.stdout == plain.encode("ascii", "backslashreplace").decode()
 
@@ -145,7 +167,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
             "draftgate: --port: expected a whole number (given",
         ),
         (["serve"], {"DRAFTGATE_DTYPE": "x"}, "draftgate: DRAFTGATE_DTYPE: expected one of"),
-        (["generate", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
+        (["run", "m", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
         (["config", "show", "--config", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
         (
             ["load", "report", "/nowhere"],
@@ -179,7 +201,7 @@ def test_missing_package_is_one_line_with_the_install_command() -> None:
     """The engine without torch exits with one line that contains the install command."""
     script = (
         "import sys; sys.modules['torch'] = None\nfrom draftgate.gateway.cli import main\n"
-        "sys.argv = ['draftgate', 'generate', 'x']\nmain()"
+        "sys.argv = ['draftgate', 'run', 'draftgate-demo', 'x']\nmain()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
@@ -238,9 +260,9 @@ def test_list_flag_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [{"peers": ["a,b", "c"]}, {"peers": None}]
 
 
-def test_generate_writes_text_to_stdout_and_summary_to_stderr() -> None:
-    """The command `generate` writes only the text to stdout, and a seed fixes the text."""
-    arguments = ("generate", "def f(x):", "--backend", "sim", "--max-tokens", "20", "--seed", "5")
+def test_run_writes_text_to_stdout_and_summary_to_stderr() -> None:
+    """The command `run` writes only the text to stdout, and a seed fixes the text."""
+    arguments = (*SIM, "def f(x):", "--raw", "--max-tokens", "20", "--seed", "5")
     done = draftgate(*arguments)
     assert done.returncode == 0
     assert done.stdout == draftgate(*arguments, "--speculation", "off").stdout
@@ -250,13 +272,12 @@ def test_generate_writes_text_to_stdout_and_summary_to_stderr() -> None:
 
 
 def test_invalid_seed_or_prompt_is_rejected_without_a_traceback() -> None:
-    """The command `generate` rejects a 65-bit seed and a prompt that is not UTF-8 without a
-    traceback."""
+    """A 65-bit seed and a prompt that is not UTF-8 are errors of `run` without a traceback."""
     for arguments, status in (
         (("x", "--temperature", "1", "--seed", str(1 << 64)), 2),
-        (("x\udcff", "--backend", "sim"), 1),
+        (("x\udcff",), 1),
     ):
-        done = draftgate("generate", *arguments)
+        done = draftgate(*SIM, *arguments)
         assert (done.returncode, done.stdout) == (status, "")
         assert "Traceback" not in done.stderr
 

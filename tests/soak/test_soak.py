@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 from bench.harness.provenance import provenance
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from tests.soak.traffic import KEYS, KEYS_FILE, MAX_BODY_BYTES, Observations, TrafficClients
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
@@ -101,6 +102,7 @@ def serving(folder: Path) -> Iterator[ServedModel]:
         "-m",
         "draftgate",
         "serve",
+        SHIPPED_MODEL_ID,
         *flags,
     ]
     log = folder / "log"
