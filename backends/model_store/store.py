@@ -26,7 +26,7 @@ from draftgate.backends.model_store.progress import progress_shown
 from draftgate.cache import cache_directory
 
 SAMPLING_FILE: Final = "generation_config.json"
-"""The file with the recommended sampling parameters, as in a checkpoint."""
+"""The file with the defaults of requests, as in a checkpoint."""
 
 _COPY_BYTES: Final = 1 << 20
 

@@ -74,6 +74,9 @@ def prepare_models(config: ServeConfig, default: str | None = None) -> ServeConf
     if config.model is None and config.backend == "engine":
         pulled = stored_path(KNOWN_MODELS[CHAT_MODEL]) is not None
         config = replace(config, model=CHAT_MODEL if pulled else default)
+    known = KNOWN_MODELS.get(config.model or "")
+    if known is not None and config.quantization == "auto":
+        config = replace(config, quantization=known.quantization)
     more = (*config.models, *config.embedders, *config.loras)
     first = [name for name in (config.model, config.draft_model) if name is not None]
     names = [*first, *(path for _, path in named_checkpoints(more))]
@@ -111,8 +114,9 @@ def run_pull(name: str) -> None:
     if name in SHIPPED:
         typer.echo(f"{name} is part of Draftgate: {SHIPPED[name]}")
         return
+    known = KNOWN_MODELS.get(name)
     try:
-        path = find_checkpoint(name)
+        path = find_checkpoint(name) if known is None else pull(known)
     except CheckpointError as error:
         fail(error)
     except ImportError:
@@ -120,7 +124,6 @@ def run_pull(name: str) -> None:
             f"{name} is on the Hugging Face hub, which needs huggingface_hub: "
             "pip install 'draftgate[hub]'"
         )
-    known = KNOWN_MODELS.get(name)
     title = f" ({known.title}, {known.licence})" if known else ""
     typer.echo(f"{name}{title} is in {path}")
 

