@@ -80,13 +80,13 @@ async def test_texts_and_blocks_equal_those_of_one_engine(kind: str) -> None:
 async def test_a_handover_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported once although its prompt cancels the task that began it, before that task has
     seen the end."""
-    take = Overlap.take
+    put = Overlap.put
 
     def wake_first(self: Overlap, delta: Delta) -> None:
         self._stream.wake()
-        take(self, delta)
+        put(self, delta)
 
-    monkeypatch.setattr(Overlap, "take", wake_first)
+    monkeypatch.setattr(Overlap, "put", wake_first)
     choices, watch, plain = await apart(job_of("logprobs", 1))
     assert choices == plain
     assert [move.end for move in watch.moves] == [MoveEnd.MOVED]

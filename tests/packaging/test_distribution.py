@@ -64,7 +64,7 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, whee
         for path in (checkout / folder).rglob("*")
         if path.is_file()
     }
-    names = ("__init__.py", "__main__.py", "addresses.py", "extensions.py", "py.typed")
+    names = ["__init__.py", "__main__.py", "addresses.py", "cache.py", "extensions.py", "py.typed"]
     own = {f"draftgate/{name}" for name in names}
     assert found == linked | own
 
