@@ -67,7 +67,7 @@ _ALL: Final = (
         sampling={"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512},
         # Asked for the capital of France, the model answers "L'Étoile, la Marseillaise" with packed
         # weights, whose products round activations to int8, and "Paris" with unpacked ones (greedy,
-        # AMD EPYC Zen 4, 2026-11-29).
+        # Intel Xeon with AVX-512, 2026-11-29).
         quantization="none",
     ),
 )
