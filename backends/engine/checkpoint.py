@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -335,14 +336,30 @@ def _stored_tensors(weight_map: Mapping[str, Path]) -> dict[str, StoredTensor]:
     }
 
 
-def _all_tensors(directory: Path, file: str | None) -> dict[str, StoredTensor]:
+def _all_tensors(directory: Path, file: str | None) -> Mapping[str, StoredTensor]:
     gguf = weights_file(directory) if file is None else None
     if gguf is not None:
         return _gguf_tensors(gguf)
     return _stored_tensors(_weight_map(directory) if file is None else _file_map(directory / file))
 
 
-def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
+def _gguf_tensors(path: Path) -> Mapping[str, StoredTensor]:
+    try:
+        status = [part.stat() for part in part_paths(path)]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    return _read_gguf_tensors(path, tuple((one.st_size, one.st_mtime_ns) for one in status))
+
+
+@lru_cache(maxsize=4)
+def _read_gguf_tensors(
+    path: Path, _state: tuple[tuple[int, int], ...]
+) -> Mapping[str, StoredTensor]:
+    """Return the tensors of a model, whose header is read once for each state of its files.
+
+    A start looks at them four times. Reading Gemma's header takes 0.23 s, because its tokenizer has
+    262,144 tokens (Intel Xeon, 2026-11-29).
+    """
     return {
         name: StoredTensor(source.stored.path, source.shape, source.stored.kind.name, name, source)
         for name, source in source_tensors(read_gguf(path)).items()

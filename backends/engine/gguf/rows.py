@@ -31,7 +31,7 @@ def map_file(path: Path) -> Tensor:
     except (OSError, ValueError) as error:  # an empty file is a ValueError
         raise CheckpointError(f"cannot read {path}: {error}") from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nobody writes to the tensor
+        warnings.simplefilter("ignore")  # the tensor is only read
         return torch.frombuffer(data, dtype=torch.uint8)
 
 
