@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
 from draftgate.backends.core.draft_pages import DraftPages
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.eagle.config import check_target, read_head_config
 from draftgate.backends.engine.eagle.head import EagleHead
@@ -15,11 +17,14 @@ from draftgate.backends.engine.eagle.weights import load_head_weights
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.proposers.eagle import EagleProposer, HeadRunner
+from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.taps import Taps
 from draftgate.backends.types import ResumedChoice
+from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine.eagle_heads import ReferenceHead
+from tests.engine.eagle_heads import ReferenceHead, repeating, write_head
 from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, Model, Setup, request
+from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless
 
 BLOCKS = 96
 
@@ -57,6 +62,35 @@ def eagle_proposer(engine: TappedEngine, **changes: Any) -> EagleProposer:
     }
     pages = DraftPages(engine.blocks, kv.groups, kv.page_tokens, kv.group_pages)
     return EagleProposer(HeadRunner(engine.head, engine.pool, kv), pages, **settings)
+
+
+def both(engine: TappedEngine) -> dict[str, Proposer]:
+    """Return the proposers of n-grams and of the head."""
+    return {"ngram": NgramProposer(), "eagle": eagle_proposer(engine)}
+
+
+def check_head(
+    model: Model,
+    folder: Path,
+    batches: Iterable[tuple[SpeculationPolicy, Batching]],
+    num_prompts: int = 4,
+) -> None:
+    """Check that trees of n-gram drafts and of a head leave the text of `off`.
+
+    Args:
+        folder: where the head is written.
+    """
+    head = load_head(write_head(folder, repeating), model)
+    try:
+        check_lossless(
+            model,
+            HEAD_MODES,
+            batches,
+            lambda policy, batching: TappedEngine(model, Setup(policy, both, **batching), head),
+            num_prompts,
+        )
+    finally:
+        model.decoder.taps = None
 
 
 def reference(directory: Path, model: Model, *, norm_first: bool = False) -> ReferenceHead:

@@ -30,6 +30,11 @@ def policy_named(name: str) -> SpeculationPolicy:
     return RandomSlots(random.Random(5)) if name == "random" else speculation_policy(name)
 
 
+def at_random(batchings: Iterable[Batching]) -> list[tuple[SpeculationPolicy, Batching]]:
+    """Return each batching with a policy that drafts at random."""
+    return [(policy_named("random"), batching) for batching in batchings]
+
+
 def mixed_requests(
     model: Model, policy: SpeculationPolicy, modes: Many[SpeculationMode], num_prompts: int = 4
 ) -> list[GenerationRequest]:

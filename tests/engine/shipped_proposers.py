@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +17,8 @@ from draftgate.backends.engine.proposers.registry import ProposerSetup, make_pro
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode
-from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, HostileProposer
+from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, HostileProposer, Model, Setup
+from tests.engine.mixed_batches import Batching, at_random, check_lossless
 
 MODES = (
     SpeculationMode.NGRAM,
@@ -55,3 +57,16 @@ def every_proposer_and_a_hostile_one(engine: Engine) -> dict[str, Proposer]:
     """Create all proposers, with a hostile proposer in place of n-gram."""
     hostile = HostileProposer(engine.model.config.vocab_size, random.Random(6))
     return every_proposer(engine) | {"ngram": hostile}
+
+
+def check_shipped_proposers(model: Model, batchings: Iterable[Batching]) -> None:
+    """Check that random drafts of all proposers leave the text of `off`."""
+    check_lossless(
+        model,
+        MODES,
+        at_random(batchings),
+        lambda policy, batching: Engine(
+            model, Setup(policy, every_proposer_and_a_hostile_one, **batching)
+        ),
+        num_prompts=6,
+    )

@@ -26,16 +26,17 @@ from draftgate.policies.types import SpeculationMode
 from tests.engine.eagle_engine import (
     BLOCKS,
     TappedEngine,
+    both,
+    check_head,
     computed_sequence,
     eagle_proposer,
     load_head,
     reference,
 )
 from tests.engine.eagle_heads import repeating, write_head
-from tests.engine.harness import Engine, Model, Setup, request, run
+from tests.engine.harness import Model, Setup, request, run
 from tests.engine.mixed_batches import (
     HEAD_MODES,
-    check_lossless,
     mixed_requests,
     policy_named,
 )
@@ -216,10 +217,6 @@ def slots_of(sequence: Sequence, tokens: int) -> Tensor:
     return (table[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()[:tokens]
 
 
-def both(engine: Engine) -> dict[str, Proposer]:
-    return {"ngram": NgramProposer(), "eagle": eagle_proposer(engine)}
-
-
 BATCHINGS: dict[str, dict[str, int]] = {
     "fixed:3": {"max_num_seqs": 8, "max_step_tokens": 37},
     "random": {"max_num_seqs": 8, "max_step_tokens": 48, "num_blocks": 42},
@@ -231,13 +228,8 @@ BATCHINGS: dict[str, dict[str, int]] = {
 def test_drafts_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
     """Greedy and sampled texts equal those of `off` in mixed batches with chunked prompts, shared
     prefixes, trees of n-gram and preemptions."""
-    head = load_head(write_head(tmp_path, repeating), tapped)
-    check_lossless(
-        tapped,
-        HEAD_MODES,
-        [(policy_named(name), batching) for name, batching in BATCHINGS.items()],
-        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
-    )
+    batches = [(policy_named(name), batching) for name, batching in BATCHINGS.items()]
+    check_head(tapped, tmp_path, batches)
 
 
 def test_features_of_all_computed_tokens_equal_a_new_computation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,11 @@ from draftgate.backends.engine.quantisation.fp8_kv import FP8
 from draftgate.backends.kv_transfer.format import format_refusal
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.policies.protocols import SpeculationPolicy
-from tests.engine.eagle_engine import TappedEngine, load_head
-from tests.engine.eagle_heads import repeating, write_head
-from tests.engine.harness import MAX_MODEL_LEN, Engine, Model, Setup
-from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless, policy_named
-from tests.engine.shipped_proposers import MODES, every_proposer_and_a_hostile_one
+from tests.engine.eagle_engine import check_head
+from tests.engine.harness import MAX_MODEL_LEN, Model
+from tests.engine.mixed_batches import at_random
+from tests.engine.shipped_proposers import check_shipped_proposers
 from tests.engine.step_logits import blocks_of, logits_in_steps
-from tests.engine.test_eagle import both
 
 TOKENS = 300
 
@@ -97,42 +93,16 @@ BATCHINGS = (
 )
 
 
-def batches() -> list[tuple[SpeculationPolicy, Batching]]:
-    return [(policy_named("random"), batching) for batching in BATCHINGS]
-
-
 def test_drafts_of_all_proposers_do_not_change_a_token(fp8: Model) -> None:
     """Drafts of the draft model, of sparse self-speculation and of random trees leave the text of
     `off`, with chunked prompts, cache hits and preemptions."""
-    check_lossless(
-        fp8,
-        MODES,
-        batches(),
-        lambda policy, batching: Engine(
-            fp8, Setup(policy, every_proposer_and_a_hostile_one, **batching)
-        ),
-        num_prompts=6,
-    )
+    check_shipped_proposers(fp8, BATCHINGS)
 
 
-@pytest.fixture
-def tapped(fp8: Model) -> Iterator[Model]:
-    """The model, whose taps are removed after the test."""
-    yield fp8
-    fp8.decoder.taps = None
-
-
-def test_trees_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
+def test_trees_of_a_head_do_not_change_a_token(fp8: Model, tmp_path: Path) -> None:
     """Trees of n-gram drafts and of an EAGLE-3 head, whose cache is also in FP8, leave the text
     of `off`."""
-    head = load_head(write_head(tmp_path, repeating), tapped)
-    check_lossless(
-        tapped,
-        HEAD_MODES,
-        batches(),
-        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
-        num_prompts=6,
-    )
+    check_head(fp8, tmp_path, at_random(BATCHINGS), num_prompts=6)
 
 
 def card_of(**settings: Any) -> ModelCard:

@@ -16,13 +16,12 @@ from draftgate.backends.types import GenerationRequest
 from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from draftgate.policies.values import replace
-from tests.engine.eagle_engine import TappedEngine, load_head
+from tests.engine.eagle_engine import TappedEngine, both, load_head
 from tests.engine.eagle_heads import repeating, write_head
 from tests.engine.harness import Model, Setup, request, run
 from tests.engine.mixed_batches import policy_named
 from tests.engine.random_adapters import merge, read_tensors, write_demo_adapters
 from tests.engine.shipped_proposers import MODES, every_proposer, every_proposer_and_a_hostile_one
-from tests.engine.test_eagle import both
 
 NEW_TOKENS = 24
 BATCHINGS: dict[str, dict[str, int]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,12 @@ from draftgate.backends.engine.quantisation import packed as packed_module
 from draftgate.backends.engine.quantisation.packed import choose_packing
 from draftgate.backends.gguf.folder import settings_folder
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.policies.protocols import SpeculationPolicy
-from tests.engine.eagle_engine import TappedEngine, load_head
-from tests.engine.eagle_heads import repeating, write_head
+from tests.engine.eagle_engine import check_head
 from tests.engine.gguf_models import converted
-from tests.engine.harness import Engine, Model, Setup
-from tests.engine.mixed_batches import HEAD_MODES, Batching, check_lossless, policy_named
-from tests.engine.shipped_proposers import MODES, every_proposer_and_a_hostile_one
+from tests.engine.harness import Model
+from tests.engine.mixed_batches import at_random
+from tests.engine.shipped_proposers import check_shipped_proposers
 from tests.engine.step_logits import blocks_of, logits_in_steps
-from tests.engine.test_eagle import both
 from tests.engine.test_fp8_kv import text
 from tests.engine.test_gguf_models import REAL, WIDE, Kind
 from tests.engine.test_lossless import PROMPTS, check_all
@@ -47,10 +43,6 @@ BATCHINGS = (
 def packed() -> Model:
     """The shipped model, quantised to Q8_0."""
     return Model(SHIPPED_MODEL, packing="q8_0")
-
-
-def batches() -> list[tuple[SpeculationPolicy, Batching]]:
-    return [(policy_named("random"), batching) for batching in BATCHINGS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -80,15 +72,7 @@ def test_logits_are_close_to_unpacked_ones(packed: Model, shipped: Model) -> Non
 def test_drafts_of_all_proposers_do_not_change_a_token(packed: Model) -> None:
     """Drafts of every proposer leave the text of `off`, with chunked prompts, cache hits and
     preemptions."""
-    check_lossless(
-        packed,
-        MODES,
-        batches(),
-        lambda policy, batching: Engine(
-            packed, Setup(policy, every_proposer_and_a_hostile_one, **batching)
-        ),
-        num_prompts=6,
-    )
+    check_shipped_proposers(packed, BATCHINGS)
 
 
 @pytest.mark.long
@@ -100,23 +84,9 @@ def test_many_prompts_are_lossless_under_every_policy(
     check_all(packed, prompts, 1000, record_testsuite_property)
 
 
-@pytest.fixture
-def tapped(packed: Model) -> Iterator[Model]:
-    """The model, whose taps are removed after the test."""
-    yield packed
-    packed.decoder.taps = None
-
-
-def test_drafts_of_a_head_do_not_change_a_token(tapped: Model, tmp_path: Path) -> None:
+def test_drafts_of_a_head_do_not_change_a_token(packed: Model, tmp_path: Path) -> None:
     """Drafts of an EAGLE-3 head, which reads the packed embedding, leave the text of `off`."""
-    head = load_head(write_head(tmp_path, repeating), tapped)
-    check_lossless(
-        tapped,
-        HEAD_MODES,
-        batches(),
-        lambda policy, batching: TappedEngine(tapped, Setup(policy, both, **batching), head),
-        num_prompts=6,
-    )
+    check_head(packed, tmp_path, at_random(BATCHINGS), num_prompts=6)
 
 
 def loaded(**settings: Any) -> LoadedEngine:
