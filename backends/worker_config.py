@@ -86,9 +86,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: Annotated[str, choices("auto", "float32", "bfloat16", "float16")] = "auto"
     """Data type of weights and activations."""
 
-    quantization: Annotated[str, choices("auto", "none", "q8_0", "q4_0")] = "auto"
-    """Packed weights on a CPU: auto (blocks of a GGUF file stay packed), none (all weights are
-    unpacked), or a block type to which the other weights are quantised, q8_0 or q4_0."""
+    quantization: Annotated[str, choices("auto", "none", "stored", "q8_0", "q4_0")] = "auto"
+    """Packed weights on a CPU: stored (blocks of a GGUF file stay packed), none (all weights are
+    unpacked), a block type to which the other weights are quantised (q8_0 or q4_0), or auto, which
+    means stored, but none for smollm2."""
 
     kv_cache_dtype: Annotated[str, choices("auto", "fp8")] = "auto"
     """Data type of keys and values: auto (that of weights and activations), or fp8 (E4M3), which

@@ -161,11 +161,26 @@ def test_blocks_of_a_file_stay_packed(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_workers_keep_blocks_packed_unless_told_otherwise(tmp_path: Path) -> None:
-    """`auto` keeps the blocks of a file packed on a CPU, and `none` unpacks them."""
+    """`auto` and `stored` keep the blocks of a file packed on a CPU, and `none` unpacks them."""
     checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
     assert choose_packing("auto", checkpoint, "cpu") == "stored"
+    assert choose_packing("stored", checkpoint, "cpu") == "stored"
     assert choose_packing("none", checkpoint, "cpu") is None
     assert choose_packing("auto", checkpoint, "cuda") is None
+
+
+def test_stored_blocks_never_unpack_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `auto` unpacks blocks, `stored` is an error. A draft model without blocks is not."""
+    checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
+    with pytest.raises(ValueError, match="--quantization stored needs --device cpu"):
+        choose_packing("stored", checkpoint, "cuda")
+    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind: False)
+    assert choose_packing("auto", checkpoint, "cpu") is None
+    with pytest.raises(ValueError, match="--quantization stored needs gcc"):
+        choose_packing("stored", checkpoint, "cpu")
+    assert choose_packing("stored", Checkpoint(SHIPPED_MODEL), "cpu") is None
 
 
 @pytest.mark.parametrize("file", ["smollm2-q4_1.gguf", "gemma3-270m-q4_k_m.gguf"])

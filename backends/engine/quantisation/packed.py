@@ -31,7 +31,7 @@ from draftgate.backends.gguf.block_types import BLOCK_TYPES, BlockType
 Packing = Literal["stored", "q8_0", "q4_0"]
 """Which weights stay packed: blocks that a checkpoint stores, or all, quantised to this type."""
 
-QUANTIZATIONS: Final = ("auto", "none", "q8_0", "q4_0")
+QUANTIZATIONS: Final = ("auto", "none", "stored", "q8_0", "q4_0")
 
 _KINDS: Final = {kind.name: kind for kind in BLOCK_TYPES.values() if kind.name in PACKED_TYPES}
 
@@ -40,7 +40,8 @@ def choose_packing(name: str, checkpoint: Checkpoint, device: str) -> Packing | 
     """Return the packing for a value of `--quantization`, or None if nothing stays packed.
 
     Args:
-        name: the value of `--quantization`. `auto` keeps blocks packed on a CPU.
+        name: the value of `--quantization`. `auto` keeps stored blocks packed where the machine
+            can multiply them.
         checkpoint: the model.
         device: `cpu` or `cuda`.
 
@@ -50,15 +51,19 @@ def choose_packing(name: str, checkpoint: Checkpoint, device: str) -> Packing | 
     if name not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         raise ValueError(f"unknown quantization {name!r}; known: {known}")
-    if name in {"auto", "none"}:
-        stored = {one.dtype for one in checkpoint.tensors.values()} & PACKED_TYPES
-        keeps = name == "auto" and device == "cpu" and bool(stored)
-        works = keeps and all(multiplies_packed(_KINDS[kind]) for kind in stored)
-        return "stored" if works else None
+    if name == "none" or (name == "auto" and device != "cpu"):
+        return None
     if device != "cpu":
         raise ValueError(f"--quantization {name} needs --device cpu")
-    if not multiplies_packed(_KINDS["Q8_0"]):
+    stored = {one.dtype for one in checkpoint.tensors.values()} & PACKED_TYPES
+    kinds = stored if name in {"auto", "stored"} else {"Q8_0"}
+    works = all(multiplies_packed(_KINDS[kind]) for kind in kinds)
+    if name == "auto":
+        return "stored" if stored and works else None
+    if not works:
         raise ValueError(f"--quantization {name} needs gcc, which compiles its products")
+    if name == "stored":
+        return "stored" if stored else None
     return "q8_0" if name == "q8_0" else "q4_0"
 
 
