@@ -124,7 +124,7 @@ def test_logits_equal_transformers_on_the_same_weights(variant: str, tmp_path: P
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-REAL = Path(os.environ.get("DRAFTGATE_REAL_MODELS", ""))
+REAL = Path(os.environ.get("REAL_MODELS", ""))
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -273,7 +273,7 @@ async def test_calls_are_recognised_with_auto(tmp_path: Path, text: str) -> None
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
 
 
-REAL = Path(os.environ.get("DRAFTGATE_REAL_MODELS", "")) / "smollm2"
+REAL = Path(os.environ.get("REAL_MODELS", "")) / "smollm2"
 """SmolLM2-135M-Instruct, whose template has no tools, below the folder in the variable."""
 
 

@@ -14,7 +14,7 @@ from draftgate.backends.gguf.folder import settings_folder
 from draftgate.backends.tokenizer import Tokenizer
 from tests.gguf.files import ARRAY, BOOL, F32, STRING, U32, Pair, Tensor, tiny_model
 
-REAL = Path(os.environ.get("DRAFTGATE_REAL_MODELS", ""))
+REAL = Path(os.environ.get("REAL_MODELS", ""))
 FILES = {"smollm2": "smollm2-q4_1.gguf", "gemma3": "gemma3-270m-q4_k_m.gguf"}
 
 TEXTS = [
