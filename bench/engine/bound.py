@@ -290,6 +290,7 @@ def cpu_config(
     exact: bool = False,
     kv_bytes: int = KV_BYTES,
     speculation: str = "auto",
+    quantization: str = "auto",
 ) -> WorkerConfig:
     """Return the configuration of a worker with one thread for up to `streams` streams."""
     return WorkerConfig(
@@ -300,6 +301,7 @@ def cpu_config(
         threads=1,
         kv_bytes=kv_bytes,
         speculation=speculation,
+        quantization=quantization,
         max_num_seqs=max(streams, 2),
         max_model_len=CONTEXT_TOKENS,
     )
