@@ -169,8 +169,7 @@ class NativeOperators:
             normed.data_ptr(),
             None if delta is None else delta.data_ptr(),
             weight.data_ptr(),
-            len(hidden),
-            hidden.shape[1],
+            *hidden.shape,
             self._config.rms_norm_eps,
             torch.get_num_threads(),
         )
@@ -186,7 +185,7 @@ class NativeOperators:
     ) -> Tensor:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
-        queries = fused.new_empty(len(fused), config.num_heads, config.head_dim)
+        queries = fused.new_empty(fused.shape[0], config.num_heads, config.head_dim)
         rotation, turns = step.rotation, self._rotation if rope is None else self._rotations[rope]
         rotation.cosines, rotation.sines, rotation.half = turns
         rotation.strip, rotation.e4m3 = layer_kv.stride(0), layer_kv.dtype is FP8
@@ -206,7 +205,8 @@ class NativeOperators:
     ) -> Tensor:
         """Return softmax(q k^T) v for every row, [rows, num_heads * head_dim]."""
         # Later layers read rows that do not attend, so the output starts as finite zeros.
-        out = queries.new_zeros(len(queries), queries.shape[1] * queries.shape[2])
+        rows, heads, width = queries.shape
+        out = queries.new_zeros(rows, heads * width)
         attention = step.attention
         attention.out, attention.query = out.data_ptr(), queries.data_ptr()
         attention.kv, attention.strip = layer_kv.data_ptr(), layer_kv.stride(0)
@@ -216,7 +216,7 @@ class NativeOperators:
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """Return activation(gate) * up, [rows, width]."""
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         threads = torch.get_num_threads()
         self._gate(out.data_ptr(), gate_up.data_ptr(), rows, width, self._gelu, threads)

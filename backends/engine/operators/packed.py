@@ -7,6 +7,7 @@ padding, with any number of threads and on any instruction set.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
@@ -68,6 +69,8 @@ class PackedMatrix:
         kind: the block type.
         shape: numbers of outputs and inputs.
         dtype: dtype of the rows to multiply.
+        product: for `multiply`, the function of the library, the address of the struct, and the
+            number of outputs.
     """
 
     device: Final = torch.device("cpu")
@@ -96,7 +99,8 @@ class PackedMatrix:
         added = None if self._bias is None else self._bias.data_ptr()
         self._struct = _Matrix(*pointers[1:], added, outputs, width)
         self._address = ctypes.addressof(self._struct)
-        self._product, self._unpack = library.multiply_packed, library.unpack_rows
+        self._unpack = library.unpack_rows
+        self.product = library.multiply_packed, self._address, outputs
 
     @property
     def num_bytes(self) -> int:
@@ -115,26 +119,6 @@ class PackedMatrix:
         self._unpack(*pointers, len(outputs), torch.get_num_threads())
         return out
 
-    def multiply(
-        self, out: int, x: int | None, blocks: int, rows: int, stride: int, *, wide: bool
-    ) -> None:
-        """Write a product, for the function `multiply`.
-
-        Args:
-            out: address of the first output.
-            x: address of the rows, or None if `blocks` holds them already.
-            blocks: address of the rounded rows.
-            rows: number of rows.
-            stride: outputs of a row of `out`.
-            wide: whether `out` is float32.
-
-        Raises:
-            MemoryError: the memory for unpacked weights is not available.
-        """
-        threads = torch.get_num_threads()
-        if self._product(out, x, blocks, self._address, rows, stride, wide, threads):
-            raise MemoryError(f"not enough memory for {threads} unpacked parts of a matrix")
-
 
 def multiply(x: Tensor, parts: Sequence[PackedMatrix], *, wide: bool) -> Tensor:
     """Return the products of rows with matrices side by side, plus their biases.
@@ -149,14 +133,36 @@ def multiply(x: Tensor, parts: Sequence[PackedMatrix], *, wide: bool) -> Tensor:
     Raises:
         MemoryError: the memory for unpacked weights is not available.
     """
+    # Python's share of a step is a third for small models. Allocations and calls of torch count.
     x = x.contiguous()
     rows, width = x.shape
-    outputs = sum(part.shape[0] for part in parts)
-    out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype)
-    blocks = torch.empty(rows * (width // BLOCK) * _ROW_BLOCK_BYTES, dtype=torch.uint8)
+    products = [part.product for part in parts]
+    outputs = sum([count for _, _, count in products])
+    dtype = torch.float32 if wide else x.dtype
+    out = torch.empty(rows, outputs, dtype=dtype)
     source: int | None = x.data_ptr()
-    at, rounded = out.data_ptr(), blocks.data_ptr()
-    for part in parts:
-        part.multiply(at, source, rounded, rows, outputs, wide=wide)
-        source, at = None, at + part.shape[0] * out.element_size()
+    at, threads = out.data_ptr(), torch.get_num_threads()
+    blocks = _memory(rows * (width // BLOCK) * _ROW_BLOCK_BYTES)
+    for product, matrix, count in products:
+        if product(at, source, blocks, matrix, rows, outputs, wide, threads):
+            raise MemoryError(f"not enough memory for {threads} unpacked parts of a matrix")
+        source, at = None, at + count * dtype.itemsize
     return out
+
+
+class _Scratch(threading.local):
+    """Memory for the rounded rows of a product, which a thread keeps for its next products."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+    address = 0
+
+
+_scratch = _Scratch()
+
+
+def _memory(num_bytes: int) -> int:
+    """Return the address of memory until the next call in this thread."""
+    if num_bytes > _scratch.memory.nbytes:
+        _scratch.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        _scratch.address = _scratch.memory.data_ptr()
+    return _scratch.address
