@@ -127,12 +127,11 @@ class NodeProcess:
         Args:
             folder: the source tree that the process imports, or None for the present one.
         """
+        environment = dict(self._environment)
+        if folder is not None:  # an earlier version refuses variables that it does not know
+            environment.pop("DRAFTGATE_NO_ACCEPTANCE_CACHE", None)
         self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdout=output,
-            stderr=output,
-            cwd=folder,
-            env=self._environment,
+            *self._command, stdout=output, stderr=output, cwd=folder, env=environment
         )
 
     @property
