@@ -20,9 +20,10 @@ With two workers it may take down both, because otherwise no bystander could res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+from draftgate.policies.values import immutable
 
 MOST_RESUMES: Final = 2
 """Default number of resumptions. Two workers rarely fail in turn during one request, and three
@@ -58,7 +59,7 @@ class GivenUp(StrEnum):
     LoRA adapter."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Loss:
     """The loss of a request's worker.
 

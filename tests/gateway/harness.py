@@ -138,10 +138,10 @@ class ScriptedBackend:
         delta = Delta(choice, ids, text, (), reason, outcome, cached_tokens, phases=phases)
         self.sinks.deliver([(request.request_id, delta)])
 
-    def crash(self, reason: str) -> None:
-        """Fail the worker permanently."""
+    def crash(self, reason: str, kind: type[BackendFailed] = BackendFailed) -> None:
+        """Fail the worker permanently, with an error of this kind for its streams."""
         self.failure = reason
-        self.sinks.fail(reason)
+        self.sinks.fail(reason, kind)
 
 
 class FixedAdvisor:

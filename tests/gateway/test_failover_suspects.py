@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from draftgate.backends.errors import BackendFailed
+from draftgate.backends.errors import BackendFailed, WorkerLeft
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.dispatch.job import Job
@@ -169,6 +169,27 @@ def test_a_suspect_in_the_queue_does_not_get_the_last_worker() -> None:
             last.emit(request, "resumed", last=True)
             found = await asyncio.gather(tasks["done"], tasks["lost"])
             assert [texts(choices) for choices in found] == [["done"], ["resumed"]]
+            assert await dispatched.is_idle()
+
+    run_scenario(scenario())
+
+
+def test_a_worker_that_leaves_is_not_to_blame() -> None:
+    """A request may lose one worker, and any number that shut down in order after it."""
+
+    async def scenario() -> None:
+        backends = [ScriptedBackend() for _ in range(4)]
+        async with dispatching(lambda config: backends[config.device_index], 4) as dispatched:
+            watch, lost = RecordingWatch(), []
+            result = asyncio.create_task(run_job(dispatched.dispatcher, job("r"), watch))
+            for _ in range(3):
+                one = await submitted_to([each for each in backends if each not in lost])
+                one.crash("gone", WorkerLeft if lost else BackendFailed)
+                lost.append(one)
+            (last,) = (each for each in backends if each not in lost)
+            last.emit(await last.submitted.get(), "after all", last=True)
+            assert texts(await result) == ["after all"]
+            assert watch.losses == []
             assert await dispatched.is_idle()
 
     run_scenario(scenario())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec import structs
 
-from draftgate.backends.errors import BackendFailed
+from draftgate.backends.errors import BackendFailed, WorkerLeft
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.worker_config import WorkerConfig
@@ -70,9 +70,9 @@ class Hanging(SimBackend):
         hangs, self.hangs = self.hangs, False
         return hangs
 
-    def lose_streams(self) -> None:
+    def lose_streams(self, kind: type[BackendFailed]) -> None:
         for request_id in tuple(self._sinks._open):
-            self._sinks.fail("the connection was lost", request_id=request_id)
+            self._sinks.fail("the connection was lost", kind, request_id)
             self._worker.cancel(request_id)
 
 
@@ -172,10 +172,10 @@ class HoldMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.do(asyncio.sleep(seconds))
 
-    @rule(place=places)
-    def lose_streams(self, place: int) -> None:
+    @rule(place=places, kind=st.sampled_from([BackendFailed, WorkerLeft]))
+    def lose_streams(self, place: int, kind: type[BackendFailed]) -> None:
         async def lose() -> None:
-            self.workers[place].backend.lose_streams()
+            self.workers[place].backend.lose_streams(kind)
 
         self.do(lose())
 
