@@ -1,12 +1,19 @@
-"""Frames of messages in a stream of bytes: the length in four bytes, and then the message.
+"""Frames of messages in a stream of bytes, and the calls that they carry.
 
-The processes of a node and the nodes of a pool use the same connections (`FrameChannel`).
+    length of the message    (4 bytes, big-endian; the highest bit is set if blocks follow)
+    length of the blocks     (4 bytes, big-endian; only if blocks follow)
+    message                  (msgpack)
+    blocks                   (bytes of KV blocks)
+
+The processes of a node and the nodes of a pool use the same frames. Blocks are read into their
+final buffer, and written from where they were copied.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from struct import Struct
 from typing import Final, Generic, TypeVar, cast
 
@@ -15,56 +22,115 @@ CLOSED: Final = "it closed the connection"
 INVALID: Final = "a message was invalid"
 TOO_LARGE: Final = "a message was too large"
 
+NO_BYTES: Final = memoryview(b"")
+
 Received = TypeVar("Received")
+Reply = TypeVar("Reply")
 
 _LENGTH: Final = Struct("!I")
+_LENGTHS: Final = Struct("!II")
+_HAS_BLOCKS: Final = 1 << 31
+
+_BUFFER_BYTES: Final = 64 << 10
+"""Size of the buffer of a connection between two long messages. (Chosen, not tuned, 2026-11-29.)"""
 
 
 class FrameTooLarge(ValueError):
     """A frame exceeds the limit of its receiver."""
 
 
-def framed(message: bytes) -> bytes:
-    """Return a message with its length in front."""
+def framed(message: bytes, block_bytes: int = 0) -> bytes:
+    """Return a message with its head in front. Its blocks, if any, must follow."""
+    if block_bytes:
+        return _LENGTHS.pack(len(message) | _HAS_BLOCKS, block_bytes) + message
     return _LENGTH.pack(len(message)) + message
 
 
-class Frames:
-    """The messages in a stream of bytes, however the network splits it."""
+class FrameReader:
+    """The frames in a stream of bytes, however the network splits it."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_block_bytes: int = 0) -> None:
         """Start between two frames.
 
         Args:
             most_bytes: maximum size of a message.
+            most_block_bytes: maximum size of the blocks after a message.
         """
         self._most_bytes = most_bytes
-        self._received = bytearray()
+        self._most_block_bytes = most_block_bytes
+        self._data = memoryview(bytearray(_BUFFER_BYTES))
+        self._begin = self._end = 0  # of the bytes in `_data` that belong to no read frame
+        self._message = b""
+        self._blocks = NO_BYTES  # those of `_message`, until all have arrived
+        self._missing = 0  # bytes of `_blocks` that have not arrived
 
-    def add(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and yield the messages that are complete.
+    def buffer(self) -> memoryview:
+        """Return where the next bytes of the stream belong, after `next` has returned None."""
+        return self._blocks[-self._missing :] if self._missing else self._data[self._end :]
+
+    def advance(self, num_bytes: int) -> None:
+        """Add the bytes that were stored in `buffer`."""
+        if self._missing:
+            self._missing -= num_bytes
+        else:
+            self._end += num_bytes
+
+    def next(self) -> tuple[bytes, memoryview] | None:
+        """Return the next message with its blocks, or None until more bytes arrive.
 
         Raises:
-            FrameTooLarge: a message is too large. It is not received.
+            FrameTooLarge: a message or its blocks are too large. They are not received.
         """
-        received = self._received
-        received += data
-        begin, head = 0, _LENGTH.size
-        while len(received) - begin >= head:
-            (length,) = _LENGTH.unpack_from(received, begin)
-            if length > self._most_bytes:
-                raise FrameTooLarge(f"a message has {length} bytes")
-            end = begin + head + length
-            if len(received) < end:
-                break
-            with memoryview(received) as view:
-                message = bytes(view[begin + head : end])
-            yield message
-            begin = end
-        del received[:begin]
+        if self._blocks:
+            return None if self._missing else self._take_blocks()
+        data, begin, block_bytes = self._data, self._begin, 0
+        start = begin + _LENGTH.size
+        if self._end < start:
+            self._make_room()
+            return None
+        (length,) = _LENGTH.unpack_from(data, begin)
+        if length >= _HAS_BLOCKS and self._most_block_bytes:
+            length -= _HAS_BLOCKS
+            start = begin + _LENGTHS.size
+            if self._end < start:
+                self._make_room()
+                return None
+            _, block_bytes = _LENGTHS.unpack_from(data, begin)
+        if length > self._most_bytes or block_bytes > self._most_block_bytes:
+            raise FrameTooLarge(f"a message has {length} bytes, and its blocks {block_bytes}")
+        end = start + length
+        if self._end < end:
+            self._make_room()
+            return None
+        self._begin = end
+        message = bytes(data[start:end])
+        if not block_bytes:
+            return message, NO_BYTES
+        self._message, self._blocks = message, memoryview(bytearray(block_bytes))
+        arrived = min(self._end - end, block_bytes)
+        self._blocks[:arrived] = data[end : end + arrived]
+        self._begin, self._missing = end + arrived, block_bytes - arrived
+        return None if self._missing else self._take_blocks()
+
+    def _take_blocks(self) -> tuple[bytes, memoryview]:
+        blocks, self._blocks = self._blocks, NO_BYTES
+        return self._message, blocks
+
+    def _make_room(self) -> None:
+        """Move the beginning of a frame to the front of the buffer, and double a full buffer."""
+        rest, size = self._data[self._begin : self._end], len(self._data)
+        if rest and not self._begin and self._end < size:
+            return  # more of a long message, for which there is room
+        if not rest:
+            size = _BUFFER_BYTES
+        elif len(rest) > size // 2:
+            size *= 2
+        data = self._data if size == len(self._data) else memoryview(bytearray(size))
+        data[: len(rest)] = bytes(rest)
+        self._data, self._begin, self._end = data, 0, len(rest)
 
 
-class FrameChannel(asyncio.Protocol, Generic[Received]):
+class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
     """One end of a connection with frames, for use on the event loop's thread.
 
     Attributes:
@@ -74,24 +140,27 @@ class FrameChannel(asyncio.Protocol, Generic[Received]):
 
     def __init__(
         self,
-        decode: Callable[[bytes], Received],
-        most_bytes: int,
+        decode: Callable[..., Received],
         receive: Callable[[Received], None],
         lost: Callable[[], None],
+        most_bytes: int,
+        most_block_bytes: int = 0,
     ) -> None:
         """Prepare an end.
 
         Args:
-            decode: decodes a message from the other end, or raises ValueError.
-            most_bytes: maximum size of such a message.
+            decode: decodes a message from the other end, and its blocks, if any, or raises
+                ValueError.
             receive: receives each message, and must return immediately.
             lost: callback for the end of the connection, after `reason` is set.
+            most_bytes, most_block_bytes: limits of `FrameReader`.
         """
         self._decode = decode
-        self._frames = Frames(most_bytes)
+        self._reader = FrameReader(most_bytes, most_block_bytes)
         self._receive = receive
         self._lost = lost
         self._transport: asyncio.Transport | None = None
+        self._paused = False
         self.heard = False
         self.reason: str | None = None
 
@@ -100,7 +169,7 @@ class FrameChannel(asyncio.Protocol, Generic[Received]):
         """Whether messages can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def write(self, frames: bytes) -> None:
+    def write(self, frames: bytes | memoryview) -> None:
         """Send frames. They are lost if the connection ends first."""
         if self.reason is None and self._transport is not None:
             self._transport.write(frames)
@@ -116,25 +185,34 @@ class FrameChannel(asyncio.Protocol, Generic[Received]):
         if self._transport is not None:
             self._transport.abort()
 
+    def pause_receiving(self) -> None:
+        """Receive no further messages, so that the other end waits."""
+        self._paused = True
+        if self.is_open:
+            cast(asyncio.Transport, self._transport).pause_reading()
+
+    def resume_receiving(self) -> None:
+        """Receive messages again after `pause_receiving`."""
+        self._paused = False
+        self._pass_on()
+        if self.is_open and not self._paused:
+            cast(asyncio.Transport, self._transport).resume_reading()
+
     # --- the event loop calls these methods ----------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where to store the next bytes."""
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Pass on the messages that are complete."""
         self.heard = True
-        try:
-            for frame in self._frames.add(data):
-                try:
-                    message = self._decode(frame)
-                except ValueError:
-                    self.fail(INVALID)
-                    return
-                self._receive(message)
-        except FrameTooLarge:
-            self.fail(TOO_LARGE)
+        self._reader.advance(nbytes)
+        self._pass_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection."""
@@ -142,7 +220,54 @@ class FrameChannel(asyncio.Protocol, Generic[Received]):
 
     # -------------------------------------------------------------------------------------------
 
+    def _pass_on(self) -> None:
+        try:
+            while self.reason is None and not self._paused:
+                frame = self._reader.next()
+                if frame is None:
+                    return
+                try:
+                    message = self._decode(*frame) if frame[1] else self._decode(frame[0])
+                except ValueError:
+                    self.fail(INVALID)
+                    return
+                self._receive(message)
+        except FrameTooLarge:
+            self.fail(TOO_LARGE)
+
     def _end(self, reason: str) -> None:
         if self.reason is None:
             self.reason = reason
             self._lost()
+
+
+class Calls(Generic[Reply]):
+    """The calls that wait for their replies, by number, for use on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+
+    def open(self) -> tuple[int, asyncio.Future[Reply]]:
+        """Return the number of a new call, and its reply."""
+        number = next(self._numbers)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        return number, reply
+
+    def settle(self, number: int, reply: Reply) -> None:
+        """Record the reply to a call, unless nobody waits for it."""
+        call = self._waiting.pop(number, None)
+        if call is not None and not call.done():
+            call.set_result(reply)
+
+    def drop(self, number: int) -> None:
+        """Forget a call, if it still waits."""
+        self._waiting.pop(number, None)
+
+    def fail(self, error: Exception) -> None:
+        """End all calls with an error."""
+        calls, self._waiting = self._waiting, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error)

@@ -2,9 +2,9 @@
 
 Such a worker is an engine in its own process or a worker of another node. The gateway reaches the
 engine over a socket (`engine/channel.py`) and the other node over a connection (`peer/channel.py`).
-Messages are msgpack, in which token ids are bytes. A link carries many requests. Each has an id
-that is used once, so that a late message for an abandoned request is not mistaken for its second
-attempt.
+Messages are msgpack, in which token ids are bytes. They travel in frames (`framing`), in which the
+bytes of KV blocks follow the message. A link carries many requests. Each has an id that is used
+once, so that a late message for an abandoned request is not mistaken for its second attempt.
 
 The load of another node's worker is in an `Update` at least ten times a second. Admission,
 routing, speculation and the watchdog read the load there. The worker's report in the state store
@@ -17,10 +17,13 @@ from __future__ import annotations
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from draftgate.backends.core.admission import Admission
+from draftgate.backends.framing import NO_BYTES, framed
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
+from draftgate.backends.kv_transfer.exchange import AdoptBlocks, KvOperation, KvResult
+from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -223,16 +226,43 @@ class Codec(Generic[Received]):
         """Return a message as bytes."""
         return self._encoder.encode(message)
 
-    def decode(self, data: bytes | bytearray) -> Received:
-        """Return the message that these bytes encode.
+    def frame(self, message: WorkerMessage) -> tuple[bytes, memoryview]:
+        """Return the head of a frame with its message, and the blocks, which are not copied."""
+        chunk = _chunk(message)
+        if chunk is None or not chunk.data:
+            return framed(self.encode(message)), NO_BYTES
+        data = self.encode(_with_blocks(message, chunk, NO_BYTES))
+        return framed(data, len(chunk.data)), chunk.data
+
+    def decode(self, data: bytes, blocks: memoryview = NO_BYTES) -> Received:
+        """Return the message that these bytes encode, with the blocks of its frame.
 
         Raises:
             ValueError: the bytes encode no message.
         """
         try:
-            return self._decoder.decode(data)
+            message = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"the data is not a message of this protocol: {error}") from None
+        chunk = _chunk(message) if blocks else None
+        return message if chunk is None else cast(Received, _with_blocks(message, chunk, blocks))
+
+
+def _chunk(message: object) -> KvChunk | None:
+    """Return the blocks in a message."""
+    if isinstance(message, KvReply):
+        return message.result if isinstance(message.result, KvChunk) else None
+    if isinstance(message, KvCall) and isinstance(message.operation, AdoptBlocks):
+        return message.operation.chunk
+    return None
+
+
+def _with_blocks(message: Any, chunk: KvChunk, data: memoryview) -> Any:
+    """Return a message with other bytes for its chunk."""
+    chunk = replace(chunk, data=data)
+    if isinstance(message, KvReply):
+        return replace(message, result=chunk)
+    return replace(message, operation=replace(message.operation, chunk=chunk))
 
 
 def _ids_to_bytes(ids: TokenIds) -> bytes:

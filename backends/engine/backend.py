@@ -16,6 +16,7 @@ from draftgate.backends.engine.loop import LOADING_ERRORS, EngineLoop, LoopEvent
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import AdapterFailed, BackendFailed
+from draftgate.backends.framing import Calls
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
 from draftgate.backends.kv_transfer.operated import OperatedBlocks
 from draftgate.backends.streams import DeltaSinks
@@ -83,7 +84,7 @@ class EngineBackend(OperatedBlocks):
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._loaded: asyncio.Future[ServedModel] | None = None
         self._served: ServedModel | None = None
-        self._exchanges: set[asyncio.Future[KvResult]] = set()  # operations without a result
+        self._operations = Calls[KvResult]()
         self._failure: str | None = None
         self._progress = 0.0
         self._load = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
@@ -168,14 +169,10 @@ class EngineBackend(OperatedBlocks):
         """
         if self._failure is not None:
             raise BackendFailed(self._failure)
-        result: asyncio.Future[KvResult] = asyncio.get_running_loop().create_future()
-        self._exchanges.add(result)
-        try:
-            settle = partial(_set_result, result)
-            self._host.exchange(operation, partial(self._on_event_loop, settle))
-            return await result
-        finally:
-            self._exchanges.discard(result)
+        number, result = self._operations.open()
+        settle = partial(self._operations.settle, number)
+        self._host.exchange(operation, partial(self._on_event_loop, settle))
+        return await result
 
     # --- the host's thread calls these methods -------------------------------------------------
 
@@ -225,9 +222,7 @@ class EngineBackend(OperatedBlocks):
     def _end_open(self, failure: str) -> None:
         """End all streams and transfers with an error."""
         self._sinks.fail(failure)
-        for exchange in self._exchanges:
-            if not exchange.done():
-                exchange.set_exception(BackendFailed(failure))
+        self._operations.fail(BackendFailed(failure))
 
     def _end(self, request_id: str, cancelled: bool) -> None:
         if cancelled:
@@ -237,12 +232,6 @@ class EngineBackend(OperatedBlocks):
         if self._served is None:
             raise RuntimeError("the backend has not been started")
         return self._served
-
-
-def _set_result(result: asyncio.Future[KvResult], value: KvResult) -> None:
-    """Set a result, unless its reader was cancelled or the engine failed."""
-    if not result.done():
-        result.set_result(value)
 
 
 def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:

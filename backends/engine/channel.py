@@ -1,7 +1,7 @@
 """A channel for messages between a gateway's process and an engine process.
 
-Messages (`backends.remote_worker`) travel in frames (`backends.kv_transfer.framing`). Either side
-ends the conversation when it closes its end.
+Messages (`backends.remote_worker`) travel in frames (`backends.framing`). Either side ends the
+conversation when it closes its end.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from threading import Lock
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from draftgate.backends.kv_transfer.framing import LENGTHS, FrameCodec
-from draftgate.backends.remote_worker import Command, Report, WorkerMessage
+from draftgate.backends.framing import FrameReader
+from draftgate.backends.remote_worker import Codec, Command, Report, WorkerMessage
+
+MOST_BYTES: Final = 1 << 30
+"""Maximum size of a message, and of its blocks. Both ends belong to one node, so this limit only
+detects errors."""
 
 Received = TypeVar("Received", Command, Report)
 
@@ -28,8 +32,7 @@ class SocketChannel(Generic[Received]):
 
     def __init__(self, end: socket.socket, received: object) -> None:
         self._end = end
-        self._file = end.makefile("rb")
-        self._codec: FrameCodec[Received] = FrameCodec(received)
+        self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
     def send(self, message: WorkerMessage) -> None:
@@ -39,22 +42,19 @@ class SocketChannel(Generic[Received]):
             OSError: the other end is closed.
         """
         with self._sending:
-            data, blocks = self._codec.encode(message)
+            data, blocks = self._codec.frame(message)
             self._end.sendall(data)
             if blocks:
                 self._end.sendall(blocks)
 
     def __iter__(self) -> Iterator[Received]:
         """Yield the received messages until the other end is closed."""
-        try:
-            while len(head := self._file.read(LENGTHS.size)) == LENGTHS.size:
-                message_bytes, block_bytes = LENGTHS.unpack(head)
-                data, blocks = self._file.read(message_bytes), bytearray(block_bytes)
-                if block_bytes and self._file.readinto(blocks) < block_bytes:
-                    return
-                yield self._codec.decode(data, memoryview(blocks))
-        except (ConnectionResetError, ValueError):
-            return  # the connection ended within a message
+        frames = FrameReader(MOST_BYTES, MOST_BYTES)
+        with suppress(ConnectionResetError):  # the other end closed without reading everything
+            while num_bytes := self._end.recv_into(frames.buffer()):
+                frames.advance(num_bytes)
+                while (frame := frames.next()) is not None:
+                    yield self._codec.decode(*frame)
 
     def hang_up(self) -> None:
         """Shut down both directions, which ends the iteration at both ends."""
@@ -64,5 +64,4 @@ class SocketChannel(Generic[Received]):
     def close(self) -> None:
         """Close the socket. Call this method in the thread that receives."""
         self.hang_up()
-        self._file.close()
         self._end.close()

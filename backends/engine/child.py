@@ -24,9 +24,9 @@ from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.engine.shared_memory import SharedMemory
+from draftgate.backends.framing import NO_BYTES
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.framing import NO_BYTES
 from draftgate.backends.remote_worker import (
     Cancel,
     Command,

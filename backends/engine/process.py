@@ -26,6 +26,7 @@ from draftgate.backends.engine.loop import LoopEvents
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.engine.shared_memory import SharedMemory, place_of, shared_memory
 from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.framing import NO_BYTES
 from draftgate.backends.kv_transfer.exchange import (
     AdoptBlocks,
     ExportBlocks,
@@ -33,7 +34,6 @@ from draftgate.backends.kv_transfer.exchange import (
     KvResult,
 )
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.framing import NO_BYTES
 from draftgate.backends.kv_transfer.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from draftgate.backends.remote_worker import (
     Cancel,

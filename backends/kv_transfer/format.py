@@ -13,7 +13,8 @@ from typing import Final
 
 from msgspec import Struct
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""Version of the layout, and of the frames that carry blocks (`framing`)."""
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 """Bytes of an element by the name of its dtype."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import aiohttp
@@ -13,6 +11,7 @@ from yarl import URL
 
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.framing import CLOSED, Calls
 from draftgate.backends.kv_transfer.exchange import (
     BlockCount,
     ExportBlocks,
@@ -25,13 +24,14 @@ from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BLOCKS_PATH,
     BlockReport,
-    BlockStream,
     CancelKvCall,
     FetchBlocks,
     FetchedBlocks,
     KvCallFailed,
+    block_stream,
     format_digest,
 )
+from draftgate.backends.peer.channel import PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import CONNECT_S, upgraded
 from draftgate.backends.remote_worker import KvCall, KvReply
@@ -68,8 +68,7 @@ class PeerBlocks(OperatedBlocks):
         self._url = URL(url + BLOCKS_PATH)
         self._secret = secret
         self._form = form
-        self._call_ids = count()
-        self._opening: asyncio.Task[_Calls] | None = None
+        self._opening: asyncio.Task[_Stream] | None = None
         self._unreachable: dict[str, float] = {}  # workers, with the time of the next attempt
 
     @property
@@ -83,8 +82,8 @@ class PeerBlocks(OperatedBlocks):
         Raises:
             BackendFailed: the worker failed, or the node cannot be reached.
         """
-        calls = await self.open()
-        reply = await calls.run(KvCall(next(self._call_ids), operation))
+        stream = await self.open()
+        reply = await stream.call(lambda number: KvCall(number, operation))
         if not isinstance(reply, KvReply) or not _answers(operation, reply.result):
             raise BackendFailed(_UNEXPECTED)
         return reply.result
@@ -116,11 +115,12 @@ class PeerBlocks(OperatedBlocks):
         now_s = asyncio.get_running_loop().time()
         if now_s < self._unreachable.get(source, now_s):
             return None
-        calls = await self.open()
-        call = FetchBlocks(next(self._call_ids), source, tuple(hashes), first, most_s, urgent)
+        stream, chain = await self.open(), tuple(hashes)
         try:
             async with asyncio.timeout(None if most_s is None else most_s + OUTCOME_S):
-                report = await calls.run(call)
+                report = await stream.call(
+                    lambda number: FetchBlocks(number, source, chain, first, most_s, urgent)
+                )
         except TimeoutError:
             return TransferOutcome(TransferEnd.LATE)
         if not isinstance(report, FetchedBlocks):
@@ -129,7 +129,7 @@ class PeerBlocks(OperatedBlocks):
             self._unreachable[source] = now_s + UNREACHABLE_S
         return report.outcome
 
-    async def open(self) -> _Calls:
+    async def open(self) -> _Stream:
         """Return the open stream, which several operations may await.
 
         Raises:
@@ -145,11 +145,11 @@ class PeerBlocks(OperatedBlocks):
         if opening is not None:
             opening.add_done_callback(_close_opened)
 
-    async def _open(self) -> _Calls:
+    async def _open(self) -> _Stream:
         url = self._url.with_query(format=format_digest(self._form))
         try:
             async with asyncio.timeout(CONNECT_S):
-                return _Calls(*await upgraded(self._http, url, self._secret), self._form)
+                return _Stream(*await upgraded(self._http, url, self._secret), self._form)
         except TimeoutError as error:
             raise BackendFailed(public_reason(error)) from None
 
@@ -161,67 +161,51 @@ def _answers(operation: KvOperation, result: KvResult) -> bool:
     return isinstance(result, BlockCount) and not isinstance(operation, ExportBlocks)
 
 
-def _has_ended(opening: asyncio.Task[_Calls]) -> bool:
+def _has_ended(opening: asyncio.Task[_Stream]) -> bool:
     if not opening.done():
         return False
-    return opening.cancelled() or opening.exception() is not None or opening.result().ended
+    failed = opening.cancelled() or opening.exception() is not None
+    return failed or opening.result().channel.reason is not None
 
 
-def _close_opened(opening: asyncio.Task[_Calls]) -> None:
+def _close_opened(opening: asyncio.Task[_Stream]) -> None:
     if not _has_ended(opening):
-        opening.result().stream.close()
+        opening.result().channel.fail(CLOSED)
 
 
-class _Calls:
-    """The calls on an open stream.
-
-    Attributes:
-        ended: whether the connection has ended.
-    """
+class _Stream:
+    """An open stream and its calls."""
 
     def __init__(
         self, response: aiohttp.ClientResponse, transport: asyncio.Transport, form: KvFormat
     ) -> None:
         self._response = response
-        self._answers: dict[int, asyncio.Future[BlockReport]] = {}
-        self.ended = False
-        self.stream = BlockStream[BlockReport](BlockReport, form, self._settle, self._end)
-        self.stream.take_over(transport)
+        self._calls = Calls[BlockReport]()
+        self.channel: PeerChannel[BlockReport] = block_stream(
+            BlockReport, form, lambda report: self._calls.settle(report.id, report), self._end
+        )
+        self.channel.take_over(transport)
 
-    async def run(self, call: KvCall | FetchBlocks) -> BlockReport:
-        """Send a call and return its answer.
+    async def call(self, call: Callable[[int], KvCall | FetchBlocks]) -> BlockReport:
+        """Send a call, which gets this number, and return its answer.
 
         Raises:
             BackendFailed: the call failed, or the connection ended.
         """
-        answer: asyncio.Future[BlockReport] = asyncio.get_running_loop().create_future()
-        self._answers[call.id] = answer
+        if self.channel.reason is not None:
+            raise BackendFailed(_BROKEN)
+        number, answer = self._calls.open()
         try:
-            await self.stream.send(call)
+            await self.channel.send_blocks(call(number))
             report = await answer
-        except ConnectionError:
-            raise BackendFailed(_BROKEN) from None
         except asyncio.CancelledError:
-            self._cancel(call.id)
+            self._calls.drop(number)
+            self.channel.send(CancelKvCall(number))
             raise
-        finally:
-            del self._answers[call.id]
         if isinstance(report, KvCallFailed):
             raise BackendFailed(report.reason)
         return report
 
-    def _cancel(self, call_id: int) -> None:
-        with suppress(ConnectionError):
-            self.stream.send_now(CancelKvCall(call_id))
-
-    def _settle(self, report: BlockReport) -> None:
-        answer = self._answers.get(report.id)
-        if answer is not None and not answer.done():
-            answer.set_result(report)
-
     def _end(self) -> None:
-        self.ended = True
         self._response.close()
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(BackendFailed(_BROKEN))
+        self._calls.fail(BackendFailed(_BROKEN))

@@ -6,12 +6,11 @@ from typing import Any
 
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.framing import Frames, FrameTooLarge, framed
+from draftgate.backends.framing import FrameReader, FrameTooLarge, framed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
-from draftgate.backends.kv_transfer.framing import FrameCodec
-from draftgate.backends.peer.block_stream import BlockCommand, BlockReport, BlockStream
-from draftgate.backends.peer.channel import MOST_COMMAND_BYTES
+from draftgate.backends.peer.block_stream import BlockCommand, BlockReport, block_stream
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
 from draftgate.backends.remote_worker import Codec, Command, KvCall, KvReply, Report, Submit
 from tests.fuzz.grammars import GRAMMARS
 from tests.fuzz.http_bodies import TOKENIZER
@@ -22,13 +21,25 @@ ADMISSION = Admission(TOKENIZER, 8192, 65536, GRAMMARS)
 COMMANDS: Codec[Command] = Codec(Command)
 REPORTS: Codec[Report] = Codec(Report)
 FORMAT = KvFormat("class", "uint8", 2, 2, 4)
-CHUNKS: FrameCodec[Any] = FrameCodec(BlockCommand | BlockReport)
+CHUNKS: Codec[Any] = Codec(BlockCommand | BlockReport)
+
+
+def read_frames(reader: FrameReader, data: bytes) -> list[tuple[bytes, memoryview]]:
+    """Return the frames that these bytes complete."""
+    found = []
+    while data:
+        buffer = reader.buffer()[: len(data)]
+        buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+        reader.advance(len(buffer))
+        while (frame := reader.next()) is not None:
+            found.append(frame)
+    return found
 
 
 def command(data: bytes) -> None:
     """Read a command, and check its request as the worker does."""
-    (message,) = Frames(MOST_COMMAND_BYTES).add(framed(data))
-    found = COMMANDS.decode(message)
+    (frame,) = read_frames(FrameReader(MOST_COMMAND_BYTES), framed(data))
+    found = COMMANDS.decode(*frame)
     if isinstance(found, Submit):
         ADMISSION.check(found.request)
 
@@ -41,9 +52,9 @@ def report(data: bytes) -> None:
 def frames(data: bytes) -> None:
     """Split a stream into messages, which do not depend on the division into pieces."""
     middle = len(data) // 2
-    whole, pieces = Frames(1 << 16), Frames(1 << 16)
-    expected = list(whole.add(data))
-    assert [*pieces.add(data[:middle]), *pieces.add(data[middle:])] == expected
+    whole, pieces = FrameReader(1 << 16, 1 << 10), FrameReader(1 << 16, 1 << 10)
+    expected = read_frames(whole, data)
+    assert [*read_frames(pieces, data[:middle]), *read_frames(pieces, data[middle:])] == expected
 
 
 def check_chunk(chunk: KvChunk) -> None:
@@ -60,11 +71,12 @@ def blocks(data: bytes) -> None:
         check_chunk(message.operation.chunk)
 
 
-def block_stream(data: bytes) -> None:
+def blocks_over_a_stream(data: bytes) -> None:
     """Read frames of blocks as the event loop does."""
     received: list[object] = []
-    stream = BlockStream[Any](BlockCommand, FORMAT, received.append, lambda: None)
-    while data and (buffer := stream.get_buffer(len(data))):  # full after an invalid frame
+    stream: PeerChannel[Any] = block_stream(BlockCommand, FORMAT, received.append, lambda: None)
+    while data and stream.reason is None:
+        buffer = stream.get_buffer(len(data))
         part, data = data[: len(buffer)], data[len(buffer) :]
         buffer[: len(part)] = part
         stream.buffer_updated(len(part))
@@ -75,5 +87,5 @@ TARGETS = [
     Target("peer_report", report, (ValueError,), MSGPACK),
     Target("peer_frames", frames, (FrameTooLarge,)),
     Target("kv_blocks", blocks, (ValueError,), MSGPACK),
-    Target("kv_frames", block_stream),
+    Target("kv_frames", blocks_over_a_stream),
 ]

@@ -46,16 +46,16 @@ async def test_calls_of_one_iteration_wake_the_parent_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that arrive together reserve their leases in one message."""
-    received: list[bytes] = []
-    receive = FrameChannel.data_received
+    received: list[int] = []
+    receive = FrameChannel.buffer_updated
 
-    def record(channel: FrameChannel, data: bytes) -> None:
+    def record(channel: FrameChannel, nbytes: int) -> None:
         if channel is not client._channel:
-            received.append(data)
-        receive(channel, data)
+            received.append(nbytes)
+        receive(channel, nbytes)
 
     async with shared(tmp_path / "stores") as (_, client):
-        monkeypatch.setattr(FrameChannel, "data_received", record)
+        monkeypatch.setattr(FrameChannel, "buffer_updated", record)
         names = [f"r{number}" for number in range(8)]
         found = await asyncio.gather(
             *(client.call(ReserveLease(name, 1, (), 30.0)) for name in names)

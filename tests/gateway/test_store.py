@@ -114,15 +114,15 @@ async def test_a_release_travels_with_the_next_call(
     one, _ = processes
     await one.call(PublishReport(report(capacity_tokens=1000)))
     await granted(one, "a", 1000)
-    received: list[bytes] = []
-    receive = FrameChannel.data_received
+    received: list[int] = []
+    receive = FrameChannel.buffer_updated
 
-    def record(channel: FrameChannel, data: bytes) -> None:
+    def record(channel: FrameChannel, nbytes: int) -> None:
         if channel is not one._channel:
-            received.append(data)
-        receive(channel, data)
+            received.append(nbytes)
+        receive(channel, nbytes)
 
-    monkeypatch.setattr(FrameChannel, "data_received", record)
+    monkeypatch.setattr(FrameChannel, "buffer_updated", record)
     await one.call(ReleaseLeases(("a",)))
     await granted(one, "b", 1000)
     assert len(received) == 1

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks, BlockCount, CountBlocks
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.framing import FrameCodec
 from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
 from draftgate.backends.peer.block_stream import (
-    BlockStream,
     CancelKvCall,
     FetchBlocks,
     FetchedBlocks,
     KvCallFailed,
+    block_stream,
 )
-from draftgate.backends.remote_worker import KvCall, KvReply
+from draftgate.backends.peer.channel import PeerChannel
+from draftgate.backends.remote_worker import Codec, KvCall, KvReply
 from tests.peer.blocks import FORM
 
 ids = st.integers(0, 1 << 40)
@@ -45,9 +45,9 @@ ANY = KvCall | KvReply | FetchBlocks | FetchedBlocks | KvCallFailed | CancelKvCa
 @given(sent=st.lists(messages, max_size=6), sizes=st.lists(st.integers(1, 90), min_size=1))
 def test_messages_arrive_whole_in_reads_of_any_size(sent: list[ANY], sizes: list[int]) -> None:
     """The other end gets equal messages with the bytes of their blocks, in order."""
-    codec, received = FrameCodec[ANY](ANY), list[ANY]()
-    stream = BlockStream[ANY](ANY, FORM, received.append, lambda: None)
-    data = b"".join(bytes(part) for message in sent for part in codec.encode(message))
+    codec, received = Codec[ANY](ANY), list[ANY]()
+    stream: PeerChannel[ANY] = block_stream(ANY, FORM, received.append, lambda: None)
+    data = b"".join(bytes(part) for message in sent for part in codec.frame(message))
     place = turn = 0
     while place < len(data):
         target = stream.get_buffer(-1)
@@ -61,12 +61,12 @@ def test_messages_arrive_whole_in_reads_of_any_size(sent: list[ANY], sizes: list
 @given(message=messages)
 def test_encoded_messages_contain_no_blocks(message: ANY) -> None:
     """The bytes of blocks are beside the message, in the memory in which they were."""
-    codec = FrameCodec[ANY](ANY)
+    codec = Codec[ANY](ANY)
     chunk = message.result if isinstance(message, KvReply) else None
     if isinstance(message, KvCall) and isinstance(message.operation, AdoptBlocks):
         chunk = message.operation.chunk
-    _, blocks = codec.encode(message)
-    if isinstance(chunk, KvChunk):
+    _, blocks = codec.frame(message)
+    if isinstance(chunk, KvChunk) and chunk.data:
         assert blocks.obj is chunk.data.obj
     else:
         assert not blocks

@@ -15,9 +15,9 @@ import uvloop
 from msgspec import structs
 
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.framing import framed
 from draftgate.backends.kv_transfer.exchange import ExportBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.framing import LENGTHS
 from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
@@ -367,10 +367,10 @@ async def test_server_without_the_secret_gets_no_hashes() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        LENGTHS.pack(0, 0),
-        LENGTHS.pack(1 << 31, 0),
-        LENGTHS.pack(4, 1 << 31),
-        LENGTHS.pack(4, 0) + b"junk",
+        framed(b""),
+        bytes([0x7F]) + bytes(3),
+        framed(b"junk", 1 << 31),
+        framed(b"junk"),
     ],
     ids=["empty", "long message", "long chunk", "no message"],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import suppress
 from typing import Final
 
 import aiohttp
@@ -13,19 +12,20 @@ from aiohttp import web
 from yarl import URL
 
 from draftgate.backends.errors import BackendFailed
+from draftgate.backends.framing import CLOSED, INVALID
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.operated import operate_on
 from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferOutcome
 from draftgate.backends.peer.block_stream import (
     BlockCommand,
-    BlockStream,
     CancelKvCall,
     FetchBlocks,
     FetchedBlocks,
     KvCallFailed,
+    block_stream,
 )
 from draftgate.backends.peer.blocks import PeerBlocks
-from draftgate.backends.peer.channel import WORKER_PATH
+from draftgate.backends.peer.channel import WORKER_PATH, PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 from draftgate.gateway.cluster.access import is_loopback
@@ -70,18 +70,20 @@ class BlockSession:
         self._secret = secret
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
-        self._stream = BlockStream[BlockCommand](BlockCommand, form, self._receive, self._ended.set)
+        self._channel: PeerChannel[BlockCommand] = block_stream(
+            BlockCommand, form, self._receive, self._ended.set
+        )
 
     async def run(self) -> None:
         """Serve until the connection ends or the handler is cancelled."""
         transport = self._request.transport
         if transport is None:
             return  # the other node is gone
-        self._stream.take_over(transport)
+        self._channel.take_over(transport)
         try:
             await self._ended.wait()
         finally:
-            self._stream.close()
+            self._channel.fail(CLOSED)
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
@@ -94,16 +96,17 @@ class BlockSession:
                 self._tasks[command.id].cancel()
             return
         if command.id in self._tasks:
-            raise ValueError(f"the id {command.id} belongs to another call")
+            self._channel.fail(INVALID)
+            return
         task = self._tasks[command.id] = asyncio.create_task(self._answer(command))
         task.add_done_callback(lambda _: self._forget(command.id))
         if len(self._tasks) == MOST_CALLS:
-            self._stream.pause_reading()
+            self._channel.pause_receiving()
 
     def _forget(self, call_id: int) -> None:
         del self._tasks[call_id]
         if len(self._tasks) == MOST_CALLS - 1:
-            self._stream.resume_reading()
+            self._channel.resume_receiving()
 
     async def _answer(self, call: KvCall | FetchBlocks) -> None:
         """Run an operation or a transfer, and send its result."""
@@ -118,8 +121,7 @@ class BlockSession:
         except Exception as error:  # noqa: BLE001 - the other node must get every error
             log(logging.ERROR, "an operation of a peer on KV blocks failed", error=error)
             message = KvCallFailed(call.id, f"internal error ({type(error).__name__})")
-        with suppress(ConnectionError):  # `run` ends everything
-            await self._stream.send(message)
+        await self._channel.send_blocks(message)
 
     async def _fetch(self, call: FetchBlocks) -> TransferOutcome | None:
         """Pull blocks from the worker of a third node, or return None if it cannot be reached."""

@@ -91,7 +91,7 @@ async def serving_stores(stores: SharedStores, path: Path) -> AsyncIterator[None
             stores.left(client)
 
         client = FrameChannel[StoreCall](
-            stores.decoder.decode, MOST_BYTES, lambda call: stores.answer(call, client), lost
+            stores.decoder.decode, lambda call: stores.answer(call, client), lost, MOST_BYTES
         )
         clients.add(client)
         return client

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from draftgate.backends.framing import FrameChannel, framed
+from draftgate.backends.framing import Calls, FrameChannel, framed
 from draftgate.gateway.state.commands import (
     EndMove,
     ReleaseLeases,
@@ -68,8 +68,7 @@ class LocalStore:
         self._path = path
         self._channel: FrameChannel[LocalReply] | None = None
         self._connecting = asyncio.Lock()
-        self._numbers = NOTICE
-        self._open: dict[int, asyncio.Future[LocalReply]] = {}
+        self._calls = Calls[LocalReply]()
         self._waiting: list[bytes] = []  # frames to send together
         self._sends_soon = False
 
@@ -128,14 +127,11 @@ class LocalStore:
         """
         if not self._is_open:
             await self._connect()
-        self._numbers += 1
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[LocalReply] = loop.create_future()
-        self._open[self._numbers] = reply
-        self._waiting.append(framed(_encode((self._numbers, command))))
+        number, reply = self._calls.open()
+        self._waiting.append(framed(_encode((number, command))))
         if not self._sends_soon:
             self._sends_soon = True
-            loop.call_soon(self._send_waiting)
+            asyncio.get_running_loop().call_soon(self._send_waiting)
         return await reply
 
     def _send_waiting(self) -> None:
@@ -145,16 +141,10 @@ class LocalStore:
         self._sends_soon = False
 
     def _receive(self, reply: LocalReply) -> None:
-        call = self._open.pop(reply[0], None)
-        if call is not None and not call.done():  # its caller may have left
-            call.set_result(reply)
+        self._calls.settle(reply[0], reply)
 
     def _lost(self) -> None:
-        """Fail the open calls."""
-        calls, self._open = self._open, {}
-        for call in calls.values():
-            if not call.done():
-                call.set_exception(StoreError("the connection to the shared store was lost"))
+        self._calls.fail(StoreError("the connection to the shared store was lost"))
 
     def _release_quota(self, command: StoreCommand[Any]) -> None:
         """Release what a call reserves whose caller has left."""
@@ -176,7 +166,7 @@ class LocalStore:
             if self._is_open:
                 return
             channel = FrameChannel[LocalReply](
-                _replies.decode, MOST_BYTES, self._receive, self._lost
+                _replies.decode, self._receive, self._lost, MOST_BYTES
             )
             loop = asyncio.get_running_loop()
             try:

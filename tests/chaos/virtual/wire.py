@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from tests.memory_network import receive
+
 
 class WireEnd(asyncio.Transport):
     """One end of a connection."""
@@ -44,8 +46,8 @@ class WireEnd(asyncio.Transport):
 
     def receive(self, data: bytes) -> None:
         """Pass data to the protocol."""
-        if not self._closed and isinstance(self._protocol, asyncio.Protocol):
-            self._protocol.data_received(data)
+        if not self._closed:
+            receive(self._protocol, data)
 
     def lose(self, error: Exception | None) -> None:
         """End the connection at this end."""
