@@ -88,13 +88,13 @@ class SavedTime:
             looked_up: number of sequences with lookups.
         """
         size, slots, decoded = plan.size, 0, []
-        for (sequence, _, token_ids, samples, draft), emitted in zip(
-            plan.work, result.emitted, strict=True
+        for (sequence, _, token_ids, samples, draft), path in zip(
+            plan.work, result.accepted, strict=True
         ):
             drafts = len(draft.token_ids)
             slots += drafts
             if samples and len(token_ids) == 1:
-                decoded.append((sequence, len(emitted) - 1, drafts))
+                decoded.append((sequence, len(path), drafts))
         decodes, kv_tokens = len(decoded), size.kv_tokens - slots
         self._last = None
         if not decodes:

@@ -326,7 +326,7 @@ class Scheduler:
         if not plan.scored:  # the LM head of scored rows takes time that the cost does not contain
             self._fit.add_step(size, result.step_s)
         decodes = size.sequences - plan.chunks
-        accepted = sum([len(e) - 1 for e in result.emitted if len(e) > 1])
+        accepted = sum(map(len, result.accepted))
         self._speed.record_step(decodes, decodes + accepted, plan.prompt_tokens)
         if decodes:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences

@@ -255,6 +255,7 @@ class StepResult:
     Attributes:
         emitted: accepted draft tokens and the token sampled after them, or empty for work that does
             not sample.
+        accepted: the path of the accepted tokens, as their indices in the draft, root first.
         logprobs: one entry per emitted token if the request wants them, else empty.
         step_s: duration of the step in seconds.
         pooled: hidden states after the final norm, one per `StepPlan.pooled`, as little-endian
@@ -263,6 +264,7 @@ class StepResult:
     """
 
     emitted: Many[tuple[int, ...]]
+    accepted: Many[tuple[int, ...]]
     logprobs: Many[tuple[TokenLogprob, ...]]
     step_s: float
     pooled: Many[bytes] | None = None

@@ -126,26 +126,27 @@ def emitted_logprobs(
 
     Args:
         step: the result of `row_logprobs`, None if no sequence requests any.
-        walks: the rows that emit a token.
+        walks: the emitted tokens.
     """
     if step is None:
-        return ((),) * len(walks.rows)
+        return ((),) * len(walks.emitted)
     columns = {
         wanted: tuple(column.tolist() for column in rows) for wanted, rows in step.found.items()
     }
 
     def entries(
-        start: int, wanted: int, rows: tuple[int, ...], emitted: tuple[int, ...]
+        start: int, wanted: int, path: tuple[int, ...], emitted: tuple[int, ...]
     ) -> Iterator[TokenLogprob]:
         sampled, top, top_ids = columns[wanted]
+        rows = (start, *(start + place + 1 for place in path))
         for row, token in zip(rows, emitted, strict=True):
-            pairs = zip(top_ids[start + row], top[start + row], strict=True)
-            yield TokenLogprob(token, sampled[start + row], tuple(pairs))
+            pairs = zip(top_ids[row], top[row], strict=True)
+            yield TokenLogprob(token, sampled[row], tuple(pairs))
 
     parts = zip(step.starts, step.alternatives, *walks, strict=False)
     return tuple(
-        () if wanted is None else tuple(entries(start, wanted, rows, emitted))
-        for start, wanted, rows, emitted in parts
+        () if wanted is None else tuple(entries(start, wanted, path, emitted))
+        for start, wanted, path, emitted in parts
     )
 
 

@@ -116,7 +116,7 @@ class Runner:
         pooled = pooling.pooled_bytes(step.pooled)
         scored = prompt_logprobs.packed_chunks(step.scored)
         step_s = time.perf_counter() - step.started_s
-        return StepResult(walks.emitted, found, step_s, pooled, scored)
+        return StepResult(walks.emitted, walks.accepted, found, step_s, pooled, scored)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -133,13 +133,12 @@ class Runner:
         """Move the keys and values of accepted paths to the slots of their positions."""
         sources: list[int] = []
         targets: list[int] = []
-        for work, rows in zip(plan.work, walks.rows, strict=True):
+        for work, path in zip(plan.work, walks.accepted, strict=True):
             if work.draft.is_chain or not work.sequence.block_table:
                 # A chain needs no move. An empty block table means that the sequence was cancelled
                 # during the step, and its blocks may have a new owner.
                 continue
-            places = [row - 1 for row in rows[1:]]
-            moved = [(place, depth) for depth, place in enumerate(places) if place != depth]
+            moved = [(place, depth) for depth, place in enumerate(path) if place != depth]
             table, end = work.sequence.block_table, work.confirmed_end
             sources += slots_of(table, (end + place for place, _ in moved))
             targets += slots_of(table, (end + depth for _, depth in moved))

@@ -73,11 +73,11 @@ class Walks(NamedTuple):
     """The emitted tokens of each sequence of a step.
 
     Attributes:
-        rows: the rows that emit a token: the first row, then the rows of accepted drafts.
-        emitted: the tokens of these rows.
+        accepted: as for `StepResult`.
+        emitted: the tokens of the first row and of the rows of accepted drafts.
     """
 
-    rows: list[tuple[int, ...]]
+    accepted: list[tuple[int, ...]]
     emitted: list[tuple[int, ...]]
 
 
@@ -89,19 +89,19 @@ def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
         tokens: the token of every row.
     """
     if plan.decodes_only:
-        return Walks([(0,)] * len(tokens), list(zip(tokens)))
-    walked: list[tuple[int, ...]] = []
+        return Walks([()] * len(tokens), list(zip(tokens)))
+    accepted: list[tuple[int, ...]] = []
     emitted: list[tuple[int, ...]] = []
     first = 0
     for work in plan.work:
-        rows: tuple[int, ...] = (0,) if work.samples else ()
+        own = tokens[first : first + work.num_samples]
+        path: tuple[int, ...] = ()
         if work.draft.token_ids:  # most sequences have no draft
-            own = tokens[first : first + work.num_samples]
-            rows = (0, *(place + 1 for place in work.draft.accepted_places(own, per_row=True)))
-        walked.append(rows)
-        emitted.append(tuple([tokens[first + row] for row in rows]))
+            path = work.draft.accepted_places(own, per_row=True)
+        accepted.append(path)
+        emitted.append((*own[:1], *[own[place + 1] for place in path]))
         first += work.num_samples
-    return Walks(walked, emitted)
+    return Walks(accepted, emitted)
 
 
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:

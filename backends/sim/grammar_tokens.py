@@ -24,6 +24,9 @@ CLOSING_SHARE: Final = 1 / 3
 """Probability of a token that ends a part, where the grammar allows other tokens too. Strings have
 two tokens on average. Chosen for readable texts, not tuned (2026-11-23)."""
 
+Walk = tuple[tuple[int, ...], tuple[int, ...]]
+"""The path of accepted draft tokens (`StepResult.accepted`), and the emitted tokens."""
+
 _Ids = npt.NDArray[np.intp]
 
 
@@ -51,11 +54,11 @@ class GrammarTokens:
         self._closing = _flags([token for name, token in names if set(name) <= CLOSING], size)
         self._uniform = uniform
 
-    def emit(self, work: SequenceWork) -> tuple[int, ...]:
-        """Return the accepted draft tokens of a sequence and its next token."""
+    def walk(self, work: SequenceWork) -> Walk:
+        """Return the path of the accepted draft tokens, and these tokens with the next token."""
         sequence, draft = work.sequence, work.draft
         assert sequence.grammar is not None
-        masks, emitted, at = sequence.grammar.masks(draft), list[int](), ROOT
+        masks, path, emitted, at = sequence.grammar.masks(draft), list[int](), list[int](), ROOT
         while True:
             position = work.confirmed_end + len(emitted)
             emitted.append(self._choose(masks[at + 1], self._uniform(sequence, position)))
@@ -66,7 +69,8 @@ class GrammarTokens:
             )
             at = next(following, ROOT)
             if at == ROOT:
-                return tuple(emitted)
+                return tuple(path), tuple(emitted)
+            path.append(at)
 
     def _choose(self, mask: bytes, uniform: float) -> int:
         """Return one of the tokens that a mask allows."""

@@ -14,7 +14,7 @@ from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.recording import Guess, Tree
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device_model import DeviceModel
-from draftgate.backends.sim.grammar_tokens import GrammarTokens
+from draftgate.backends.sim.grammar_tokens import GrammarTokens, Walk
 from draftgate.backends.sim.profile import DraftCost
 from draftgate.backends.sim.tokens import TrueTokens
 from draftgate.backends.types import TokenLogprob
@@ -53,8 +53,9 @@ class SimExecutor:
         if plan.decodes_only and plan.is_plain:
             next_token = self._tokens.tokens
             emitted = tuple([next_token(work.sequence, work.start + 1) for work in plan.work])
+            accepted: Many[tuple[int, ...]] = ((),) * len(emitted)
         else:
-            emitted = tuple(map(self._emit, plan.work))
+            accepted, emitted = zip(*map(self._walk, plan.work), strict=True)
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
         if not plan.is_plain:
             logprobs = [
@@ -62,20 +63,23 @@ class SimExecutor:
                 for work, tokens in zip(plan.work, emitted, strict=True)
             ]
         scored = [_prompt_logprobs(plan, rows) for rows in plan.scored]
-        return StepResult(emitted, logprobs, self._device.step_s(plan, emitted), None, scored)
+        step_s = self._device.step_s(plan, emitted)
+        return StepResult(emitted, accepted, logprobs, step_s, None, scored)
 
-    def _emit(self, work: SequenceWork) -> tuple[int, ...]:
+    def _walk(self, work: SequenceWork) -> Walk:
+        """Return the accepted path of a sequence, and its tokens."""
         # A step that was planned ahead may contain sequences that have ended since then.
         if not work.samples or work.sequence.state is SequenceState.FINISHED:
-            return ()
+            return (), ()
         if self._forms is not None and work.sequence.grammar is not None:
-            return self._forms.emit(work)
+            return self._forms.walk(work)
         true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)
         if allowed := work.sequence.request.sampling.allowed_token_ids:
             true = tuple(allowed[token % len(allowed)] for token in true)
         if not work.draft.token_ids:  # the usual case
-            return true
-        return true[: len(work.draft.accepted_places(true)) + 1]
+            return (), true
+        path = work.draft.accepted_places(true)
+        return path, true[: len(path) + 1]
 
 
 def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:

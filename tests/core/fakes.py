@@ -59,10 +59,14 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         emitted = [tuple(self._emit(work)) for work in plan.work]
+        accepted = tuple(
+            work.draft.accepted_places(tokens)
+            for work, tokens in zip(plan.work, emitted, strict=True)
+        )
         logprobs = tuple(tuple(TokenLogprob(t, -float(t)) for t in tokens) for tokens in emitted)
         pooled = [pooled_state(plan.work[place]) for place in plan.pooled]
         scored = [scored_positions(plan, rows) for rows in plan.scored]
-        return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None, scored)
+        return StepResult(tuple(emitted), accepted, logprobs, 1e-3, pooled or None, scored)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
         """Yield the true tokens that the draft contains and the token after them."""

@@ -77,12 +77,10 @@ class FakeDevice(FakeExecutor):
         self.in_flight -= 1
         for work, table, text in zip(plan.work, tables, texts, strict=True):
             self._write(work, table, prefixes(text[: work.confirmed_end]))
-        for work, table, text, emitted in zip(
-            plan.work, tables, texts, result.emitted, strict=True
-        ):
+        for work, table, text, path in zip(plan.work, tables, texts, result.accepted, strict=True):
             for position, prefix in enumerate(prefixes(text[: work.start])):
                 assert self.memory[table[position // BLOCK], position % BLOCK] == prefix
-            self._compact(work, table, emitted)
+            self._compact(work, table, path)
         return result
 
     def _write(self, work, table, known: list[int]) -> None:
@@ -93,8 +91,8 @@ class FakeDevice(FakeExecutor):
             prefix = hash((self.memory[before], token))
             self.memory[self._place(work, table, place)] = prefix
 
-    def _compact(self, work, table, emitted: tuple[int, ...]) -> None:
-        for depth, place in enumerate(work.draft.accepted_places(emitted)):
+    def _compact(self, work, table, path: tuple[int, ...]) -> None:
+        for depth, place in enumerate(path):
             source = self.memory[self._place(work, table, place)]
             self.memory[self._place(work, table, depth)] = source
 

@@ -118,8 +118,8 @@ class SchedulerHarness:
     def apply(self, plan: StepPlan) -> None:
         result = FakeExecutor().execute(plan)
         self.now_s += result.step_s
-        for work, emitted in zip(plan.work, result.emitted, strict=True):
-            self.compact(work, emitted)
+        for work, path in zip(plan.work, result.accepted, strict=True):
+            self.compact(work, path)
         for sequence, token_ids, logprobs, draft, details in self.scheduler.apply(plan, result):
             assert len(token_ids) == len(logprobs)
             count_draft(sequence, draft, len(token_ids))
@@ -205,11 +205,11 @@ class SchedulerHarness:
             prefix = hash((self.memory[before], token))
             self.memory[self.place(work.sequence, end + place)] = prefix
 
-    def compact(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
+    def compact(self, work: SequenceWork, path: tuple[int, ...]) -> None:
         """Move the entries of accepted tokens to the slots of their positions."""
         if not work.sequence.block_table:
             return  # The request was cancelled while the step ran.
-        for depth, place in enumerate(work.draft.accepted_places(emitted)):
+        for depth, place in enumerate(path):
             source = self.place(work.sequence, work.confirmed_end + place)
             target = self.place(work.sequence, work.confirmed_end + depth)
             self.memory[target] = self.memory[source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -13,7 +14,6 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.core.steps import StepResult
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from tests.core.fakes import FakeExecutor, FakeProposer, request
@@ -76,11 +76,11 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
         scheduler.add(Sequence.for_choice(key, generation, generation.choices[0]))
     tokens = []
     while (plan := scheduler.plan(clock.now_s)) is not None:
-        emitted = executor.execute(plan).emitted
+        result = executor.execute(plan)
         step_s = COST.seconds(plan.num_tokens)
         clock.now_s += step_s
-        scheduler.apply(plan, StepResult(emitted, ((),) * len(emitted), step_s), clock.now_s)
-        tokens.append((clock.now_s, sum(map(len, emitted))))
+        scheduler.apply(plan, replace(result, step_s=step_s), clock.now_s)
+        tokens.append((clock.now_s, sum(map(len, result.emitted))))
     half_s = clock.now_s / 2
     return sum(count for ended_s, count in tokens if ended_s > half_s) / half_s
 

@@ -45,8 +45,8 @@ class TimedHarness(SchedulerHarness):
         result = FakeExecutor().execute(plan)
         step_s = self._cost.size_s(plan.size) + self.prompt_token_s * plan.prompt_tokens
         self.now_s += step_s
-        for work, emitted in zip(plan.work, result.emitted, strict=True):
-            self.compact(work, emitted)
+        for work, path in zip(plan.work, result.accepted, strict=True):
+            self.compact(work, path)
         for sequence, _, _, _, _ in self.scheduler.apply(plan, replace(result, step_s=step_s)):
             if sequence.finish_reason is not None:
                 self.ended_s[sequence.key] = self.now_s

@@ -88,7 +88,7 @@ def test_accepted_branch_is_moved_to_the_slots_of_a_chain(tokens: int) -> None:
 def _walks(accepted: tuple[int, ...]):
     from draftgate.backends.engine.sampler import Walks
 
-    return Walks([(0, *(place + 1 for place in accepted))], [(0,) * (len(accepted) + 1)])
+    return Walks([accepted], [(0,) * (len(accepted) + 1)])
 
 
 def test_trees_share_a_step_with_chains_decodes_and_chunks() -> None:

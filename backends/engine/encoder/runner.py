@@ -30,7 +30,7 @@ class EncoderRunner:
         segments = [work.sequence.request.second_segment for work in plan.work]
         pooled = self.pooled(texts, segments)
         nothing: list[tuple[()]] = [()] * len(plan.work)
-        return StepResult(nothing, nothing, time.perf_counter() - started_s, pooled)
+        return StepResult(nothing, nothing, nothing, time.perf_counter() - started_s, pooled)
 
     @torch.inference_mode()
     def pooled(

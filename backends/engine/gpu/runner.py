@@ -149,7 +149,7 @@ class GpuRunner:
         step_s = step.began.elapsed_time(step.ended) / 1e3
         pooled = pooling.pooled_bytes(step.pooled)
         scored = prompt_logprobs.packed_chunks(step.scored)
-        return StepResult(walks.emitted, found, step_s, pooled, scored)
+        return StepResult(walks.emitted, walks.accepted, found, step_s, pooled, scored)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of a forward pass alone: float32 [sampled rows, vocab_size]."""
@@ -297,6 +297,7 @@ def _walks(starts: Many[int], results: list[int]) -> Walks:
     rows = starts[-1]
     walks = Walks([], [])
     for begin, count in zip(starts, results[2 * rows :], strict=False):
-        walks.rows.append(tuple(results[rows + begin : rows + begin + count]))
+        kept = results[rows + begin : rows + begin + count]
+        walks.accepted.append(tuple([row - 1 for row in kept[1:]]))
         walks.emitted.append(tuple(results[begin : begin + count]))
     return walks
