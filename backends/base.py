@@ -109,11 +109,11 @@ class Backend(WorkerHandle, Protocol):
         """
 
 
-class KvSource(Protocol):
-    """A worker whose KV blocks other workers may pull.
+class KvEndpoint(Protocol):
+    """A worker that exchanges KV blocks with other workers of its format.
 
-    A backend with a `ModelCard.kv_format` also implements this protocol and `KvSink`. All methods
-    raise `BackendFailed` if the worker has failed.
+    A backend with a `ModelCard.kv_format` also implements this protocol. All methods raise
+    `BackendFailed` if the worker has failed.
     """
 
     async def held_blocks(self, hashes: Sequence[bytes]) -> int:
@@ -131,10 +131,6 @@ class KvSource(Protocol):
             urgent: whether the copies may delay sequences noticeably.
         """
 
-
-class KvSink(Protocol):
-    """A worker that can store KV blocks of other workers of its format."""
-
     async def begin_import(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks of a hash chain the worker holds.
 
@@ -150,15 +146,11 @@ class KvSink(Protocol):
 
         Args:
             parent: hash before those of the chunk, or empty.
-            urgent: as for `KvSource.pull_blocks`.
+            urgent: as for `pull_blocks`.
 
         Returns:
             The leading blocks of the chunk that the worker holds now.
         """
-
-
-class KvEndpoint(KvSource, KvSink, Protocol):
-    """A worker that exchanges KV blocks in both directions."""
 
 
 class UpstreamCall(NamedTuple):

@@ -363,7 +363,7 @@ class ModelCard:
         pool_tokens: number of tokens that its KV pool holds, or 0 if unknown.
         weight_bytes, kv_bytes: memory of its weights and of its KV pool, or 0 if unknown.
         eos_ids: tokens that end a sequence, ascending.
-        kv_format: layout of the KV blocks that it exchanges (`base.KvSource`, `base.KvSink`), or
+        kv_format: layout of the KV blocks that it exchanges (`base.KvEndpoint`), or
             None if it exchanges none.
         prompts: pairs (`input_type`, text to put before the texts of an embedding request), with an
             empty type for requests without one.

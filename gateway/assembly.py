@@ -29,7 +29,7 @@ from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.admission.appointments import Appointments
-from draftgate.policies.ordering.returning import ReturningFirst
+from draftgate.policies.ordering.single import ReturningFirst
 from draftgate.policies.protocols import SharesAppointments, SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import (

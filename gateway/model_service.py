@@ -22,22 +22,23 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
+from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.lifecycle import RETRY_STARTING_S, Lifecycle
 from draftgate.gateway.logs import log
-from draftgate.gateway.scaling import Scaling
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.initial_series import create_series
-from draftgate.gateway.telemetry.live import ActivityMeter
+from draftgate.gateway.telemetry.live import ActivityMeter, Recent
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
 from draftgate.policies.types import WorkerLoad
 
 
@@ -312,3 +313,47 @@ def _rules(config: ServeConfig) -> WaitingRules:
         rescheduling=config.rescheduling,
         phases=config.phases,
     )
+
+
+# The scaling advice of a node, from the loads of the pool and from its own queue and requests.
+
+
+class Scaling:
+    """The caller of the scaling policy.
+
+    Use the object only on the thread of the event loop.
+
+    Attributes:
+        advice: the present advice, or None before the node had a worker.
+    """
+
+    def __init__(self, fleet: Fleet, queue: CentralQueue, recent: Recent) -> None:
+        self.advice: ScalingAdvice | None = None
+        self._advisor = ScalingAdvisor()
+        self._fleet = fleet
+        self._queue = queue
+        self._recent = recent
+
+    def update(self) -> None:
+        """Update the advice, and log a change. Call this method about once a second."""
+        serving = self._fleet.serving
+        view = DemandView(
+            [worker.backend.load() for worker in serving if not worker.leaving],
+            [worker.backend.load() for worker in serving if worker.leaving],
+            len(self._queue),
+            self._queue.ordering.work_s,
+            self._recent.attainment(),
+        )
+        advice = self._advisor.update(view, self._queue.now_s())
+        if advice == self.advice or advice is None:
+            return
+        self.advice = advice
+        if advice.reason is not ScalingReason.START:
+            log(
+                logging.INFO,
+                "the pool should have another number of workers",
+                desired_workers=advice.workers,
+                workers=len(view.loads),
+                reason=advice.reason.value,
+                load_workers=round(advice.load, 2),
+            )

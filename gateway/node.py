@@ -22,8 +22,7 @@ from draftgate.backends.peer.proof import secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.gateway.accounts import Accounts, read_accounts
 from draftgate.gateway.assembly import loop_time_s
-from draftgate.gateway.cluster.access import peer_access
-from draftgate.gateway.cluster.address import advertised_url, is_local
+from draftgate.gateway.cluster.access import advertised_url, is_local, peer_access
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.cluster.siblings import Siblings
@@ -46,9 +45,9 @@ from draftgate.gateway.state.store import Store
 from draftgate.gateway.state.values import FORGET_S, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
-from draftgate.gateway.telemetry.flow_metrics import count_flow_event
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.metrics import Metrics, Row
+from draftgate.gateway.telemetry.request_series import count_flow_event
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.gateway.tracing import Tracing
 from draftgate.policies.registry import speculation_policy

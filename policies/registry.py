@@ -18,9 +18,8 @@ from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.batching import FixedBudget, Slack
 from draftgate.policies.ordering.fair import Fair
 from draftgate.policies.ordering.single import edf, fcfs
-from draftgate.policies.phases.apart import Separate, Splitwise
+from draftgate.policies.phases.apart import OneWorker, Separate, Splitwise
 from draftgate.policies.phases.auto import Cheaper
-from draftgate.policies.phases.together import OneWorker
 from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,

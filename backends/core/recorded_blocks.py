@@ -1,4 +1,4 @@
-"""KV blocks with recorded or replayed evictions.
+"""KV blocks with recorded evictions.
 
 A draft model borrows blocks, so cached blocks are evicted earlier than without a draft model. A
 replay has no draft model. It evicts as many blocks as the live worker, before the same operation.
@@ -7,13 +7,12 @@ replay has no draft model. It evicts as many blocks as the live worker, before t
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from draftgate.backends.core.kv_blocks import KvBlocks
 
 
-class _CountedKvBlocks(KvBlocks):
+class CountedKvBlocks(KvBlocks):
     """KV blocks that count the operations which read or change the cached blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -49,7 +48,7 @@ class _CountedKvBlocks(KvBlocks):
         self._operations += 1
 
 
-class RecordedKvBlocks(_CountedKvBlocks):
+class RecordedKvBlocks(CountedKvBlocks):
     """KV blocks that record evictions, if they lend blocks.
 
     Attributes:
@@ -76,26 +75,3 @@ class RecordedKvBlocks(_CountedKvBlocks):
         evicted = unused - self._cache.num_unused
         if evicted and self.records and self._call_in is not None:
             self._evictions.append((self._operations, evicted))
-
-
-class ReplayedKvBlocks(_CountedKvBlocks):
-    """KV blocks with the evictions of a live worker."""
-
-    def __init__(
-        self, num_blocks: int, block_size: int, evictions: Iterable[tuple[int, int]]
-    ) -> None:
-        """Start with every block free.
-
-        Args:
-            evictions: operation and number of blocks of each eviction.
-        """
-        super().__init__(num_blocks, block_size)
-        self._evictions = deque(evictions)
-
-    def _begin(self, *, may_evict: bool = False) -> None:
-        super()._begin()
-        # A block that was lent after an operation was evicted before the next operation.
-        last = self._operations - (not may_evict)
-        while self._evictions and self._evictions[0][0] <= last:
-            _, count = self._evictions.popleft()
-            self._free.give_back(self._cache.evict(count))

@@ -18,7 +18,7 @@ from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.backends.framing import Calls
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
-from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.kv_transfer.transfer import OperatedBlocks
 from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -74,7 +74,7 @@ nothing is lost when the process ends in the middle."""
 
 
 class EngineBackend(OperatedBlocks):
-    """Implements `Backend`, `KvSource` and `KvSink` of `backends.base` for a local checkpoint."""
+    """Implements `Backend` and `KvEndpoint` of `backends.base` for a local checkpoint."""
 
     recovers = False
 

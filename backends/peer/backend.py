@@ -16,12 +16,11 @@ from typing import Final
 
 import aiohttp
 
-from draftgate.backends.base import DeltaSink, KvSource
+from draftgate.backends.base import DeltaSink, KvEndpoint
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import AdapterFailed, BackendFailed, CheckpointError, WorkerLeft
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
-from draftgate.backends.kv_transfer.operated import OperatedBlocks
-from draftgate.backends.kv_transfer.transfer import TransferOutcome
+from draftgate.backends.kv_transfer.transfer import OperatedBlocks, TransferOutcome
 from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.link import Link, LinkIds, PeerChanged, RemoteClock, linked
@@ -73,7 +72,7 @@ class _Served:
 
 
 class PeerBackend(OperatedBlocks):
-    """Implements `Backend`, `KvSource` and `KvSink` of `backends.base` for another node's worker.
+    """Implements `Backend` and `KvEndpoint` of `backends.base` for another node's worker.
 
     Attributes:
         epoch: epoch of the peer at the latest link.
@@ -266,7 +265,7 @@ class PeerBackend(OperatedBlocks):
 
     async def fetch_blocks(
         self,
-        source: KvSource,
+        source: KvEndpoint,
         hashes: Sequence[bytes],
         first: int,
         most_s: float | None,

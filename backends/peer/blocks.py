@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.framing import CLOSED, Calls
+from draftgate.backends.framing import CLOSED, Calls, Received
 from draftgate.backends.kv_transfer.exchange import (
     BlockCount,
     ExportBlocks,
@@ -19,22 +21,16 @@ from draftgate.backends.kv_transfer.exchange import (
     KvResult,
 )
 from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
-from draftgate.backends.kv_transfer.operated import OperatedBlocks
-from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
-from draftgate.backends.peer.block_stream import (
-    BLOCKS_PATH,
-    BlockReport,
-    CancelKvCall,
-    FetchBlocks,
-    FetchedBlocks,
-    KvCallFailed,
-    block_stream,
-    format_digest,
+from draftgate.backends.kv_transfer.transfer import (
+    CHUNK_BYTES,
+    OperatedBlocks,
+    TransferEnd,
+    TransferOutcome,
 )
 from draftgate.backends.peer.channel import PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import CONNECT_S, upgraded
-from draftgate.backends.remote_worker import KvCall, KvReply
+from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 
 UNREACHABLE_S: Final = 30.0
 """Time in seconds until a node that could not reach another node tries again. An attempt costs a
@@ -49,7 +45,7 @@ _UNEXPECTED: Final = "it sent an unexpected answer"
 
 
 class PeerBlocks(OperatedBlocks):
-    """Implements `KvSource` and `KvSink` of `backends.base` for a worker of another node.
+    """Implements `KvEndpoint` of `backends.base` for a worker of another node.
 
     The first operation opens the stream, and so does the first one after the stream broke.
     """
@@ -104,7 +100,7 @@ class PeerBlocks(OperatedBlocks):
             hashes: hash chain of the prefix.
             first: number of leading blocks that this worker holds already.
             most_s: time after which the transfer ends, in seconds, or None for no limit.
-            urgent: as for `KvSource.pull_blocks`.
+            urgent: as for `KvEndpoint.pull_blocks`.
 
         Returns:
             The outcome, or None if the node cannot reach the third node.
@@ -209,3 +205,95 @@ class _Stream:
     def _end(self) -> None:
         self._response.close()
         self._calls.fail(BackendFailed(_BROKEN))
+
+
+# --- The stream of KV blocks between two nodes, beside the connection for requests (`channel`) ----
+#
+# The connection begins with an HTTP request (`upgrade`) to
+#
+#     /peer/v1/workers/NUMBER/blocks?format=DIGEST
+#
+# Afterwards, both nodes send frames with blocks (`backends.framing`). Deltas never wait for blocks,
+# because the blocks have their own connection.
+#
+# The connecting node sends calls, and the other node answers each of them, in any order. The end of
+# the connection ends all calls.
+
+
+BLOCKS_PATH: Final = "/blocks"
+"""Suffix of a worker's path (`channel.WORKER_PATH`)."""
+
+MOST_MESSAGE_BYTES: Final = 16 << 20
+"""Maximum size of a message without its blocks: the hashes of 15 million tokens."""
+
+
+class FetchBlocks(WorkerMessage, frozen=True):
+    """Message to the other node to pull blocks into its worker, directly from a third node.
+
+    Attributes:
+        source: URL of the third node's worker.
+        hashes: hash chain of the prefix.
+        first: number of leading blocks that the worker holds already.
+        most_s: time after which the transfer ends, in seconds, or None for no limit.
+        urgent: as for `KvEndpoint.pull_blocks`.
+    """
+
+    id: int
+    source: str
+    hashes: tuple[bytes, ...]
+    first: int
+    most_s: float | None
+    urgent: bool = False
+
+
+class FetchedBlocks(WorkerMessage, frozen=True):
+    """Message from the other node after `FetchBlocks`.
+
+    Attributes:
+        outcome: the outcome of the transfer, or None if the node cannot reach the source.
+    """
+
+    id: int
+    outcome: TransferOutcome | None
+
+
+class CancelKvCall(WorkerMessage, frozen=True):
+    """Message to the other node to end a call, whose answer is no longer needed."""
+
+    id: int
+
+
+class KvCallFailed(WorkerMessage, frozen=True):
+    """Message from the other node that a call failed, with the reason."""
+
+    id: int
+    reason: str
+
+
+BlockCommand = KvCall | FetchBlocks | CancelKvCall
+BlockReport = KvReply | FetchedBlocks | KvCallFailed
+
+
+def format_digest(form: KvFormat) -> str:
+    """Return a digest of a format. Both ends of a stream must have the same format."""
+    return hashlib.blake2b(msgspec.msgpack.encode(form), digest_size=16).hexdigest()
+
+
+def block_stream(
+    received: object,
+    form: KvFormat,
+    receive: Callable[[Received], None],
+    lost: Callable[[], None],
+) -> PeerChannel[Received]:
+    """Return one end of a stream.
+
+    Args:
+        received: type of the messages from the other end.
+        form: format of the blocks.
+        receive: receives each message, and must return immediately.
+        lost: callback for the end of the connection.
+    """
+    most_block_bytes = max(CHUNK_BYTES, form.block_bytes)
+    return PeerChannel(
+        received, MOST_MESSAGE_BYTES, receive, lost, most_block_bytes=most_block_bytes
+    )

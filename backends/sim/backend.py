@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TypeVar
 
 from msgspec import structs
 
@@ -13,15 +12,13 @@ from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import (
-    AdoptBlocks,
-    BlockCount,
-    CountBlocks,
     ExportBlocks,
     KvExchange,
     KvOperation,
+    KvResult,
 )
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.transfer import export_chunks
+from draftgate.backends.kv_transfer.transfer import OperatedBlocks, export_chunks
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.sim.model import SimExecutor
@@ -31,14 +28,12 @@ from draftgate.backends.types import GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
-Result = TypeVar("Result", BlockCount, KvChunk)
 
-
-class SimBackend:
+class SimBackend(OperatedBlocks):
     """Runs requests on a simulated device. All code except the forward pass is production code.
 
-    The backend implements `Backend`, `KvSource` and `KvSink` of `backends.base`. Its KV blocks have
-    no bytes, and take the time of a link.
+    The backend implements `Backend` and `KvEndpoint` of `backends.base`. Its KV blocks have no
+    bytes, and take the time of a link.
     """
 
     recovers = False
@@ -137,25 +132,28 @@ class SimBackend:
         """Return the worker's load."""
         return self._worker.load()
 
-    async def held_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a hash chain the worker holds."""
-        return self._run_operation(CountBlocks(tuple(hashes)), BlockCount).blocks
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a KV block would have, or 0 if the worker exchanges none."""
+        form = self._card.kv_format
+        return 0 if form is None else form.block_bytes
 
-    async def begin_import(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a hash chain the worker holds, and keep them."""
-        return self._run_operation(CountBlocks(tuple(hashes), for_import=True), BlockCount).blocks
+    async def operate(self, operation: KvOperation) -> KvResult:
+        """Run an operation on the KV blocks."""
+        if self._failure is not None:
+            raise BackendFailed(self._failure)
+        return self._exchange.run(operation, self._now_s())
 
     def pull_blocks(
         self, hashes: Sequence[bytes], *, urgent: bool = False
     ) -> AsyncGenerator[KvChunk, None]:
         """Yield the blocks of a part of a hash chain, each after its time on the link."""
-        form = self._card.kv_format
-        block_bytes = 0 if form is None else form.block_bytes
-        busy_until_s = self._now_s()
+        block_bytes, busy_until_s = self.block_bytes, self._now_s()
 
         async def export(part: tuple[bytes, ...]) -> KvChunk:
             nonlocal busy_until_s
-            chunk = self._run_operation(ExportBlocks(part, urgent), KvChunk)
+            chunk = await self.operate(ExportBlocks(part, urgent))
+            assert isinstance(chunk, KvChunk)
             now_s = self._now_s()
             sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
             busy_until_s = max(busy_until_s, now_s) + sent_s
@@ -163,19 +161,6 @@ class SimBackend:
             return chunk
 
         return export_chunks(export, hashes, block_bytes)
-
-    async def adopt_blocks(
-        self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
-    ) -> BlockCount:
-        """Store the blocks of a chunk, and return how many the worker holds now."""
-        return self._run_operation(AdoptBlocks(chunk, parent, urgent), BlockCount)
-
-    def _run_operation(self, operation: KvOperation, kind: type[Result]) -> Result:
-        if self._failure is not None:
-            raise BackendFailed(self._failure)
-        result = self._exchange.run(operation, self._now_s())
-        assert isinstance(result, kind)
-        return result
 
     def _end(self, request_id: str, cancelled: bool) -> None:
         if cancelled:

@@ -25,7 +25,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from bench.engine.agent_tasks import WORKLOADS, Conversation, user_turn
 from bench.engine.bound import (
     Arm,
     cpu_config,
@@ -35,6 +34,7 @@ from bench.engine.bound import (
     share_weights,
     take_turns,
 )
+from bench.engine.recorded_tasks import Turn, templated
 from bench.harness.provenance import provenance
 from draftgate.backends.core.pipeline import CompletedStep, run_until_idle
 from draftgate.backends.engine.load import load_engine
@@ -44,17 +44,19 @@ from draftgate.backends.types import GenerationRequest, SamplingParams, Speculat
 from draftgate.policies.types import RequestView
 
 ARMS: Final = ("off", "alone", "auto")
+WORKLOADS: Final = ("structured", "tool_calls", "agent")
 CHATS: Final = "chats"
-MOST_TOKENS: Final = 160
 MOST_CHAT_TOKENS: Final = 64
-SINGLE_CONVERSATIONS: Final = {"agents": 2}
-STREAM_CONVERSATIONS: Final = {"agents": 1.0}
+SINGLE_CONVERSATIONS: Final = {"agent": 2}
+STREAM_CONVERSATIONS: Final = {"agent": 1.0}
 """Conversations of a round with one stream (4 in other workloads), and for each stream of more
 (2 in other workloads, whose conversations have a single turn)."""
 CELLS: Final = ",".join(f"{name}:{n}" for name in (*WORKLOADS, CHATS) for n in (1, 16))
 SYSTEM: Final = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 _cells = count()
+
+Conversation = tuple[Turn, ...]
 
 
 class Reply(NamedTuple):
@@ -167,11 +169,12 @@ class ConversationArm(Arm):
         tenant: str,
         temperature: float,
     ) -> None:
-        worker, (text, grammar) = self.worker, conversation[turn]
+        worker, asked = self.worker, conversation[turn]
         if history and history[-1] in worker.tokenizer.encode("<|im_end|>"):
             history = history[:-1]  # the next turn begins with it
-        tokens = history + list(worker.tokenizer.encode(text))
-        most = MOST_CHAT_TOKENS if grammar is None and not turn else MOST_TOKENS
+        before = "<|im_end|>\n" if turn else f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+        text = f"{before}<|im_start|>user\n{asked.message}<|im_end|>\n<|im_start|>assistant\n"
+        tokens, most = history + list(worker.tokenizer.encode(text)), asked.max_tokens
         sampling = SamplingParams(most, seed=index, temperature=temperature)
         view = RequestView(len(tokens), most, temperature)
         request = GenerationRequest(
@@ -180,7 +183,7 @@ class ConversationArm(Arm):
             sampling,
             self.rule.decide(view, worker.load()),
             tenant=tenant,
-            grammar=grammar,
+            grammar=asked.grammar,
             corpus=self.name == "auto",
         )
         live = index, conversation, turn, tokens, len(tokens)
@@ -236,15 +239,13 @@ def measure_cell(
 
 def conversations(workload: str, file: Path) -> Iterator[Conversation]:
     """Yield different conversations of a workload."""
-    rng = random.Random(1)
     if workload in WORKLOADS:
-        while True:
-            yield WORKLOADS[workload](rng)
+        yield from (one.turns for number in count() for one in templated(workload, 1, number))
     chats = [json.loads(line)["turns"] for line in file.read_text("utf-8").splitlines()]
-    rng.shuffle(chats)
+    random.Random(1).shuffle(chats)
     for turns in chats:
         if len("".join(turns)) < 2000:
-            yield (user_turn(turns[0], system=SYSTEM),)
+            yield (Turn(turns[0], MOST_CHAT_TOKENS),)
 
 
 def main() -> None:

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import uvloop
 
-from bench.gateway.shared_store import shared_store
 from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.state.commands import (
@@ -37,7 +39,9 @@ from draftgate.gateway.state.commands import (
     SettleQuotas,
 )
 from draftgate.gateway.state.guarded.store import GuardedStore
+from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.local.store import LocalStore
+from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
@@ -278,3 +282,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(*(f"{name}={value}" for name, value in found["commands"].items()))
     write_results(args.json, results)
+
+
+# A process that serves shared memory stores on a Unix socket, as `draftgate serve --processes`.
+
+
+@asynccontextmanager
+async def shared_store() -> AsyncIterator[Path]:
+    """Run the process until the block ends, and yield the path of its socket."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "stores")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, str(path), stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        await process.stdout.readline()  # the socket exists
+        try:
+            yield path
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def _serve(path: Path) -> None:
+    stores = SharedStores(MemoryStore(time.monotonic), MemoryResponses(1 << 20, 60.0))
+    async with serving_stores(stores, path):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(Path(sys.argv[1])))

@@ -219,7 +219,6 @@ BENCHES: Final = {
     "engine": "bench.engine.command",
     "kernels": "bench.engine.kernels",
     "policies": "bench.simulation.policies",
-    "evidence": "bench.simulation.evidence",
     "priors": "bench.simulation.priors",
     "edge": "bench.edge.command",
     "cpu": "bench.cpu.command",

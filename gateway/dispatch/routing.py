@@ -11,7 +11,7 @@ from draftgate.gateway.dispatch.decisions import PhaseDecision
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage
-from draftgate.policies.phases.together import OneWorker
+from draftgate.policies.phases.apart import OneWorker
 from draftgate.policies.phases.types import Apart, PhasePool, PhaseWorker, Together
 from draftgate.policies.protocols import PhasesPolicy, RoutingPolicy
 from draftgate.policies.routing.placement_history import PlacementHistory

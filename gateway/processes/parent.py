@@ -9,24 +9,23 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGHUP, SIGTERM
 from signal import Signals as SignalNumber
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from draftgate.gateway.app import Signals, StartError
 from draftgate.gateway.cluster.snapshots import SharedSnapshots
-from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config import ConfigError, ServeConfig
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
-from draftgate.gateway.processes.listeners import open_listeners
 from draftgate.gateway.processes.messages import Notice, Order
-from draftgate.gateway.processes.plan import ProcessPlan, plan_processes
 from draftgate.gateway.state.local.server import SharedStores, serving_stores
+from draftgate.gateway.state.local.store import SCHEME
 from draftgate.gateway.state.memory.responses import MemoryResponses
 from draftgate.gateway.state.memory.store import MemoryStore
 
@@ -238,3 +237,107 @@ async def serve_processes(config: ServeConfig, on_ready: Callable[[Notice], None
                     await node.run(signals, opened.close)
                 except* StartError as errors:
                     raise errors.exceptions[0] from None
+
+
+# --- The listeners of the processes that share a port ---------------------------------------------
+
+
+BACKLOG: Final = 1024
+
+
+def open_listeners(host: str, port: int, count: int) -> tuple[list[socket.socket], ExitStack]:
+    """Return a listener for each process, and the stack that closes them.
+
+    On Linux, each listener has a backlog of its own, and the kernel spreads connections over the
+    listeners. A process that dies loses only connections that it has accepted, because the parent
+    keeps its listener open. Elsewhere, all processes accept from one listener.
+
+    Args:
+        port: the port, or 0 for a free port.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    flags = socket.AI_PASSIVE
+    family, kind, _, _, address = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, flags)[0]
+    several = sys.platform == "linux"
+    listeners: list[socket.socket] = []
+    with ExitStack() as opening:
+        # Without SO_REUSEPORT, the bind fails if another server shares the port on purpose.
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            address = probe.getsockname()  # all listeners have the same port if it was 0
+        for _ in range(count if several else 1):
+            listener = opening.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if several:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+            listeners.append(listener)
+        return (listeners if several else listeners * count), opening.pop_all()
+
+
+# --- The settings of each process of a node, derived from the node's settings ---------------------
+
+
+SECRET_ENV: Final = "DRAFTGATE_PROCESS_SECRET"
+"""The variable with the secret that the processes of a node share."""
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+class ProcessPlan(NamedTuple):
+    """The settings of the processes.
+
+    Attributes:
+        worker: the settings of the process with the workers, or None if they are elsewhere.
+        fronts: the settings of each process that clients reach.
+    """
+
+    worker: ServeConfig | None
+    fronts: tuple[ServeConfig, ...]
+
+
+def plan_processes(config: ServeConfig, stores: Path) -> ProcessPlan:
+    """Return the settings of the processes of a node.
+
+    Args:
+        stores: path of the socket of the shared stores.
+
+    Raises:
+        ConfigError: the settings do not allow several processes.
+    """
+    if config.join is not None and not (config.no_worker or config.upstream):
+        raise ConfigError(
+            "--processes with --join needs --no-worker: start the workers of the pool separately"
+        )
+    single = replace(config, processes=1)
+    if config.join is not None:
+        return ProcessPlan(
+            None, tuple(_front(single, number) for number in range(config.processes))
+        )
+    shared = replace(single, join=f"{SCHEME}{stores}", peer_secret_env=SECRET_ENV)
+    fronts = tuple(_front(shared, number) for number in range(config.processes))
+    if config.upstream:
+        return ProcessPlan(None, fronts)
+    worker = replace(
+        shared,
+        host=_LOOPBACK,
+        port=0,
+        advertise=None,
+        tls_certfile=None,
+        tls_keyfile=None,
+        tls_client_ca_file=None,
+    )
+    return ProcessPlan(worker, tuple(replace(front, no_worker=True) for front in fronts))
+
+
+def _front(config: ServeConfig, number: int) -> ServeConfig:
+    """Return the settings of a front, which advertises an address of its own.
+
+    No node connects to this address. It only distinguishes the upstreams of the fronts.
+    """
+    return replace(config, advertise=f"http://{config.host}:{config.port}/{number}")

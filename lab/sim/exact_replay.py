@@ -8,13 +8,14 @@ the same. Every step and every result is compared with the recorded one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from draftgate.backends.core.accounting import count_draft, counted_step
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.proposer import DraftRequest
-from draftgate.backends.core.recorded_blocks import ReplayedKvBlocks
+from draftgate.backends.core.recorded_blocks import CountedKvBlocks
 from draftgate.backends.core.run_recorder import rows_of
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
@@ -277,3 +278,26 @@ class _MeasuredDevice:
 
     def pop_host_s(self, sequences: int) -> float:
         return 0.0
+
+
+class ReplayedKvBlocks(CountedKvBlocks):
+    """KV blocks with the evictions of a live worker."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, evictions: Iterable[tuple[int, int]]
+    ) -> None:
+        """Start with every block free.
+
+        Args:
+            evictions: operation and number of blocks of each eviction.
+        """
+        super().__init__(num_blocks, block_size)
+        self._evictions = deque(evictions)
+
+    def _begin(self, *, may_evict: bool = False) -> None:
+        super()._begin()
+        # A block that was lent after an operation was evicted before the next operation.
+        last = self._operations - (not may_evict)
+        while self._evictions and self._evictions[0][0] <= last:
+            _, count = self._evictions.popleft()
+            self._free.give_back(self._cache.evict(count))

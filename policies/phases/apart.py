@@ -146,3 +146,17 @@ def _usable(workers: Sequence[PhaseWorker]) -> list[PhaseWorker]:
 
 def _ids(workers: Sequence[PhaseWorker]) -> tuple[str, ...]:
     return tuple(one.worker_id for one in workers)
+
+
+# --- `together`: compute the prompt and the output of every request on one worker -----------------
+
+
+class OneWorker:
+    """Lets the routing policy choose among all workers, whatever their roles."""
+
+    name = "together"
+    separates = False
+
+    def choose(self, request: RouteView, pool: PhasePool) -> PhaseChoice:
+        ids = tuple(worker.worker_id for worker in pool.usable)
+        return Together(ids, "requests stay on one worker")

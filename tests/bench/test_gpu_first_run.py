@@ -13,9 +13,9 @@ pytest.importorskip("torch")
 from bench.engine.bench_engine import BenchEngine
 from bench.engine.cases import Case
 from bench.gpu import checks, first_run, stage
-from bench.gpu.estimates import against_estimates
 from bench.gpu.page import page_body
 from bench.gpu.setting import Setting
+from bench.gpu.steps import against_estimates
 
 RATES = {"bytes_per_s": 1e12, "flops_per_s": 1e14}
 STEP = {

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from bench.gateway.move_effects import longest_turn
 from bench.gateway.moved_streams import Observed
 from bench.gateway.moves import PART_S, bounded, measure, parse
-from bench.harness.loop_turns import longest_turn
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Tests of `draftgate bench policies` and `draftgate bench evidence`."""
+"""Tests of `draftgate bench policies`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulation import evidence, policies
-from draftgate.backends.recording import Guess
+from bench.simulation import policies
 from draftgate.lab.simulate.experiment import ExperimentOutcome
-from draftgate.policies.speculation import survival
 
 
 def outcome(policy: str, latencies_s: list[float]) -> ExperimentOutcome:
@@ -33,18 +31,6 @@ def test_auto_is_compared_with_the_best_fixed_length() -> None:
     assert not worse["at_envelope"]
     unsure = policies.findings(others | {"auto": outcome("auto", [3.0, 5.5, 7.5])})
     assert unsure["at_envelope"]
-
-
-def test_gain_of_drafts_at_a_price() -> None:
-    """Right drafts of four tokens gain most of five tokens per 1.4 units of time, and wrong drafts
-    lose only while the tables learn."""
-    right, wrong = ([Guess(4, 500, 4, agreed)] * 50 for agreed in (4, 0))
-    present = survival.SHIFT_DEVIATION, survival.SHIFT_MEMORY
-    assert 2.4 < evidence.gain([right] * 40, 0.1, *present) <= 5 / 1.4 - 1
-    assert -0.02 < evidence.gain([wrong] * 40, 0.1, *present) < 0.0
-    # A smaller deviation trusts a request less that differs from the others.
-    mixed = [right] * 20 + [wrong] * 20
-    assert evidence.gain(mixed, 0.7, 0.1, 1.0) < evidence.gain(mixed, 0.7, *present)
 
 
 def test_shares_of_the_oracle_are_paired_by_seed() -> None:

@@ -13,7 +13,6 @@ from bench.engine.bench_engine import BenchEngine
 from bench.engine.device import Rates
 from bench.engine.generation import agreement, measure_generation
 from bench.engine.models import make_model
-from bench.engine.replay import ReplayProposer, corrupted
 from bench.engine.serving import (
     PLAIN,
     Generation,
@@ -21,7 +20,7 @@ from bench.engine.serving import (
     greedy_requests,
     in_batches,
 )
-from bench.engine.speedup import Replayed, measure_speedups
+from bench.engine.speedup import Replayed, ReplayProposer, corrupted, measure_speedups
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.testing import check_draft

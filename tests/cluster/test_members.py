@@ -13,7 +13,7 @@ import pytest
 
 from draftgate.gateway import fleet
 from draftgate.gateway.app import Listening, StartError, build_node, drain, start_workers
-from draftgate.gateway.cluster.address import advertised_url, is_local
+from draftgate.gateway.cluster.access import advertised_url, is_local
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.recovery import RECOVERY_S
 from draftgate.gateway.lifecycle import NodeState

@@ -9,7 +9,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.framing import FrameReader, FrameTooLarge, framed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
-from draftgate.backends.peer.block_stream import BlockCommand, BlockReport, block_stream
+from draftgate.backends.peer.blocks import BlockCommand, BlockReport, block_stream
 from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
 from draftgate.backends.remote_worker import Codec, Command, KvCall, KvReply, Report, Submit
 from tests.fuzz.grammars import GRAMMARS

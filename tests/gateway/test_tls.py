@@ -15,7 +15,7 @@ import uvloop
 
 from draftgate.gateway import reloading
 from draftgate.gateway.app import Listening, StartError
-from draftgate.gateway.cluster.address import advertised_url
+from draftgate.gateway.cluster.access import advertised_url
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.certificates import Certificate, make_certificate
 from tests.gateway.harness import PATIENCE_S, events, eventually, port_of, running

@@ -15,7 +15,7 @@ from draftgate.backends.kv_transfer.exchange import (
     KvResult,
 )
 from draftgate.backends.kv_transfer.format import KvFormat, chunk_of
-from draftgate.backends.kv_transfer.operated import OperatedBlocks
+from draftgate.backends.kv_transfer.transfer import OperatedBlocks
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.types import ModelCard
 from tests.gateway.harness import ScriptedBackend, running

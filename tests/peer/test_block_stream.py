@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks, BlockCount, CountBlocks
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
-from draftgate.backends.peer.block_stream import (
+from draftgate.backends.peer.blocks import (
     CancelKvCall,
     FetchBlocks,
     FetchedBlocks,

@@ -20,8 +20,7 @@ from draftgate.backends.kv_transfer.exchange import ExportBlocks, KvOperation, K
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
-from draftgate.backends.peer.blocks import PeerBlocks
+from draftgate.backends.peer.blocks import BLOCKS_PATH, PeerBlocks, format_digest
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import PROOF_HEADER

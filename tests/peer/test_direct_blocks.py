@@ -12,7 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 from draftgate.backends.kv_transfer.exchange import ExportBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.block_stream import BLOCKS_PATH
+from draftgate.backends.peer.blocks import BLOCKS_PATH
 from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.sim.profile import load_profile
 from draftgate.gateway.fleet import FleetWorker

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.ordering.returning import ReturningFirst
+from draftgate.policies.ordering.single import ReturningFirst
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.registry import ordering_policy
 from draftgate.policies.testing import check_ordering

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from draftgate.gateway.processes.listeners import open_listeners
+from draftgate.gateway.processes.parent import open_listeners
 
 
 def test_all_listeners_have_the_same_free_port() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftgate.gateway.config import ConfigError, ServeConfig
-from draftgate.gateway.processes.plan import plan_processes
+from draftgate.gateway.processes.parent import plan_processes
 
 STORES = Path("/run/stores")
 

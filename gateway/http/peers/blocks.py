@@ -14,17 +14,21 @@ from yarl import URL
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.framing import CLOSED, INVALID
 from draftgate.backends.kv_transfer.format import KvFormat
-from draftgate.backends.kv_transfer.operated import operate_on
-from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferOutcome
-from draftgate.backends.peer.block_stream import (
+from draftgate.backends.kv_transfer.transfer import (
+    WINDOW_CHUNKS,
+    Transfer,
+    TransferOutcome,
+    operate_on,
+)
+from draftgate.backends.peer.blocks import (
     BlockCommand,
     CancelKvCall,
     FetchBlocks,
     FetchedBlocks,
     KvCallFailed,
+    PeerBlocks,
     block_stream,
 )
-from draftgate.backends.peer.blocks import PeerBlocks
 from draftgate.backends.peer.channel import WORKER_PATH, PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage

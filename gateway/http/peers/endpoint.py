@@ -13,7 +13,7 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.backends.peer.block_stream import BLOCKS_PATH, format_digest
+from draftgate.backends.peer.blocks import BLOCKS_PATH, format_digest
 from draftgate.backends.peer.channel import PREFIX, WORKER_PATH
 from draftgate.backends.peer.upgrade import PROOF_HEADER, UPGRADE
 from draftgate.gateway.errors import RouteNotFound

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import KvOperation, KvResult
-from draftgate.backends.kv_transfer.operated import operate_on
+from draftgate.backends.kv_transfer.transfer import operate_on
 from draftgate.backends.peer import backend as peer_backend
 from draftgate.backends.peer import link as peer_link
 from draftgate.backends.peer.backend import PeerBackend
