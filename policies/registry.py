@@ -5,9 +5,10 @@ Only this module of `policies` reads files or package metadata.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -119,134 +120,91 @@ def without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
     return build
 
 
-@dataclass(frozen=True, slots=True)
 class _Family(Generic[Policy]):
     """Policies of one kind, which entry points of `draftgate.policies.KIND` extend.
 
-    Attributes:
-        kind: kind of the policies, for example "speculation".
-        built_in: factories by name, each called with the argument of the name, or "" without one.
-        arguments: notation of each policy's argument in messages, by name.
+    An entry point is a factory that takes the argument of the name, or "" without one.
     """
 
-    kind: str
-    built_in: Mapping[str, Callable[[str], Policy]]
-    arguments: Mapping[str, str]
+    def __init__(
+        self,
+        kind: str,
+        plain: Mapping[str, Callable[[], Policy]],
+        with_argument: Mapping[str, Callable[[str], Policy]] = MappingProxyType({}),
+    ) -> None:
+        """Name the built-in policies.
+
+        Args:
+            kind: kind of the policies, for example "speculation".
+            plain: factories of policies without an argument.
+            with_argument: factories by name and notation of the argument, as in `fixed:K`.
+        """
+        self._kind = kind
+        self._built_in = {name: without_argument(factory) for name, factory in plain.items()}
+        self._notations = {re.split(r"\W", text)[0]: text for text in with_argument}
+        self._built_in |= dict(zip(self._notations, with_argument.values(), strict=True))
 
     def build(self, spec: str) -> Policy:
+        """Return the policy for `NAME` or `NAME:ARGUMENT`.
+
+        Raises:
+            ValueError: the argument is invalid, or the policy is unknown (the message lists the
+                names).
+        """
         name, _, argument = spec.partition(":")
-        if name in self.built_in:
-            return self.built_in[name](argument)
-        found = extensions(f"draftgate.policies.{self.kind}")
+        if name in self._built_in:
+            return self._built_in[name](argument)
+        found = extensions(f"draftgate.policies.{self._kind}")
         if name in found:
             policy: Policy = found[name].load()(argument)
             return policy
-        names = sorted(self.built_in.keys() | found.keys())
-        known = ", ".join(one + self.arguments.get(one, "") for one in names)
-        raise ValueError(f"unknown {self.kind} policy {spec!r}; known: {known}")
+        names = sorted(self._built_in.keys() | found.keys())
+        known = ", ".join(self._notations.get(one, one) for one in names)
+        raise ValueError(f"unknown {self._kind} policy {spec!r}; known: {known}")
 
 
-_SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
+speculation_policy: Final = _Family[SpeculationPolicy](
     "speculation",
-    {
-        "off": without_argument(Off),
-        "fixed": _fixed,
-        "auto": _auto,
-        "threshold_by_batch": _threshold_by_batch,
-    },
-    {"auto": "[:unweighted]", "fixed": ":K", "threshold_by_batch": ":FILE"},
-)
+    {"off": Off},
+    {"auto[:unweighted]": _auto, "fixed:K": _fixed, "threshold_by_batch:FILE": _threshold_by_batch},
+).build
+"""Returns the policy for a name such as `auto` or `fixed:4`."""
 
-_BATCHING: Final[_Family[BatchingPolicy]] = _Family(
-    "batching",
-    {
-        "slack": without_argument(Slack),
-        "fixed": _fixed_budget,
-    },
-    {"fixed": ":TOKENS"},
-)
+batching_policy: Final = _Family[BatchingPolicy](
+    "batching", {"slack": Slack}, {"fixed:TOKENS": _fixed_budget}
+).build
+"""Returns the batching policy for a name such as `slack` or `fixed:512`."""
 
-_ORDERING: Final[_Family[OrderingPolicy]] = _Family(
-    "ordering",
-    {
-        "fair": without_argument(Fair),
-        "fcfs": without_argument(fcfs),
-        "edf": without_argument(edf),
-    },
-    {},
-)
+ordering_policy: Final = _Family[OrderingPolicy](
+    "ordering", {"fair": Fair, "fcfs": fcfs, "edf": edf}
+).build
+"""Returns a new, empty queue for a policy name such as `fair`."""
 
-_ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
-    "admission",
-    {
-        "deadline": without_argument(Deadline),
-        "bounded": without_argument(Bounded),
-        "none": without_argument(Unbounded),
-    },
-    {},
-)
+admission_policy: Final = _Family[AdmissionPolicy](
+    "admission", {"deadline": Deadline, "bounded": Bounded, "none": Unbounded}
+).build
+"""Returns the admission policy for a name such as `deadline`."""
 
-_ROUTING: Final[_Family[RoutingPolicy]] = _Family(
+_ROUTING: Final = _Family[RoutingPolicy](
     "routing",
     {
-        "least_cost": _least_cost,
-        "least_loaded": without_argument(least_loaded),
-        "prefix_affinity": without_argument(prefix_affinity),
-        "power_of_two": without_argument(power_of_two),
-        "round_robin": without_argument(round_robin),
-        "weighted": weighted,
+        "least_loaded": least_loaded,
+        "prefix_affinity": prefix_affinity,
+        "power_of_two": power_of_two,
+        "round_robin": round_robin,
     },
-    {"least_cost": "[:undrafted]", "weighted": ":SCORER=WEIGHT,..."},
+    {"least_cost[:undrafted]": _least_cost, "weighted:SCORER=WEIGHT,...": weighted},
 )
 
+rescheduling_policy: Final = _Family[ReschedulingPolicy](
+    "rescheduling", {"off": NoMoves, "least_time": LeastTime}, {"llumnix[:LOW,HIGH]": _llumnix}
+).build
+"""Returns the rescheduling policy for a name such as `llumnix` or `least_time`."""
 
-_RESCHEDULING: Final[_Family[ReschedulingPolicy]] = _Family(
-    "rescheduling",
-    {
-        "off": without_argument(NoMoves),
-        "llumnix": _llumnix,
-        "least_time": without_argument(LeastTime),
-    },
-    {"llumnix": "[:LOW,HIGH]"},
-)
-
-_PHASES: Final[_Family[PhasesPolicy]] = _Family(
-    "phases",
-    {
-        "together": without_argument(OneWorker),
-        "apart": without_argument(Separate),
-        "splitwise": without_argument(Splitwise),
-        "auto": without_argument(Cheaper),
-    },
-    {},
-)
-
-
-def speculation_policy(spec: str) -> SpeculationPolicy:
-    """Return the policy for `NAME` or `NAME:ARGUMENT`, such as `auto` or `fixed:4`.
-
-    Other packages add policies with entry points in the group `draftgate.policies.speculation`. An
-    entry point is a factory that takes the argument ("" without one).
-
-    Raises:
-        ValueError: the argument is invalid, or the policy is unknown (the message lists the names).
-    """
-    return _SPECULATION.build(spec)
-
-
-def batching_policy(spec: str) -> BatchingPolicy:
-    """Return the batching policy for a name such as `slack` or `fixed:512`."""
-    return _BATCHING.build(spec)
-
-
-def ordering_policy(spec: str) -> OrderingPolicy:
-    """Return a new, empty queue for a policy name such as `fair`."""
-    return _ORDERING.build(spec)
-
-
-def admission_policy(spec: str) -> AdmissionPolicy:
-    """Return the admission policy for a name such as `deadline`."""
-    return _ADMISSION.build(spec)
+phases_policy: Final = _Family[PhasesPolicy](
+    "phases", {"together": OneWorker, "apart": Separate, "splitwise": Splitwise, "auto": Cheaper}
+).build
+"""Returns the phases policy for a name such as `apart` or `auto`."""
 
 
 def routing_policy(spec: str) -> RoutingPolicy:
@@ -258,13 +216,3 @@ def routing_policy(spec: str) -> RoutingPolicy:
     if name == "price":  # the name of `least_cost` in 0.1.0
         name = "least_cost"
     return _ROUTING.build(f"{name}{colon}{argument}")
-
-
-def rescheduling_policy(spec: str) -> ReschedulingPolicy:
-    """Return the rescheduling policy for a name such as `llumnix` or `least_time`."""
-    return _RESCHEDULING.build(spec)
-
-
-def phases_policy(spec: str) -> PhasesPolicy:
-    """Return the phases policy for a name such as `apart` or `auto`."""
-    return _PHASES.build(spec)

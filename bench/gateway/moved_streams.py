@@ -17,16 +17,14 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway import assembly
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
-from draftgate.gateway.dispatch.decisions import Decision, Decisions
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.dispatcher import Dispatcher, RunningJob
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
 from draftgate.gateway.dispatch.run import Event, Move, Resume
-from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
-from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.state.memory.store import MemoryStore
+from draftgate.gateway.fleet import BackendFactory, FleetWorker
+from draftgate.lab.simulate.cluster import running_dispatcher
 from draftgate.policies.protocols import ReschedulingPolicy
-from draftgate.policies.registry import speculation_policy
 
 OUTPUT_TOKENS: Final = 500
 BEGUN_TOKENS: Final = 40
@@ -144,33 +142,18 @@ async def dispatching(
     configs: Sequence[WorkerConfig],
     rules: WaitingRules,
     policy: ReschedulingPolicy | None = None,
-) -> AsyncIterator[tuple[Dispatcher, Fleet]]:
+) -> AsyncIterator[Dispatcher]:
     """Run workers and a dispatcher for them, as a node does, but without HTTP.
 
     Args:
         policy: the rescheduling policy, or None for that of `rules`.
     """
-    fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
-    try:
-        await fleet.start_with(factory, "w")
-        lifecycle.move_to(NodeState.READY)
-        with ExitStack() as stack:
-            if policy is not None:
-                named = patch.object(assembly, "rescheduling_policy", lambda _: policy)
-                stack.enter_context(named)
-            dispatcher = assembly.build_dispatcher(
-                fleet,
-                MemoryStore(loop_time_s),
-                lifecycle,
-                Decisions(None, loop_time_s),
-                speculation_policy("off"),
-                rules,
-                quotas={},
-                draw=Random(0).random,
-            )
-        yield dispatcher, fleet
-    finally:
-        await fleet.stop()
+    with ExitStack() as stack:
+        if policy is not None:
+            named = patch.object(assembly, "rescheduling_policy", lambda _: policy)
+            stack.enter_context(named)
+        async with running_dispatcher(factory, configs, rules, policy="off") as dispatcher:
+            yield dispatcher
 
 
 async def until(condition: Callable[[], bool], tasks: Sequence[asyncio.Task[None]] = ()) -> None:

@@ -80,8 +80,8 @@ async def two_engines(
     """Run two engines and a dispatcher for them."""
     configs = [structs.replace(CONFIG, device_index=index) for index in range(2)]
     rules = WaitingRules(admission="none")
-    async with dispatching(EngineBackend, configs, rules, policy) as running:
-        yield running
+    async with dispatching(EngineBackend, configs, rules, policy) as dispatcher:
+        yield dispatcher, dispatcher.fleet
 
 
 async def first_token_s(dispatcher: Dispatcher, job: Job) -> float:
