@@ -2,5 +2,5 @@
 
     draftgate ray start ──> launcher ──Ray──> actor (one per worker) ──pipes──> child: serve
 
-Only `cluster` and `actor` import Ray.
+Only `cluster` imports Ray.
 """

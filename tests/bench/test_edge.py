@@ -16,11 +16,11 @@ from aiohttp.test_utils import TestServer
 
 from bench.edge import wire
 from bench.edge.client import Connection, Load, Measured, send
-from bench.edge.metrics import goals, summary
+from bench.edge.command import goals, summary
+from bench.edge.hold import Hold, split_hold, watch_loop
 from bench.edge.mock import application
 from bench.edge.rounds import WORKER, Row, questions, row_of
 from bench.edge.targets import INSTANT, Kind, Target
-from bench.edge.watch import Hold, split_hold, watch_loop
 from bench.edge.worker import BareWorker, Work
 from bench.harness.processes import cpu_s
 from tests.gateway.harness import client, events, running

@@ -12,9 +12,9 @@ import torch
 from bench.engine import command, models, steps
 from bench.engine.bench_engine import BenchEngine, most_kv_tokens, step_plan
 from bench.engine.cases import Case, Grid, flops, weight_bytes
+from bench.engine.command import GOALS, judged
 from bench.engine.device import Rates
 from bench.engine.exact import add_exact, measure_exact
-from bench.engine.goals import GOALS, judged
 from bench.engine.idle import idle_share
 from bench.engine.models import StoredModel, make_model, random_checkpoint
 from bench.engine.profile import profile_of, without_pairs

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from draftgate.lab.sim.draft_points import recorded_drafts
+from draftgate.lab.plan.machines import recorded_drafts
 from draftgate.lab.sim.recording import load_recording
 
 LLAMA = load_recording("llama-3.1-8b")

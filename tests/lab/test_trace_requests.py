@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.lab.simulate.trace_load import Drawn, Recorded
+from draftgate.lab.plan.sources import Drawn, Recorded
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import Slo
 

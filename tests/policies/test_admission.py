@@ -12,7 +12,7 @@ from msgspec import structs
 
 from draftgate.policies.admission.appointments import Appointments, Booking
 from draftgate.policies.admission.class_drain import ClassFlows
-from draftgate.policies.admission.drain_rate import DrainRate
+from draftgate.policies.admission.deadline import DrainRate
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.refusals import TENANT_ALPHA
 from draftgate.policies.admission.types import (

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftgate.policies.ordering.fair import Fair
-from draftgate.policies.ordering.fair_class import LAG_S
+from draftgate.policies.ordering.fair import LAG_S, Fair
 from draftgate.policies.ordering.prefix_sum_queue import PIECE, PrefixSumQueue
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.registry import ordering_policy

@@ -18,8 +18,14 @@ from draftgate.backends.sim.profile import HostCost, load_profile, profile_names
 from draftgate.backends.sim.tokens import SimulatedTokens
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
-from draftgate.lab.sim.environment import misjudged
-from draftgate.lab.sim.roofline import OVERLAP_LOST, SPREAD, Roofline, RooflineDevice, StepNoise
+from draftgate.lab.sim.environment import (
+    OVERLAP_LOST,
+    SPREAD,
+    Roofline,
+    RooflineDevice,
+    StepNoise,
+    misjudged,
+)
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 

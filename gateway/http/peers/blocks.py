@@ -60,7 +60,7 @@ class BlockSession:
         request: web.Request,
         secret: SharedSecret | None,
     ) -> None:
-        """Serve a request whose connection has changed to the protocol of `block_stream`.
+        """Serve a request whose connection has changed to the protocol of `peer.blocks`.
 
         Args:
             worker: the worker of this node.
