@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.other_tools import TOOLS
-from draftgate.loadgen.other_tools.base import ToolReport, weighted_percentile
+from draftgate.loadgen.other_tools import TOOLS, ToolReport, weighted_percentile
 from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.known_records import a_run, failed, record
 
