@@ -206,7 +206,7 @@ def aiperf_report(run: LoadRun) -> ToolReport:
         (
             "an error event counts, but an error that the server sends as data does not",
             "a request without a usage has no tokens, no ITL, and no goodput",
-            "percentiles of the inter-chunk latency are exact, but aiperf estimates them (t-digest)",
+            "percentiles of inter-chunk latencies are exact, but aiperf estimates them (t-digest)",
         ),
     )
 

@@ -103,7 +103,7 @@ class RecordedSource:
             self.rows, min(count, fitting), self.most_tokens, self.class_name
         )
         if self.arrival != _RECORDED:
-            times_s = parse_arrival(self.arrival).arrival_times(rate_rps, seed)
+            times_s = parse_arrival(self.arrival)(rate_rps, seed)
             spread = zip(recorded.rows, times_s, strict=False)
             recorded = replace(
                 recorded, rows=tuple(replace(row, at_s=at_s) for row, at_s in spread)
@@ -234,7 +234,7 @@ class Drawn:
         Args:
             arrival: the arrival process, in the form of `--arrival`.
         """
-        instants = parse_arrival(arrival).arrival_times(1.0, self.seed)
+        instants = parse_arrival(arrival)(1.0, self.seed)
         return [
             PlannedRequest(
                 index,

@@ -11,10 +11,9 @@ the same gaps. A seed fixes the gaps for one version of NumPy (NEP 19).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -36,90 +35,70 @@ nearly all gaps underflow a float, and a schedule of seconds never ends."""
 _EXAMPLES: Final = "poisson, gamma:2, onoff:5,5, ramp:0.5,2,60"
 
 
-class Arrival(Protocol):
-    """An arrival process."""
-
-    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the arrival times in seconds from the start, ascending, without end.
-
-        Args:
-            rate_rps: mean requests per second.
-            seed: the seed of all random draws. The same seed gives the same times.
-        """
-        ...
+Arrival: TypeAlias = Callable[[float, int], Iterator[float]]
+"""An arrival process, which yields arrival times in seconds from the start, ascending, without end.
+Its arguments are the mean requests per second, and the seed of all random draws."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """One request every `1 / rate` seconds, the first at the start."""
-
-    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield multiples of the gap, so that rounding errors do not add up."""
-        del seed
-        return (index / rate_rps for index in count())
+def constant(rate_rps: float, seed: int) -> Iterator[float]:
+    """Yield one request every `1 / rate` seconds, the first at the start."""
+    del seed
+    # Multiples of the gap, so that rounding errors do not add up.
+    return (index / rate_rps for index in count())
 
 
-@dataclass(frozen=True, slots=True)
-class Gamma:
-    """Independent gamma-distributed gaps with the coefficient of variation `cv`, Poisson for 1.
+def gamma(rate_rps: float, seed: int, cv: float = 1.0) -> Iterator[float]:
+    """Yield arrivals with independent gamma-distributed gaps, Poisson for a `cv` of 1.
 
-    The shape is `1 / cv^2` and the scale is `cv^2 / rate`. BurstGPT (arXiv 2401.17644) and vLLM's
-    `--burstiness` (the shape) model bursts in this way.
+    `cv` is the coefficient of variation. The shape is `1 / cv^2` and the scale is `cv^2 / rate`.
+    BurstGPT (arXiv 2401.17644) and vLLM's `--burstiness` (the shape) model bursts in this way.
     """
-
-    cv: float = 1.0
-
-    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield cumulative sums of the gaps."""
-        random, now_s = np.random.default_rng(seed), 0.0
-        shape = 1.0 / self.cv**2
-        while True:
-            now_s += float(random.gamma(shape, 1.0 / (shape * rate_rps)))
-            yield now_s
+    random, now_s = np.random.default_rng(seed), 0.0
+    shape = 1.0 / cv**2
+    while True:
+        now_s += float(random.gamma(shape, 1.0 / (shape * rate_rps)))
+        yield now_s
 
 
-@dataclass(frozen=True, slots=True)
-class OnOff:
-    """Poisson arrivals for `on_s`, then none for `off_s`. The mean over both phases is the rate.
+def on_off(
+    rate_rps: float, seed: int, on_s: float = _PHASE_S, off_s: float = _PHASE_S
+) -> Iterator[float]:
+    """Yield Poisson arrivals for `on_s`, then none for `off_s`. The mean over both is the rate.
 
     The process starts with a busy phase, so a run of fractional periods exceeds the rate.
     """
-
-    on_s: float = _PHASE_S
-    off_s: float = _PHASE_S
-
-    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the arrivals of a Poisson process, shifted by the silent phases."""
-        share = self.on_s / (self.on_s + self.off_s)
-        for busy_s in Gamma().arrival_times(rate_rps / share, seed):
-            phases, within_s = divmod(busy_s, self.on_s)
-            yield phases * (self.on_s + self.off_s) + within_s
+    share = on_s / (on_s + off_s)
+    for busy_s in gamma(rate_rps / share, seed):
+        phases, within_s = divmod(busy_s, on_s)
+        yield phases * (on_s + off_s) + within_s
 
 
-@dataclass(frozen=True, slots=True)
-class Ramp:
-    """Poisson at a rate that grows linearly from `first` to `last` times the rate, then stays.
+def ramp(
+    rate_rps: float, seed: int, first: float, last: float, over_s: float = RAMP_S
+) -> Iterator[float]:
+    """Yield Poisson arrivals at a rate that grows linearly from `first` to `last` times the rate.
 
-    Unit-rate arrivals are mapped through the inverse of the expected number of arrivals. This is
-    the inversion method (Cinlar, Introduction to Stochastic Processes, 1975).
+    It then stays. Unit-rate arrivals are mapped through the inverse of the expected number of
+    arrivals. This is the inversion method (Cinlar, Introduction to Stochastic Processes, 1975).
     """
-
-    first: float
-    last: float
-    over_s: float = RAMP_S
-
-    def arrival_times(self, rate_rps: float, seed: int) -> Iterator[float]:
-        """Yield the mapped arrivals of a Poisson process."""
-        return (self._inverse(mass / rate_rps) for mass in Gamma().arrival_times(1.0, seed))
-
-    def _inverse(self, expected: float) -> float:
-        """Return the time by which that many arrivals are expected at a rate of 1."""
-        slope = (self.last - self.first) / self.over_s
-        on_ramp = self.over_s * (self.first + self.last) / 2
+    slope, on_ramp = (last - first) / over_s, over_s * (first + last) / 2
+    for mass in gamma(1.0, seed):
+        expected = mass / rate_rps
         if expected >= on_ramp:
-            return self.over_s + (expected - on_ramp) / self.last
-        # first * t + slope * t^2 / 2 = expected, in the form that is stable for a flat ramp.
-        return 2 * expected / (self.first + math.sqrt(self.first**2 + 2 * slope * expected))
+            yield over_s + (expected - on_ramp) / last
+        else:
+            # first * t + slope * t^2 / 2 = expected, in the form that is stable for a flat ramp.
+            yield 2 * expected / (first + math.sqrt(first**2 + 2 * slope * expected))
+
+
+_PROCESSES: Final[dict[str, tuple[Callable[..., Iterator[float]], tuple[int, ...]]]] = {
+    "constant": (constant, (0,)),
+    "poisson": (gamma, (0,)),
+    "gamma": (gamma, (1,)),
+    "onoff": (on_off, (0, 2)),
+    "ramp": (ramp, (2, 3)),
+}
+"""The processes by name, with the possible numbers of their parameters."""
 
 
 def parse_arrival(spec: str) -> Arrival:
@@ -138,21 +117,14 @@ def parse_arrival(spec: str) -> Arrival:
         numbers = [float(part) for part in rest.split(",")] if rest else []
     except ValueError:
         raise ValueError(f"arrival {spec!r}: expected numbers, e.g. {_EXAMPLES}") from None
-    counts = {"constant": (0,), "poisson": (0,), "gamma": (1,), "onoff": (0, 2), "ramp": (2, 3)}
-    if name not in counts:
-        raise ValueError(f"unknown arrival {spec!r}: expected {', '.join(counts)}")
-    if len(numbers) not in counts[name]:
-        expected = " or ".join(map(str, counts[name]))
+    if name not in _PROCESSES:
+        raise ValueError(f"unknown arrival {spec!r}: expected {', '.join(_PROCESSES)}")
+    process, counts = _PROCESSES[name]
+    if len(numbers) not in counts:
+        expected = " or ".join(map(str, counts))
         raise ValueError(f"arrival {spec!r}: expected {expected} numbers, e.g. {_EXAMPLES}")
     largest = LARGEST_CV if name == "gamma" else LARGEST
     checked = numbers[1:] if name == "ramp" and numbers[0] == 0.0 else numbers
     if not all(_SMALLEST <= number <= largest for number in checked):
         raise ValueError(f"arrival {spec!r}: numbers must be between {_SMALLEST:g} and {largest:g}")
-    match name:
-        case "constant":
-            return Constant()
-        case "onoff":
-            return OnOff(*numbers)
-        case "ramp":
-            return Ramp(*numbers)
-    return Gamma(*numbers)
+    return lambda rate_rps, seed: process(rate_rps, seed, *numbers)

@@ -247,9 +247,7 @@ def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]
         source = iter([row.at_s for row in rows])
     else:
         assert load.rate_rps is not None
-        source = iter(
-            parse_arrival(load.arrival or ARRIVAL).arrival_times(load.rate_rps, load.seed)
-        )
+        source = iter(parse_arrival(load.arrival or ARRIVAL)(load.rate_rps, load.seed))
     instants = list[float]()
     for at_s in source:
         if load.duration_s is not None and at_s >= load.duration_s:

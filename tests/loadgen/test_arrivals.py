@@ -26,7 +26,7 @@ SPECS = [
 
 
 def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.ndarray:
-    return np.array(list(islice(parse_arrival(spec).arrival_times(rate, seed), count)))
+    return np.array(list(islice(parse_arrival(spec)(rate, seed), count)))
 
 
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.floats(0.1, 1000.0))
@@ -47,7 +47,7 @@ def test_another_seed_gives_other_arrival_times(spec: str) -> None:
 
 def test_constant_arrivals_do_not_drift() -> None:
     """Every 49th request at 49 requests/s is due on a whole second, without rounding drift."""
-    found = islice(parse_arrival("constant").arrival_times(49.0, 0), 0, 49 * 20_000, 49)
+    found = islice(parse_arrival("constant")(49.0, 0), 0, 49 * 20_000, 49)
     assert list(found) == list(range(20_000))
 
 

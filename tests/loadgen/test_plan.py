@@ -97,7 +97,7 @@ def test_a_part_of_an_endless_plan_has_no_end() -> None:
 def test_a_rate_opens_the_loop() -> None:
     """The times follow from the arrival process with the load's seed, by default Poisson."""
     plan = make_plan(Load(rate_rps=10.0, requests=20, seed=3))
-    instants = list(islice(parse_arrival("poisson").arrival_times(10.0, 3), 21))
+    instants = list(islice(parse_arrival("poisson")(10.0, 3), 21))
     assert [p.at_s for p in plan.requests] == instants[:20]
     assert (plan.concurrency, plan.schedule_s, plan.total) == (None, instants[20], 20)
     even = make_plan(Load(rate_rps=10.0, requests=20, arrival="constant"))
@@ -107,7 +107,7 @@ def test_a_rate_opens_the_loop() -> None:
 def test_a_duration_is_the_schedule() -> None:
     """The plan has every arrival before the duration, which is the schedule's length."""
     plan = make_plan(Load(rate_rps=50.0, duration_s=2.0))
-    instants = list(islice(parse_arrival("poisson").arrival_times(50.0, 0), plan.total + 1))
+    instants = list(islice(parse_arrival("poisson")(50.0, 0), plan.total + 1))
     assert [p.at_s for p in plan.requests] == instants[:-1]
     assert instants[-2] < 2.0 <= instants[-1]
     assert plan.schedule_s == 2.0
