@@ -105,7 +105,7 @@ check: $(SETUP) ## check style, types, import contracts, docstrings of tests and
 	$(BIN)/codespell
 
 docs: $(SETUP) ## generate the reference pages
-	$(BIN)/python -m draftgate.gateway.cli.reference docs/reference
+	$(BIN)/python -m draftgate.lab.reference docs/reference
 
 # For a GPU machine without a network, which has torch, Triton and NumPy.
 wheelhouse: $(SERVE) ## download the wheels for bench.gpu.first_run into build/wheelhouse

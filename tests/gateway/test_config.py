@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.options import config_as_json, config_as_text
-from draftgate.gateway.cli.reference import PAGES
 from draftgate.gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
+from draftgate.lab.reference import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", kind="list")

@@ -1,6 +1,6 @@
 """Generator of the reference pages.
 
-    python -m draftgate.gateway.cli.reference docs/reference
+    python -m draftgate.lab.reference docs/reference
 
 The command writes `settings.md`, `metrics.md` and `request-fields.md` into that folder (`make
 docs`). A test compares the committed pages with the generated ones.
