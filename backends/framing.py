@@ -15,7 +15,11 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 from struct import Struct
-from typing import Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+
+from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 
 _BROKEN: Final = "the connection broke"
 CLOSED: Final = "it closed the connection"
@@ -130,6 +134,52 @@ class FrameReader:
         self._data, self._begin, self._end = data, 0, len(rest)
 
 
+class Codec(Generic[Received]):
+    """Encodes any message, and decodes messages of one kind, with token ids as bytes.
+
+    `received` is the type of the messages to decode, such as a struct or a union of structs.
+    """
+
+    def __init__(self, received: object) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=to_bytes)
+        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
+            received, dec_hook=_ids_from_bytes
+        )
+
+    def encode(self, message: object) -> bytes:
+        """Return a message as bytes."""
+        return self._encoder.encode(message)
+
+    def frame(self, message: Any) -> tuple[bytes, memoryview]:
+        """Return the head of a frame with its message, and its blocks, which are not copied.
+
+        Args:
+            message: a message with `blocks` and `with_blocks`, as in `backends.remote_worker`.
+        """
+        blocks: memoryview = message.blocks
+        if blocks:
+            message = message.with_blocks(NO_BYTES)
+        return framed(self.encode(message), len(blocks)), blocks
+
+    def decode(self, data: bytes, blocks: memoryview = NO_BYTES) -> Received:
+        """Return the message that these bytes encode, with the blocks of its frame.
+
+        Raises:
+            ValueError: the bytes encode no message.
+        """
+        try:
+            message: Any = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"the data is not a message of this protocol: {error}") from None
+        found: Received = message.with_blocks(blocks) if blocks else message
+        return found
+
+
+def _ids_from_bytes(_: type, data: Any) -> TokenIds:
+    # msgspec turns a TypeError or ValueError raised here into a DecodeError.
+    return from_bytes(data)
+
+
 class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
     """One end of a connection with frames, for use on the event loop's thread.
 
@@ -140,26 +190,33 @@ class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
 
     def __init__(
         self,
-        decode: Callable[..., Received],
+        received: object,
+        most_bytes: int,
         receive: Callable[[Received], None],
         lost: Callable[[], None],
-        most_bytes: int,
+        on_writable: Callable[[], None] = lambda: None,
         most_block_bytes: int = 0,
     ) -> None:
         """Prepare an end.
 
         Args:
-            decode: decodes a message from the other end, and its blocks, if any, or raises
-                ValueError.
+            received: type of the messages from the other end.
+            most_bytes: maximum size of such a message.
             receive: receives each message, and must return immediately.
             lost: callback for the end of the connection, after `reason` is set.
-            most_bytes, most_block_bytes: limits of `FrameReader`.
+            on_writable: callback for each time that the channel becomes `writable` again.
+            most_block_bytes: maximum size of the blocks after a message, in either direction.
         """
-        self._decode = decode
+        self._codec = Codec[Received](received)
         self._reader = FrameReader(most_bytes, most_block_bytes)
         self._receive = receive
         self._lost = lost
+        self._on_writable = on_writable
+        self._most_block_bytes = most_block_bytes
         self._transport: asyncio.Transport | None = None
+        self._http: asyncio.BaseProtocol | None = None  # the protocol before this one
+        self._space = asyncio.Event()
+        self._space.set()
         self._paused = False
         self.heard = False
         self.reason: str | None = None
@@ -169,10 +226,32 @@ class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
         """Whether messages can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def write(self, frames: bytes | memoryview) -> None:
-        """Send frames. They are lost if the connection ends first."""
-        if self.reason is None and self._transport is not None:
-            self._transport.write(frames)
+    @property
+    def writable(self) -> bool:
+        """Whether the other end reads as fast as this end sends."""
+        return self._space.is_set()
+
+    def take_over(self, transport: asyncio.Transport) -> None:
+        """Use a connection that has changed from HTTP to frames."""
+        self._transport, self._http = transport, transport.get_protocol()
+        transport.pause_reading()  # uvloop chooses the way of reading when reading begins
+        transport.set_protocol(self)
+        if self._most_block_bytes:
+            transport.set_write_buffer_limits(self._most_block_bytes)
+        transport.resume_reading()
+
+    def send(self, *messages: object) -> None:
+        """Send messages without blocks in one write. They are lost if the connection ends first."""
+        encode = self._codec.encode
+        self._write(b"".join([framed(encode(message)) for message in messages]))
+
+    async def send_blocks(self, message: object) -> None:
+        """Send a message with its blocks, after waiting while the other end reads slowly."""
+        await self._space.wait()
+        data, blocks = self._codec.frame(message)
+        self._write(data)
+        if blocks:
+            self._write(blocks)
 
     def close(self) -> None:
         """Close the connection when everything has been sent. The call does not wait for it."""
@@ -214,11 +293,27 @@ class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
         self._reader.advance(nbytes)
         self._pass_on()
 
+    def pause_writing(self) -> None:
+        """Tell the sender to wait."""
+        self._space.clear()
+
+    def resume_writing(self) -> None:
+        """Tell the sender to continue."""
+        self._space.set()
+        self._on_writable()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the connection."""
+        """Report the end of the connection, also to aiohttp, which closes its side."""
+        self._space.set()  # senders notice the end
         self._end(CLOSED if exc is None else _BROKEN)
+        if self._http is not None:
+            self._http.connection_lost(exc)
 
     # -------------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self.reason is None and self._transport is not None:
+            self._transport.write(data)
 
     def _pass_on(self) -> None:
         try:
@@ -227,7 +322,7 @@ class FrameChannel(asyncio.BufferedProtocol, Generic[Received]):
                 if frame is None:
                     return
                 try:
-                    message = self._decode(*frame) if frame[1] else self._decode(frame[0])
+                    message = self._codec.decode(*frame)
                 except ValueError:
                     self.fail(INVALID)
                     return

@@ -14,27 +14,33 @@ address, the model and the context length for discovery.
 
 from __future__ import annotations
 
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, Self, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from draftgate.backends.core.admission import Admission
-from draftgate.backends.framing import NO_BYTES, framed
+from draftgate.backends.framing import NO_BYTES
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks, KvOperation, KvResult
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import Role, WorkerLoad
 
-Received = TypeVar("Received")
-
 
 class WorkerMessage(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Base class of all messages. The receiver ignores unknown fields."""
+
+    @property
+    def blocks(self) -> memoryview:
+        """The bytes of KV blocks, which follow the message in its frame."""
+        return NO_BYTES
+
+    def with_blocks(self, blocks: memoryview) -> Self:
+        """Return the message with these blocks in place of its own, if it has any."""
+        return self
 
 
 class Start(WorkerMessage, frozen=True):
@@ -182,6 +188,19 @@ class KvCall(WorkerMessage, frozen=True):
     operation: KvOperation
     shared: SharedBytes | None = None
 
+    @property
+    def blocks(self) -> memoryview:
+        """The bytes of a chunk to store."""
+        operation = self.operation
+        return operation.chunk.data if isinstance(operation, AdoptBlocks) else NO_BYTES
+
+    def with_blocks(self, blocks: memoryview) -> Self:
+        """Return the call with these bytes for its chunk, if it has one."""
+        if not isinstance(self.operation, AdoptBlocks):
+            return self
+        chunk = replace(self.operation.chunk, data=blocks)
+        return replace(self, operation=replace(self.operation, chunk=chunk))
+
 
 class KvReply(WorkerMessage, frozen=True):
     """Message from an engine's process with the result of the `KvCall` of this id.
@@ -193,6 +212,17 @@ class KvReply(WorkerMessage, frozen=True):
     id: int
     result: KvResult
     shared: SharedBytes | None = None
+
+    @property
+    def blocks(self) -> memoryview:
+        """The bytes of an exported chunk."""
+        return self.result.data if isinstance(self.result, KvChunk) else NO_BYTES
+
+    def with_blocks(self, blocks: memoryview) -> Self:
+        """Return the reply with these bytes for its chunk, if it has one."""
+        if not isinstance(self.result, KvChunk):
+            return self
+        return replace(self, result=replace(self.result, data=blocks))
 
 
 Command = Start | Submit | Cancel | SetPace | SetRole | Alive | FetchTokenizer | KvCall
@@ -208,70 +238,6 @@ def readable_deltas(deltas: list[tuple[str, Delta]], num_fields: int) -> list[tu
     if num_fields >= len(Delta._fields):
         return deltas
     return [(link_id, cast(Delta, delta[:num_fields])) for link_id, delta in deltas]
-
-
-class Codec(Generic[Received]):
-    """Encodes any message, and decodes messages of one kind.
-
-    `received` is the type of the messages to decode, a struct or a union of structs.
-    """
-
-    def __init__(self, received: object) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_ids_to_bytes)
-        self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
-            received, dec_hook=_ids_from_bytes
-        )
-
-    def encode(self, message: WorkerMessage) -> bytes:
-        """Return a message as bytes."""
-        return self._encoder.encode(message)
-
-    def frame(self, message: WorkerMessage) -> tuple[bytes, memoryview]:
-        """Return the head of a frame with its message, and the blocks, which are not copied."""
-        chunk = _chunk(message)
-        if chunk is None or not chunk.data:
-            return framed(self.encode(message)), NO_BYTES
-        data = self.encode(_with_blocks(message, chunk, NO_BYTES))
-        return framed(data, len(chunk.data)), chunk.data
-
-    def decode(self, data: bytes, blocks: memoryview = NO_BYTES) -> Received:
-        """Return the message that these bytes encode, with the blocks of its frame.
-
-        Raises:
-            ValueError: the bytes encode no message.
-        """
-        try:
-            message = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"the data is not a message of this protocol: {error}") from None
-        chunk = _chunk(message) if blocks else None
-        return message if chunk is None else cast(Received, _with_blocks(message, chunk, blocks))
-
-
-def _chunk(message: object) -> KvChunk | None:
-    """Return the blocks in a message."""
-    if isinstance(message, KvReply):
-        return message.result if isinstance(message.result, KvChunk) else None
-    if isinstance(message, KvCall) and isinstance(message.operation, AdoptBlocks):
-        return message.operation.chunk
-    return None
-
-
-def _with_blocks(message: Any, chunk: KvChunk, data: memoryview) -> Any:
-    """Return a message with other bytes for its chunk."""
-    chunk = replace(chunk, data=data)
-    if isinstance(message, KvReply):
-        return replace(message, result=chunk)
-    return replace(message, operation=replace(message.operation, chunk=chunk))
-
-
-def _ids_to_bytes(ids: TokenIds) -> bytes:
-    return to_bytes(ids)
-
-
-def _ids_from_bytes(_: type, data: Any) -> TokenIds:
-    # msgspec turns a TypeError or ValueError raised here into a DecodeError.
-    return from_bytes(data)
 
 
 def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:

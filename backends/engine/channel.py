@@ -12,8 +12,8 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final, Generic, TypeVar
 
-from draftgate.backends.framing import FrameReader
-from draftgate.backends.remote_worker import Codec, Command, Report, WorkerMessage
+from draftgate.backends.framing import Codec, FrameReader
+from draftgate.backends.remote_worker import Command, Report, WorkerMessage
 
 MOST_BYTES: Final = 1 << 30
 """Maximum size of a message, and of its blocks. Both ends belong to one node, so this limit only

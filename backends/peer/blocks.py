@@ -13,7 +13,7 @@ from yarl import URL
 
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.framing import CLOSED, Calls, Received
+from draftgate.backends.framing import CLOSED, Calls, FrameChannel, Received
 from draftgate.backends.kv_transfer.exchange import (
     BlockCount,
     ExportBlocks,
@@ -27,7 +27,6 @@ from draftgate.backends.kv_transfer.transfer import (
     TransferEnd,
     TransferOutcome,
 )
-from draftgate.backends.peer.channel import PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import CONNECT_S, upgraded
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
@@ -177,7 +176,7 @@ class _Stream:
     ) -> None:
         self._response = response
         self._calls = Calls[BlockReport]()
-        self.channel: PeerChannel[BlockReport] = block_stream(
+        self.channel: FrameChannel[BlockReport] = block_stream(
             BlockReport, form, lambda report: self._calls.settle(report.id, report), self._end
         )
         self.channel.take_over(transport)
@@ -284,7 +283,7 @@ def block_stream(
     form: KvFormat,
     receive: Callable[[Received], None],
     lost: Callable[[], None],
-) -> PeerChannel[Received]:
+) -> FrameChannel[Received]:
     """Return one end of a stream.
 
     Args:
@@ -294,6 +293,6 @@ def block_stream(
         lost: callback for the end of the connection.
     """
     most_block_bytes = max(CHUNK_BYTES, form.block_bytes)
-    return PeerChannel(
+    return FrameChannel(
         received, MOST_MESSAGE_BYTES, receive, lost, most_block_bytes=most_block_bytes
     )

@@ -18,12 +18,7 @@ client masks each byte (AMD EPYC, 2026-11-23).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Final
-
-from draftgate.backends.framing import FrameChannel, Received, framed
-from draftgate.backends.remote_worker import Codec, WorkerMessage
 
 PREFIX: Final = "/peer/"
 """Prefix of all paths that are for other nodes only."""
@@ -45,76 +40,3 @@ tuned.)"""
 
 ALIVE_S: Final = 5.0
 """Seconds between two `Alive` of a gateway. (Chosen, not tuned, 2026-11-23.)"""
-
-
-class PeerChannel(FrameChannel[Received]):
-    """One end of a connection, for use on the event loop's thread."""
-
-    def __init__(
-        self,
-        received: object,
-        most_bytes: int,
-        receive: Callable[[Received], None],
-        lost: Callable[[], None],
-        on_writable: Callable[[], None] = lambda: None,
-        most_block_bytes: int = 0,
-    ) -> None:
-        """Prepare an end, with further arguments of `FrameChannel`.
-
-        Args:
-            received: type of the messages from the other end.
-            on_writable: callback for each time that the channel becomes `writable` again.
-            most_block_bytes: maximum size of the blocks after a message, in either direction.
-        """
-        self._codec = Codec[Received](received)
-        super().__init__(self._codec.decode, receive, lost, most_bytes, most_block_bytes)
-        self._on_writable = on_writable
-        self._most_block_bytes = most_block_bytes
-        self._http: asyncio.BaseProtocol | None = None  # the protocol before this one
-        self._space = asyncio.Event()
-        self._space.set()
-
-    @property
-    def writable(self) -> bool:
-        """Whether the other end reads as fast as this end sends."""
-        return self._space.is_set()
-
-    def take_over(self, transport: asyncio.Transport) -> None:
-        """Use a connection that has changed from HTTP to this protocol."""
-        self._transport, self._http = transport, transport.get_protocol()
-        transport.pause_reading()  # uvloop chooses the way of reading when reading begins
-        transport.set_protocol(self)
-        if self._most_block_bytes:
-            transport.set_write_buffer_limits(self._most_block_bytes)
-        transport.resume_reading()
-
-    def send(self, *messages: WorkerMessage) -> None:
-        """Send messages without blocks in one write. They are lost if the connection ends first."""
-        encode = self._codec.encode
-        self.write(b"".join([framed(encode(message)) for message in messages]))
-
-    async def send_blocks(self, message: WorkerMessage) -> None:
-        """Send a message with its blocks, after waiting while the other end reads slowly."""
-        await self._space.wait()
-        data, blocks = self._codec.frame(message)
-        self.write(data)
-        if blocks:
-            self.write(blocks)
-
-    # --- the event loop calls these methods ----------------------------------------------------
-
-    def pause_writing(self) -> None:
-        """Tell the sender to wait."""
-        self._space.clear()
-
-    def resume_writing(self) -> None:
-        """Tell the sender to continue."""
-        self._space.set()
-        self._on_writable()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end of the connection, also to aiohttp, which closes its side."""
-        self._space.set()  # senders notice the end
-        super().connection_lost(exc)
-        if self._http is not None:
-            self._http.connection_lost(exc)

@@ -13,7 +13,8 @@ import aiohttp
 from yarl import URL
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.peer.channel import ALIVE_S, MOST_REPORT_BYTES, PeerChannel
+from draftgate.backends.framing import FrameChannel
+from draftgate.backends.peer.channel import ALIVE_S, MOST_REPORT_BYTES
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.upgrade import CONNECT_S, PeerRefused, upgraded
 from draftgate.backends.remote_worker import (
@@ -53,7 +54,7 @@ class Link:
     ready: Ready
 
     def __init__(self) -> None:
-        self.channel = PeerChannel[Report](Report, MOST_REPORT_BYTES, self._arrived, self._lost)
+        self.channel = FrameChannel[Report](Report, MOST_REPORT_BYTES, self._arrived, self._lost)
         self._ended = asyncio.Event()
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()  # before `run`
         self._on_report: Callable[[Report], None] = self._reports.put_nowait

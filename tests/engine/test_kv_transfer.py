@@ -270,7 +270,8 @@ async def test_transfer_proceeds_while_both_engines_serve() -> None:
 
 def test_adoption_is_a_message() -> None:
     """An operation with its chunk survives the encoding of the engine's socket."""
-    from draftgate.backends.remote_worker import Codec, Command, KvCall
+    from draftgate.backends.framing import Codec
+    from draftgate.backends.remote_worker import Command, KvCall
 
     call = KvCall(3, AdoptBlocks(chunk_of((b"h" * 16,), memoryview(b"abcd")), b"p" * 16))
     codec = Codec(Command)

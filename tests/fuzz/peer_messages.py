@@ -6,12 +6,12 @@ from typing import Any
 
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.framing import FrameReader, FrameTooLarge, framed
+from draftgate.backends.framing import Codec, FrameChannel, FrameReader, FrameTooLarge, framed
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks
 from draftgate.backends.kv_transfer.format import KvChunk, KvFormat
 from draftgate.backends.peer.blocks import BlockCommand, BlockReport, block_stream
-from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
-from draftgate.backends.remote_worker import Codec, Command, KvCall, KvReply, Report, Submit
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES
+from draftgate.backends.remote_worker import Command, KvCall, KvReply, Report, Submit
 from tests.fuzz.grammars import GRAMMARS
 from tests.fuzz.http_bodies import TOKENIZER
 from tests.fuzz.mutation import MSGPACK
@@ -74,7 +74,7 @@ def blocks(data: bytes) -> None:
 def blocks_over_a_stream(data: bytes) -> None:
     """Read frames of blocks as the event loop does."""
     received: list[object] = []
-    stream: PeerChannel[Any] = block_stream(BlockCommand, FORMAT, received.append, lambda: None)
+    stream: FrameChannel[Any] = block_stream(BlockCommand, FORMAT, received.append, lambda: None)
     while data and stream.reason is None:
         buffer = stream.get_buffer(len(data))
         part, data = data[: len(buffer)], data[len(buffer) :]

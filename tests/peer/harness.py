@@ -10,8 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.framing import FrameChannel
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, WORKER_PATH, PeerChannel
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, WORKER_PATH
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.backends.peer.upgrade import UPGRADE
@@ -70,7 +71,7 @@ class Impostor:
         channel: the latest connection.
     """
 
-    channel: PeerChannel[Command]
+    channel: FrameChannel[Command]
 
     def __init__(self, ready: Ready | None) -> None:
         self.url = ""
@@ -87,7 +88,7 @@ class Impostor:
         response = web.StreamResponse(status=101, headers=headers)
         await response.prepare(request)
         ended = asyncio.Event()
-        self.channel = PeerChannel[Command](Command, MOST_COMMAND_BYTES, self._receive, ended.set)
+        self.channel = FrameChannel[Command](Command, MOST_COMMAND_BYTES, self._receive, ended.set)
         assert request.transport is not None
         self.channel.take_over(request.transport)
         await ended.wait()

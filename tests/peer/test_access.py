@@ -13,9 +13,9 @@ import pytest
 from yarl import URL
 
 from draftgate.backends.delta_reader import generate
-from draftgate.backends.framing import framed
+from draftgate.backends.framing import FrameChannel, framed
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, PeerChannel
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES
 from draftgate.backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
 from draftgate.backends.peer.upgrade import UPGRADE, PeerRefused, upgraded
 from draftgate.backends.remote_worker import Report
@@ -131,7 +131,7 @@ async def test_invalid_message_ends_only_its_connection(data: bytes) -> None:
     ):
         await anext(stream)
         ended = asyncio.Event()
-        channel = PeerChannel[Report](Report, 1 << 20, lambda _: None, ended.set)
+        channel = FrameChannel[Report](Report, 1 << 20, lambda _: None, ended.set)
         _, transport = await upgraded(http, URL(where.url + PATH), None)
         channel.take_over(transport)
         transport.write(data)

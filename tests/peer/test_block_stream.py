@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.backends.framing import Codec, FrameChannel
 from draftgate.backends.kv_transfer.exchange import AdoptBlocks, BlockCount, CountBlocks
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.kv_transfer.transfer import TransferEnd, TransferOutcome
@@ -15,8 +16,7 @@ from draftgate.backends.peer.blocks import (
     KvCallFailed,
     block_stream,
 )
-from draftgate.backends.peer.channel import PeerChannel
-from draftgate.backends.remote_worker import Codec, KvCall, KvReply
+from draftgate.backends.remote_worker import KvCall, KvReply
 from tests.peer.blocks import FORM
 
 ids = st.integers(0, 1 << 40)
@@ -46,7 +46,7 @@ ANY = KvCall | KvReply | FetchBlocks | FetchedBlocks | KvCallFailed | CancelKvCa
 def test_messages_arrive_whole_in_reads_of_any_size(sent: list[ANY], sizes: list[int]) -> None:
     """The other end gets equal messages with the bytes of their blocks, in order."""
     codec, received = Codec[ANY](ANY), list[ANY]()
-    stream: PeerChannel[ANY] = block_stream(ANY, FORM, received.append, lambda: None)
+    stream: FrameChannel[ANY] = block_stream(ANY, FORM, received.append, lambda: None)
     data = b"".join(bytes(part) for message in sent for part in codec.frame(message))
     place = turn = 0
     while place < len(data):

@@ -17,17 +17,17 @@ from draftgate.backends.framing import (
     CLOSED,
     INVALID,
     TOO_LARGE,
+    Codec,
+    FrameChannel,
     FrameReader,
     FrameTooLarge,
     framed,
 )
 from draftgate.backends.peer.channel import (
     MOST_REPORT_BYTES,
-    PeerChannel,
 )
 from draftgate.backends.remote_worker import (
     Cancel,
-    Codec,
     Command,
     Report,
     SetPace,
@@ -85,7 +85,7 @@ class Arrivals:
     def __init__(self) -> None:
         self.received: list[Command] = []
         self.ends = 0
-        self.channel = PeerChannel[Command](Command, MOST_BYTES, self.received.append, self._end)
+        self.channel = FrameChannel[Command](Command, MOST_BYTES, self.received.append, self._end)
 
     def arrive(self, data: bytes) -> None:
         """Let bytes arrive as the event loop does."""
@@ -165,8 +165,8 @@ async def test_closing_delivers_what_was_sent() -> None:
     ended = asyncio.Event()
     here, there = socket.socketpair()
     loop = asyncio.get_running_loop()
-    sender = PeerChannel[Command](Command, MOST_BYTES, lambda _: None, lambda: None)
-    receiver = PeerChannel[Report](Report, MOST_REPORT_BYTES, received.append, ended.set)
+    sender = FrameChannel[Command](Command, MOST_BYTES, lambda _: None, lambda: None)
+    receiver = FrameChannel[Report](Report, MOST_REPORT_BYTES, received.append, ended.set)
     for channel, end in ((sender, here), (receiver, there)):
         transport, _ = await loop.create_connection(asyncio.Protocol, sock=end)
         channel.take_over(transport)

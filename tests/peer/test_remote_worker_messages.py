@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from draftgate.backends import token_ids
 from draftgate.backends.engine.channel import SocketChannel
+from draftgate.backends.framing import Codec
 from draftgate.backends.peer.link import LinkIds
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.remote_worker import (
     Cancel,
-    Codec,
     Command,
     Failed,
     FetchTokenizer,

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from draftgate.backends.delta_reader import generate
+from draftgate.backends.framing import Codec
 from draftgate.backends.peer import link
-from draftgate.backends.remote_worker import ALIVE, Alive, Codec, Report
+from draftgate.backends.remote_worker import ALIVE, Alive, Report
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta
 from draftgate.gateway.http.peers.session import PeerSession

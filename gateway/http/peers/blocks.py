@@ -12,7 +12,7 @@ from aiohttp import web
 from yarl import URL
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.framing import CLOSED, INVALID
+from draftgate.backends.framing import CLOSED, INVALID, FrameChannel
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.transfer import (
     WINDOW_CHUNKS,
@@ -29,7 +29,7 @@ from draftgate.backends.peer.blocks import (
     PeerBlocks,
     block_stream,
 )
-from draftgate.backends.peer.channel import WORKER_PATH, PeerChannel
+from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.remote_worker import KvCall, KvReply, WorkerMessage
 from draftgate.gateway.cluster.access import is_loopback
@@ -74,7 +74,7 @@ class BlockSession:
         self._secret = secret
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
-        self._channel: PeerChannel[BlockCommand] = block_stream(
+        self._channel: FrameChannel[BlockCommand] = block_stream(
             BlockCommand, form, self._receive, self._ended.set
         )
 

@@ -22,12 +22,11 @@ from draftgate.backends.errors import (
     CheckpointError,
     RequestRejected,
 )
-from draftgate.backends.framing import INVALID, TOO_LARGE
+from draftgate.backends.framing import INVALID, TOO_LARGE, FrameChannel
 from draftgate.backends.peer.channel import (
     ALIVE_S,
     MOST_COMMAND_BYTES,
     REPORT_S,
-    PeerChannel,
 )
 from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.backends.remote_worker import (
@@ -148,7 +147,7 @@ class PeerSession:
         self._node = node
         self._dispatcher = dispatcher
         self._worker = worker
-        self._channel = PeerChannel[Command](
+        self._channel = FrameChannel[Command](
             Command, MOST_COMMAND_BYTES, self._execute, self._lost, self._report_news
         )
         self._outbox = DeltaOutbox(self._report_soon)

@@ -9,11 +9,9 @@ from contextlib import asynccontextmanager
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
-
-from draftgate.backends.framing import CLOSED, INVALID, FrameChannel, framed
+from draftgate.backends.framing import CLOSED, INVALID, FrameChannel
 from draftgate.gateway.logs import log
 from draftgate.gateway.state.commands import ListWorkers, RenewLeases, RenewQuotas, StoreCommand
 from draftgate.gateway.state.local.store import MOST_BYTES, NOTICE
@@ -23,14 +21,12 @@ from draftgate.policies.values import replace
 StoreCall: TypeAlias = tuple[int, StoreCommand[Any]]
 """A number, or `NOTICE`, and a command."""
 
-_encode: Final = msgspec.msgpack.Encoder().encode
-
 
 class SharedStores:
     """Stores in memory that other processes share.
 
     Attributes:
-        decoder: decodes a call, which is a number and a command.
+        call_type: the type of a call, which is a number and a command.
     """
 
     def __init__(self, *stores: InMemory) -> None:
@@ -45,7 +41,7 @@ class SharedStores:
         }
         self._gateways: set[FrameChannel[StoreCall]] = set()
         kinds: Any = reduce(or_, self._handlers)
-        self.decoder = msgspec.msgpack.Decoder(tuple[int, kinds])
+        self.call_type = tuple[int, kinds]
 
     @property
     def gateways(self) -> int:
@@ -64,7 +60,7 @@ class SharedStores:
                 log(logging.ERROR, "a notice to the shared stores failed", error=error)
             reply = number, None, f"{type(error).__name__}: {error}"
         if number != NOTICE:
-            caller.write(framed(_encode(reply)))
+            caller.send(reply)
 
     def left(self, caller: FrameChannel[StoreCall]) -> None:
         """Stop counting a gateway. Its leases expire, unless it returns and renews them."""
@@ -91,7 +87,7 @@ async def serving_stores(stores: SharedStores, path: Path) -> AsyncIterator[None
             stores.left(client)
 
         client = FrameChannel[StoreCall](
-            stores.decoder.decode, lambda call: stores.answer(call, client), lost, MOST_BYTES
+            stores.call_type, MOST_BYTES, lambda call: stores.answer(call, client), lost
         )
         clients.add(client)
         return client

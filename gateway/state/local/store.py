@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
-from draftgate.backends.framing import Calls, FrameChannel, framed
+from draftgate.backends.framing import Calls, FrameChannel
 from draftgate.gateway.state.commands import (
     EndMove,
     ReleaseLeases,
@@ -42,9 +42,6 @@ _NOTICES: Final = frozenset({ReleaseLeases, EndMove, SettleQuotas})
 LocalReply: TypeAlias = tuple[int, msgspec.Raw, str]
 """The number of a call, the encoded result, and an error message or an empty string."""
 
-_encode: Final = msgspec.msgpack.Encoder().encode
-_replies: Final = msgspec.msgpack.Decoder(LocalReply)
-
 
 def socket_path(address: str) -> Path:
     """Return the path of the socket in the address of shared stores."""
@@ -69,7 +66,7 @@ class LocalStore:
         self._channel: FrameChannel[LocalReply] | None = None
         self._connecting = asyncio.Lock()
         self._calls = Calls[LocalReply]()
-        self._waiting: list[bytes] = []  # frames to send together
+        self._waiting: list[tuple[int, StoreCommand[Any]]] = []  # calls to send together
         self._sends_soon = False
 
     async def warm_up(self) -> None:
@@ -104,7 +101,7 @@ class LocalStore:
         """
         if not self._waiting and self._is_open:
             asyncio.get_running_loop().call_later(NOTICE_S, self._send_waiting)
-        self._waiting.append(framed(_encode((NOTICE, command))))
+        self._waiting.append((NOTICE, command))
 
     async def close(self) -> None:
         """Send the notices and close the connection, which fails its open calls."""
@@ -128,7 +125,7 @@ class LocalStore:
         if not self._is_open:
             await self._connect()
         number, reply = self._calls.open()
-        self._waiting.append(framed(_encode((number, command))))
+        self._waiting.append((number, command))
         if not self._sends_soon:
             self._sends_soon = True
             asyncio.get_running_loop().call_soon(self._send_waiting)
@@ -136,7 +133,7 @@ class LocalStore:
 
     def _send_waiting(self) -> None:
         if self._waiting and self._channel is not None:
-            self._channel.write(b"".join(self._waiting))
+            self._channel.send(*self._waiting)
             self._waiting.clear()
         self._sends_soon = False
 
@@ -165,9 +162,7 @@ class LocalStore:
         async with self._connecting:
             if self._is_open:
                 return
-            channel = FrameChannel[LocalReply](
-                _replies.decode, self._receive, self._lost, MOST_BYTES
-            )
+            channel = FrameChannel[LocalReply](LocalReply, MOST_BYTES, self._receive, self._lost)
             loop = asyncio.get_running_loop()
             try:
                 await loop.create_unix_connection(lambda: channel, str(self._path))
