@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,20 +12,7 @@ import msgspec
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.lab.plan.options import (
-    Limits,
-    PlanFiles,
-    Profiles,
-    Proposer,
-    Rate,
-    Share,
-    SloTpotMs,
-    SloTtftMs,
-    Speculation,
-    TraceFile,
-    WorkloadName,
-    limits,
-)
+from draftgate.lab.plan.options import PlanFiles, Profiles, Share, WorkloadFlags, limits
 from draftgate.lab.plan.solver import require_solver, silent_solver
 from draftgate.lab.planning.mix import BucketRates, MachineType, cheapest_mix
 
@@ -32,7 +20,16 @@ Matrix = tuple[tuple[float, ...], ...]
 """A number for each range of input lengths (row) and output lengths (column)."""
 
 
-def mix(  # noqa: PLR0913, PLR0917 - each is a flag
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixFlags(WorkloadFlags):
+    """The flags of a plan of a mix, with its own defaults."""
+
+    profiles: Profiles = "l4-8b,a10g-8b,a100-8b,h100-8b,h200-8b"
+    share: Share = 0.95
+
+
+def mix(
+    flags: MixFlags,
     tputs: Annotated[
         Path | None,
         typer.Option(
@@ -40,15 +37,6 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             metavar="FILE",
         ),
     ] = None,
-    trace: TraceFile = None,
-    workload: WorkloadName = None,
-    rate: Rate = None,
-    slo_ttft_ms: SloTtftMs = None,
-    slo_tpot_ms: SloTpotMs = None,
-    share: Share = 0.95,
-    profiles: Profiles = "l4-8b,a10g-8b,a100-8b,h100-8b,h200-8b",
-    speculation: Speculation = "auto",
-    proposer: Proposer = "ngram",
     arrival: Annotated[
         str | None,
         typer.Option(help="Arrivals: recorded (default of a trace), poisson, gamma:CV, ..."),
@@ -60,7 +48,12 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
     requests: Annotated[
         int, typer.Option(min=2, help="Number of requests to plan for and to simulate.")
     ] = 2000,
-    limit: Limits = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Number of machines that can be rented. Repeatable.", metavar="NAME=NUMBER"
+        ),
+    ] = None,
     *,
     files: PlanFiles,
 ) -> None:
@@ -81,28 +74,30 @@ def mix(  # noqa: PLR0913, PLR0917 - each is a flag
             from draftgate.lab.plan.sources import source_with_arrivals
             from draftgate.loadgen.types import Slo
 
+            rate = flags.rate
             if rate is None:
                 raise ValueError("give --rate, or --tputs")
             if not rate > 0.0:
                 raise ValueError(f"--rate must be positive, not {rate}")
-            slo = Slo.of_ms(slo_ttft_ms, slo_tpot_ms)
+            slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
             source = source_with_arrivals(
-                workload,
-                trace,
+                flags.workload,
+                flags.trace,
                 slo,
                 arrival=arrival,
                 class_name=class_name,
                 most_tokens=CONFIG.max_model_len or 0,
             )
+            types = flags.profiles.split(",")
             question = LoadQuestion(
                 source.requests(rate, 0, requests).kept(),
                 rate,
                 slo,
-                share,
-                {name: Rentable.load(name, proposer) for name in profiles.split(",")},
+                flags.share,
+                {name: Rentable.load(name, flags.proposer) for name in types},
                 limits(limit or []),
-                speculation,
-                proposer,
+                flags.speculation,
+                flags.proposer,
                 report=print_attempt,
             )
             plan, records = question.answer()

@@ -12,98 +12,55 @@ import typer
 
 from draftgate.loadgen.command_line import check_plotly
 
-WorkloadName = Annotated[
-    str | None,
-    typer.Option(
-        "--workload", help="Workload: code, chat, long_document, shared_prefix, mixed, rag."
-    ),
-]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option("--trace", help="Recorded requests (Azure, Mooncake, BurstGPT or JSONL)."),
-]
-Rate = Annotated[float | None, typer.Option("--rate", help="Requests per second.")]
-SloTtftMs = Annotated[
-    float | None, typer.Option("--slo-ttft-ms", help="Target: time to first token.")
-]
-SloTpotMs = Annotated[
-    float | None, typer.Option("--slo-tpot-ms", help="Target: time per output token.")
+Profiles = Annotated[
+    str, typer.Option(help="Device profiles: names or files, separated by commas.")
 ]
 Share = Annotated[
     float,
-    typer.Option(
-        "--share",
-        min=0.0,
-        max=1.0,
-        help="Share of the requests that must meet both targets.",
-    ),
-]
-Profiles = Annotated[
-    str,
-    typer.Option("--profiles", help="Device profiles: names or files, separated by commas."),
-]
-Speculation = Annotated[
-    str, typer.Option("--speculation", help="Whether machines speculate: auto or off.")
-]
-Proposer = Annotated[str, typer.Option("--proposer", help="Proposer: ngram or draft_model.")]
-Precision = Annotated[
-    float,
-    typer.Option("--precision", min=0.01, max=0.5, help="Relative half width of the intervals."),
-]
-MaxSimulations = Annotated[
-    int, typer.Option("--max-simulations", min=1, help="Most deployments to simulate.")
-]
-LinkGbps = Annotated[
-    float | None,
-    typer.Option(
-        "--link-gbps",
-        min=0.001,
-        help="Bandwidth of the link between two machines, in Gbit/s (default: 20).",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random choices.")]
-Limits = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--limit", help="Number of machines that can be rented. Repeatable.", metavar="NAME=NUMBER"
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")]
-
-
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
-]
-ComposeFile = Annotated[
-    Path | None,
-    typer.Option("--compose", help="Write the machines as a Compose file."),
-]
-KubernetesFolder = Annotated[
-    Path | None,
-    typer.Option("--kubernetes", help="Write the machines as Kubernetes manifests to this folder."),
+    typer.Option(min=0.0, max=1.0, help="Share of the requests that must meet both targets."),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentFlags:
-    """The workload, its targets and the machines of a plan of deployments."""
+class WorkloadFlags:
+    """The workload, its targets and the machines of a plan."""
 
     panel: ClassVar = "Options"
 
     profiles: Profiles
-    workload: WorkloadName = None
-    trace: TraceFile = None
-    rate: Rate = None
-    slo_ttft_ms: SloTtftMs = None
-    slo_tpot_ms: SloTpotMs = None
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag."),
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded requests (Azure, Mooncake, BurstGPT or JSONL).")
+    ] = None
+    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Target: time to first token.")] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="Target: time per output token.")] = None
     share: Share = 0.9
-    speculation: Speculation = "auto"
-    proposer: Proposer = "ngram"
-    link_gbps: LinkGbps = None
-    precision: Precision = 0.05
-    max_simulations: MaxSimulations = 50
-    seed: Seed = 0
+    speculation: Annotated[str, typer.Option(help="Whether machines speculate: auto or off.")] = (
+        "auto"
+    )
+    proposer: Annotated[str, typer.Option(help="Proposer: ngram or draft_model.")] = "ngram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFlags(WorkloadFlags):
+    """The flags of a plan of deployments."""
+
+    link_gbps: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Bandwidth of the link between two machines, in Gbit/s (default: 20).",
+        ),
+    ] = None
+    precision: Annotated[
+        float, typer.Option(min=0.01, max=0.5, help="Relative half width of the intervals.")
+    ] = 0.05
+    max_simulations: Annotated[int, typer.Option(min=1, help="Most deployments to simulate.")] = 50
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +69,20 @@ class PlanFiles:
 
     panel: ClassVar = "Options"
 
-    json_out: JsonFile = None
-    html_out: HtmlFile = None
-    compose: ComposeFile = None
-    kubernetes: KubernetesFolder = None
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan to this file.")
+    ] = None
+    html_out: Annotated[
+        Path | None,
+        typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
+    ] = None
+    compose: Annotated[Path | None, typer.Option(help="Write the machines as a Compose file.")] = (
+        None
+    )
+    kubernetes: Annotated[
+        Path | None,
+        typer.Option(help="Write the machines as Kubernetes manifests to this folder."),
+    ] = None
 
     def write(self, plan: Mapping[str, Any], page: Callable[[], str] | None) -> None:
         """Write a plan to the files, if there are any.
