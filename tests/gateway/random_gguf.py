@@ -1,4 +1,4 @@
-"""A small random model as a GGUF file for llama.cpp."""
+"""A small random model as a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ _PAIRS = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, re
 _TOKENS = [*_SPECIAL, *_BYTES, *_PIECES, *_PAIRS]
 
 
-def write_random_gguf(path: Path, seed: int = 0) -> None:
-    """Write a model of about 300 kB with random weights and a byte tokenizer."""
+def write_random_gguf(path: Path, seed: int = 0, kind: str = "F32") -> None:
+    """Write a model of about 300 kB with random weights and a byte tokenizer.
+
+    Args:
+        kind: the type of the matrices, such as `Q4_1`.
+    """
     import gguf
+
+    matrices = gguf.GGMLQuantizationType[kind]
 
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("random")
@@ -34,7 +40,11 @@ def write_random_gguf(path: Path, seed: int = 0) -> None:
     writer.add_vocab_size(len(_TOKENS))
     _add_tokenizer(writer)
     for name, tensor in _tensors(np.random.default_rng(seed)):
-        writer.add_tensor(name, tensor)
+        if tensor.ndim > 1:
+            blocks = gguf.quants.quantize(tensor, matrices)
+            writer.add_tensor(name, blocks, raw_dtype=matrices)
+        else:
+            writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

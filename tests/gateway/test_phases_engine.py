@@ -20,7 +20,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.overlap import Overlap
 from draftgate.policies.moves import MoveEnd, MoveReason
 from tests.gateway.harness import eventually, needs_engine
-from tests.gateway.test_move_engines import CONFIG, KINDS, SteppingEngine, bytes_of, job_of
+from tests.gateway.moving_streams import CONFIG, KINDS, SteppingEngine, bytes_of, job_of
 from tests.gateway.troubles import (
     NEVER_S,
     Choice,
