@@ -17,6 +17,9 @@ from draftgate.backends.errors import CheckpointError
 from draftgate.backends.tokenizer import read_json
 
 MAX_LAYERS: Final = 1 << 12
+MAX_EXPERTS: Final = 1 << 16
+"""Upper bound of the experts of all layers together. Kimi K2 has 23,040."""
+
 LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 
 
@@ -239,7 +242,10 @@ def _gemma_features(fields: Fields, hidden: int) -> dict[str, Any]:
 def _experts(fields: Fields, names: ExpertNames, layers: int) -> ExpertsConfig:
     # transformers 5 writes the first name for all architectures.
     counts = (name for name in ("num_local_experts", "num_experts") if name in fields)
-    count = fields.count(next(counts, "num_experts"), 128)
+    name = next(counts, "num_experts")
+    count = fields.count(name, 128)
+    if count * layers > MAX_EXPERTS:
+        raise fields.error(name, f"{count} is too large for {layers} layers")
     every = fields.count("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):

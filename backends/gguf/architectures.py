@@ -64,6 +64,9 @@ _UNSUPPORTED: Final = (
 )
 """Keys of features that the engine lacks, which change the results if they are ignored."""
 
+_MAX_EXPERTS: Final = 1 << 12
+"""Upper bound of the experts of a layer. llama.cpp supports 512."""
+
 _SOFTMAX: Final = 1
 """The number of the only supported function of a router."""
 
@@ -223,6 +226,11 @@ def _sources(
     kind = parsed["kind"] if parsed else ""
     if prefix and experts is not None and module in experts.parts and len(stored.shape) == 3:
         count, rows, columns = stored.shape
+        # Otherwise, the tiny experts of a hostile file would become millions of tensors.
+        stated = ArchitectureKeys(model).count("expert_count")
+        if count != stated or count > _MAX_EXPERTS:
+            least = min(stated, _MAX_EXPERTS)
+            raise CheckpointError(f"{model.path}: {name} has {count} experts, not {least}")
         part = f"{experts.parts[module]}.{kind}"
         for expert in range(count):
             source = SourceTensor(stored, (rows, columns), expert * rows)

@@ -52,6 +52,8 @@ class ArchitectureKeys:
         if heads < 1 or ("attention.key_length" not in self and hidden % heads):
             raise self.error("attention.head_count", f"cannot be {heads} for {hidden} values")
         dim = self.count("attention.key_length", hidden // heads)
+        if dim < 1:
+            raise self.error("attention.key_length", f"must be at least 1, not {dim}")
         values = self.count("attention.value_length", dim)
         if values != dim:
             raise self.error("attention.value_length", f"{values} is not that of keys, {dim}")

@@ -323,6 +323,10 @@ ABSURD = {
         {**SLIDING, "max_window_layers": -1},
         "max_window_layers must be a whole number from 0",
     ),
+    "millions of experts": (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 1 << 24},
+        "num_local_experts 16777216 is too large",
+    ),
     "end token of text": (
         {"eos_token_id": "</s>"},
         "eos_token_id must be a token id or a list of token ids, not",

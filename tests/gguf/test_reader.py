@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -82,6 +83,25 @@ def test_headers_of_the_gguf_package_are_read(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert data[first.offset :][: first.num_bytes] == weights.tobytes()
     assert data[second.offset :][: second.num_bytes] == packed.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 3, 4096, 1 << 19])
+@pytest.mark.parametrize("stated", [2, 1 << 19])
+def test_number_of_experts_is_bounded(tmp_path: Path, stated: int, count: int) -> None:
+    """A stack of more or fewer experts than stated, or of too many, is refused in little memory."""
+    tensor = Tensor("blk.0.ffn_up_exps.weight", [1, 1, count], 0, tiny_tensors()[1])
+    data = tiny_model([Pair("llama.expert_count", U32, stated)], tensors=[tensor])
+    path = written(tmp_path, data)
+    os.truncate(path, path.stat().st_size + 4 * count)
+    model = read_gguf(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"ffn_up_exps.weight has {count} experts, not"):
+            source_tensors(model)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def split_files(folder: Path, sizes: tuple[int, ...] = (5, 4, 2)) -> list[Path]:
