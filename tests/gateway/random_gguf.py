@@ -17,11 +17,14 @@ _PAIRS = ["".join(pair) for pair in itertools.product(string.ascii_lowercase, re
 _TOKENS = [*_SPECIAL, *_BYTES, *_PIECES, *_PAIRS]
 
 
-def write_random_gguf(path: Path, seed: int = 0, kind: str = "F32") -> None:
-    """Write a model of about 300 kB with random weights and a byte tokenizer.
+def write_random_gguf(
+    path: Path, seed: int = 0, kind: str = "F32", *, unpacked: bool = False
+) -> None:
+    """Write a model of about 300 kB with random weights, a byte tokenizer and a chat template.
 
     Args:
         kind: the type of the matrices, such as `Q4_1`.
+        unpacked: whether the file has the values of these matrices in F32.
     """
     import gguf
 
@@ -42,7 +45,10 @@ def write_random_gguf(path: Path, seed: int = 0, kind: str = "F32") -> None:
     for name, tensor in _tensors(np.random.default_rng(seed)):
         if tensor.ndim > 1:
             blocks = gguf.quants.quantize(tensor, matrices)
-            writer.add_tensor(name, blocks, raw_dtype=matrices)
+            if unpacked:
+                writer.add_tensor(name, gguf.quants.dequantize(blocks, matrices))
+            else:
+                writer.add_tensor(name, blocks, raw_dtype=matrices)
         else:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -64,6 +70,7 @@ def _add_tokenizer(writer) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for one in messages %}{{ one.content }}{% endfor %}")
 
 
 def _tensors(draw: np.random.Generator):
