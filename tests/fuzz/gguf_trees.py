@@ -35,7 +35,7 @@ class Model:
 
 
 def packed(layout: str, value: Any) -> bytes:
-    """Return a number in some layout. The high bits of integers are cut off."""
+    """Return a number in some layout. Of integers, high bits and fractions are cut off."""
     if layout == "<d":
         return struct.pack(layout, value)
     if layout == "<f":
@@ -44,6 +44,7 @@ def packed(layout: str, value: Any) -> bytes:
         except OverflowError:
             return struct.pack(layout, float("inf"))
     size = SIZES[layout]
+    value = value if math.isfinite(value) else 0
     return (int(value) % (1 << 8 * size)).to_bytes(size, "little")
 
 
