@@ -54,6 +54,8 @@ _NUMBERS: Final = {
 }
 """Formats of numbers, as in `struct`, by the number of their type."""
 
+_LENGTH: Final = struct.Struct("<Q")
+
 _PAIR_BYTES: Final = 8 + 4 + 1
 _TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
 """Bytes of the smallest pair, and of the smallest description of a tensor."""
@@ -317,7 +319,7 @@ class _Header:
             raise self._damage(f"{key} is a list of lists")
         if element == _STRING:
             count = self._count("<Q", _MAX_ELEMENTS, 8, f"elements of {key}")
-            return tuple(self._text(len(self._data)) for _ in range(count))
+            return tuple(self._texts(count))
         layout = self._format(element, key)
         size = struct.calcsize(layout)
         count = self._count("<Q", _MAX_ELEMENTS, size, f"elements of {key}")
@@ -347,6 +349,26 @@ class _Header:
             return self._data[self._at - length : self._at].decode()
         except UnicodeDecodeError as error:
             raise self._damage(f"a text at {self._at - length} is not UTF-8") from error
+
+    def _texts(self, count: int) -> Iterator[str]:
+        """Yield texts of any length, in half the time of `_text`.
+
+        The tokens and merges of a vocabulary take most of the time of a header.
+        """
+        data, size, length_at = self._data, len(self._data), _LENGTH.unpack_from
+        for _ in range(count):
+            start = self._at + _LENGTH.size
+            if start > size:
+                raise self._damage(f"it ends at {size} bytes")
+            (length,) = length_at(data, self._at)
+            end = start + length
+            if end > size:
+                raise self._damage(f"a text of {length} bytes at {start} is too long")
+            self._at = end
+            try:
+                yield data[start:end].decode()
+            except UnicodeDecodeError as error:
+                raise self._damage(f"a text at {start} is not UTF-8") from error
 
     def _number(self, layout: str) -> Any:
         try:
