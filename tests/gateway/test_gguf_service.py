@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(compiler_version() is None, reason="needs gcc"),
 ]
 
-REAL = Path(os.environ.get("DRAFTGATE_REAL_MODELS", "")) / "smollm2-q4_1.gguf"
+REAL = Path(os.environ.get("REAL_MODELS", "")) / "smollm2-q4_1.gguf"
 CHAT = "/v1/chat/completions"
 CONFIG = WorkerConfig(threads=1, kv_bytes=48 << 20, max_model_len=512, device="cpu")
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -164,13 +164,10 @@ async def first_logprobs(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("quantization", ["none", "auto"])
-async def test_a_real_model_answers(
-    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_real_model_answers(quantization: str, tmp_path: Path) -> None:
     """`draftgate serve` of SmolLM2 in Q4_1 answers questions, and ends its answers itself."""
     if not REAL.is_file():
         pytest.skip("no real models")
-    monkeypatch.delenv("DRAFTGATE_REAL_MODELS")  # which is no setting of the command
     config = structs.replace(CONFIG, model=str(REAL), quantization=quantization)
     given = structs.asdict(config)
     names = ("quantization", "threads", "max_model_len", "kv_bytes", "device")

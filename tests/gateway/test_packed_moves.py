@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(compiler_version() is None, reason="needs gcc"),
 ]
 
-REAL = Path(os.environ.get("DRAFTGATE_REAL_MODELS", "")) / "smollm2-q4_1.gguf"
+REAL = Path(os.environ.get("REAL_MODELS", "")) / "smollm2-q4_1.gguf"
 PACKED = structs.replace(CONFIG, quantization="q8_0")
 
 
