@@ -27,6 +27,7 @@ from draftgate.gateway.cli.options import (
     fail,
 )
 from draftgate.gateway.cli.ray import app as ray_app
+from draftgate.gateway.process import defer_collections
 from draftgate.loadgen.command_line import HelpGroup, PlainTyper
 
 COMMAND_GROUP: Final = "draftgate.commands"
@@ -94,6 +95,7 @@ def serve(context: typer.Context) -> None:
     You can also set each option with the variable DRAFTGATE_NAME, or with the key NAME of a YAML
     file. `draftgate config show` prints the effective values.
     """
+    defer_collections()
     config = config_from(context).config
     from draftgate.gateway.cli.models import prepare_models
 
@@ -169,6 +171,8 @@ def chat(
     Without MODEL, this is the chat model that `draftgate pull` downloads. If stdin is a pipe, each
     line of it is a message.
     """
+    if url is None:
+        defer_collections()
     from draftgate.gateway.cli.models import chat_place
 
     place = chat_place(context, url, api_key)
@@ -199,6 +203,8 @@ def run(  # noqa: PLR0913 - each is a flag
     A model without a chat template continues the text, by 128 tokens without --max-tokens. The
     answer is written to stdout, and a summary of speculation to stderr.
     """
+    if url is None:
+        defer_collections()
     from draftgate.gateway.cli.models import chat_place
 
     place = chat_place(context, url, api_key)

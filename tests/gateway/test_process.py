@@ -8,7 +8,12 @@ import sys
 import pytest
 
 from draftgate.gateway.app import Listening
-from draftgate.gateway.process import settle_process
+from draftgate.gateway.process import (
+    LOADING_OBJECTS,
+    YOUNG_OBJECTS,
+    defer_collections,
+    settle_process,
+)
 
 FRAGMENTING = """
 import ctypes
@@ -34,10 +39,14 @@ The small blocks together do not fit into the free parts of the heap."""
 
 
 async def test_garbage_collection_skips_startup_objects(sim: Listening) -> None:
-    """The server freezes modules, vocabularies and models, so garbage collection skips them."""
+    """The server freezes modules, vocabularies and models, so garbage collection skips them.
+    Until then, collections are rare."""
     thresholds, switch_s = gc.get_threshold(), sys.getswitchinterval()
     try:
+        defer_collections()
+        assert gc.get_threshold() == (LOADING_OBJECTS, *thresholds[1:])
         settle_process()
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *thresholds[1:])
         kept = gc.get_freeze_count()
         assert kept > 10 * len(gc.get_objects())
     finally:
