@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from argparse import ArgumentParser
@@ -73,6 +74,7 @@ class Child:
         most = pages * mmap.PAGESIZE + MOST_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends after this process
         findings: list[str] = []
         with tempfile.TemporaryDirectory() as place:
             judge = Judge(Path(place))
@@ -107,7 +109,7 @@ def finding(judge: Judge, seed: int) -> str | None:
 
 
 def main() -> int:
-    """Fuzz for some CPU time, and return 1 if there are findings."""
+    """Fuzz for some CPU time or until SIGINT, and return 1 if there are findings."""
     parser = ArgumentParser(prog="python -m tests.fuzz.gguf")
     parser.add_argument("seconds", type=float, help="CPU time")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -115,9 +117,10 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    counts, refusals = Counter[str](), Counter[str]()
+    counts, refusals, stopped = Counter[str](), Counter[str](), threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())
     findings, seed = 0, args.seed
-    while seed < args.seed + args.count and findings < MOST_FINDINGS:
+    while seed < args.seed + args.count and findings < MOST_FINDINGS and not stopped.is_set():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         left = args.seconds - used.ru_utime - used.ru_stime
         if left <= 0:
