@@ -192,7 +192,8 @@ class Prompt:
             delta = delta._replace(choice=self.index * self.run.job.n + delta.choice)
         self.run.sink(delta)
         if self.output.is_complete:
-            if not self._mover.is_moving(self):
+            # The deltas that a moved prompt takes over may be its last ones (`SEATED`).
+            if self.state is RUNS and not self._mover.is_moving(self):
                 self._mover.remove(self)
                 self.hold.close()
                 self._settle()

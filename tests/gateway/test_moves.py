@@ -30,6 +30,7 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Sampli
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.moves import Moves
+from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.moves import MOST_FAILURES, MOST_MOVES, STALL_S, VERIFIED_TOKENS, MoveEnd
@@ -127,6 +128,21 @@ def test_stream_moves_with_its_blocks_and_a_short_gap(tokens: int) -> None:
     assert 0 < outcome.computed_tokens <= 64
     assert outcome.gap_s < 1.5 * outcome.step_s
     assert outcome.drained_s < 5.0
+
+
+def test_a_stream_may_end_before_its_move_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, the destination may finish before the gateway takes its tokens over."""
+    notify = Prompt._notify
+
+    def notify_late(prompt: Prompt) -> None:
+        late_s = 60.0 if prompt.successor is not None else 0.0
+        asyncio.get_running_loop().call_later(late_s, notify, prompt)
+
+    monkeypatch.setattr(Prompt, "_notify", notify_late)
+    job = make_job(256, output_tokens=OUTPUT_TOKENS)
+    outcome = drain(job)
+    assert outcome.choices == undisturbed(job)
+    assert [move.end for move in outcome.watch.moves] == [MoveEnd.MOVED]
 
 
 def test_without_another_format_the_stream_stays() -> None:
