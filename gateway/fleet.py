@@ -118,7 +118,9 @@ class FleetWorker(SentRequests):
         if self.hung or self.drained:
             return False
         backend = self.backend
-        return backend.failure is None and getattr(backend, "pause", None) is None
+        # An upstream that has failed also pauses.
+        pause = getattr(backend, "pause", backend)
+        return backend.failure is None if pause is backend else pause is None
 
     @property
     def pause(self) -> UpstreamPause | None:

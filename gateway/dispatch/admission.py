@@ -184,6 +184,18 @@ class AdmissionController:
         self._decide(request, quota)
         return True
 
+    def admit_at_once(self, request: Entry) -> bool:
+        """Admit a request as `admit` does, or return False if the store may have to be awaited."""
+        quota = self._needed_quota(request)
+        if quota is not None:
+            if not self.quotas.are_local:
+                return False
+            shortage = self.quotas.reserve_at_once(quota)
+            if shortage is not None:
+                raise _quota_error(shortage, request)
+        self._decide(request, None)
+        return True
+
     async def admit(self, request: Entry) -> None:
         """Reserve the quota of a request, and admit it. The caller reports its end with `settle`.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.gateway.dispatch.claims import Claims
-from draftgate.gateway.dispatch.routing import Routed, Router, Usable, View
+from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.dispatch.search import WorkerSearch
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
@@ -181,6 +181,14 @@ class CentralQueue:
         waiting.backs_off = waiting.refused and waiting.claim_tokens > 0
         return None if self._places or waiting.backs_off else self._routed(waiting)
 
+    def seat_new(
+        self, request_id: str, need: CapacityNeed, view: View, avoid: frozenset[str]
+    ) -> Routed | None:
+        """Reserve a worker for a new request as `seat` does. Most requests need no `Waiting`."""
+        if self._places or self._backs_off:
+            return None
+        return self._find(request_id, need, view, avoid)
+
     async def _wait(self, waiting: Waiting) -> Routed:
         """Wait for the turn of a request that found no worker with capacity, as `turn` does."""
         if self._lacks_adapter(waiting):
@@ -319,30 +327,43 @@ class CentralQueue:
         # A resumed request backs off alone, and would otherwise wait while others back off.
         if self._backs_off and not waiting.claim_tokens:
             return None
-        taken = self.claims.taken(waiting.request_id)
-        found = self._search.find(waiting.need, waiting.view, avoid=waiting.avoid, taken=taken)
+        routed = self._find(
+            waiting.request_id,
+            waiting.need,
+            waiting.view,
+            waiting.avoid,
+            has_blocks=waiting.has_blocks,
+        )
+        if routed is not None:
+            del waiting.view  # ends a cycle of references
+        return routed
+
+    def _find(
+        self,
+        request_id: str,
+        need: CapacityNeed,
+        view: View,
+        avoid: frozenset[str],
+        *,
+        has_blocks: bool = False,
+    ) -> Routed | None:
+        """Reserve the best worker for a request, or return None if the request has to wait."""
+        found = self._search.find(need, view, avoid=avoid, taken=self.claims.taken(request_id))
         if found is None:
             return None
         usable, compared = found
-        routed = self._chosen(waiting, usable, compared)
+        router, rivals = self.router, self._fleet.rivals
+        routed: Routed | None
+        if has_blocks or not router.separates:
+            routed = router.choose(view, usable, compared, rivals=rivals, has_blocks=has_blocks)
+        else:
+            free = {worker for worker, _ in usable}
+            open_ = self._fleet.open_among(compared, need.adapter)
+            full = [one for one in open_ if one not in free and one.worker_id not in avoid]
+            routed = router.choose_phases(view, usable, full, compared, rivals=rivals)
         if routed is not None:
-            del waiting.view  # ends a cycle of references
-            routed.reserve(waiting.request_id, waiting.need)
+            routed.reserve(request_id, need)
         return routed
-
-    def _chosen(
-        self, waiting: Waiting, usable: Usable, compared: Sequence[FleetWorker]
-    ) -> Routed | None:
-        """Return the worker of a request, or None if the request waits for another worker."""
-        view = waiting.view
-        rivals = self._fleet.rivals
-        if waiting.has_blocks or not self.router.separates:
-            has_blocks = waiting.has_blocks
-            return self.router.choose(view, usable, compared, rivals=rivals, has_blocks=has_blocks)
-        free = {worker for worker, _ in usable}
-        open_ = self._fleet.open_among(compared, waiting.need.adapter)
-        full = [one for one in open_ if one not in free and one.worker_id not in waiting.avoid]
-        return self.router.choose_phases(view, usable, full, compared, rivals=rivals)
 
     def _waited_s(self, waiting: Waiting) -> float:
         """Return the seconds that a request has waited before this call of `turn`."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Final
 
 from draftgate.gateway.dispatch.admission import AdmissionController
-from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.policies.capacity import has_capacity
+from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 
 MOST_ATTEMPTS: Final = 3
@@ -52,12 +52,19 @@ class Forwarder:
         self._on_retry = on_retry
 
     def choose(
-        self, waiting: Waiting | None, view: View, tried: list[str], *, refused: bool
+        self,
+        need: CapacityNeed | None,
+        avoid: frozenset[str],
+        view: View,
+        tried: list[str],
+        *,
+        refused: bool,
     ) -> FleetWorker | None:
         """Return the upstream for the next attempt, or None without an upstream or budget.
 
         Args:
-            waiting: the request in the queue, or None if it needs no capacity.
+            need: the capacity that the request needs, or None if it needs none.
+            avoid: ids of upstreams that are used only if no other is open.
             view: a function that returns the routing policy's view of the request.
             tried: ids of upstreams that were already called. After a failure, they are used if no
                 other is left.
@@ -66,13 +73,13 @@ class Forwarder:
         if len(tried) >= MOST_ATTEMPTS:
             return None
         usable = [(worker, worker.usage) for worker in self.fleet.open]
-        if waiting is not None:
-            usable = [pair for pair in usable if has_capacity(pair[1], waiting.need)]
+        if need is not None:
+            usable = [pair for pair in usable if has_capacity(pair[1], need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
         if not found and not refused:
             found = [pair for pair in usable if tried.count(pair[0].worker_id) < _MOST_CALLS]
-        if waiting is not None:
-            found = [pair for pair in found if pair[0].worker_id not in waiting.avoid] or found
+        if avoid:
+            found = [pair for pair in found if pair[0].worker_id not in avoid] or found
         if not found:
             return None
         if tried:

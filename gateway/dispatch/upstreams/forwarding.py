@@ -16,7 +16,6 @@ from typing import Final
 from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.queue import Waiting
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
@@ -27,7 +26,7 @@ from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnava
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.logs import log
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.capacity import has_capacity
+from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 
@@ -49,6 +48,7 @@ _PASSED_ON: Final = frozenset({*range(400, 500), 501}) - _REFUSALS
 _MOST_REASON_BYTES: Final = 64 << 10
 _RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
 _NO_TOKENS: Final = TokenUsage(0, 0, 0)
+_NO_WORKERS: Final = frozenset[str]()
 
 
 class ForwardState(Enum):
@@ -94,7 +94,7 @@ class ForwardedRequest:
     """
 
     __slots__ = (
-        "_call", "_call_span", "_first", "_forwarder", "_pool", "_span", "_view", "_waiting",
+        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_span", "_view",
         "body", "entry", "exchange", "headers", "is_error", "plan", "state", "status", "streaming",
         "worker", "worker_id",
     )  # fmt: skip
@@ -130,7 +130,8 @@ class ForwardedRequest:
         self._view = view
         self._span = span
         self._pool: PoolDecision | None = None
-        self._waiting: Waiting | None = None
+        self._need = None if entry is None else entry.needs[0]
+        self._avoid = _NO_WORKERS
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
 
@@ -158,36 +159,45 @@ class ForwardedRequest:
                 time.
             GatewayError, UpstreamFailed: no upstream responds.
         """
-        forwarder, entry, span = self._forwarder, self.entry, self._span
+        forwarder, entry = self._forwarder, self.entry
         try:
             if entry is None:
-                self.worker = forwarder.choose(None, self.route_view, [], refused=False)
-                if self.worker is None:
+                view = self.route_view
+                worker = forwarder.choose(None, _NO_WORKERS, view, [], refused=False)
+                if worker is None:
                     raise forwarder.no_upstream()
             else:
-                if not forwarder.fleet.is_open:
-                    raise forwarder.no_upstream()
-                with span.child("admit") if span.recording else NO_SPAN:
-                    await forwarder.admission.admit(entry)
-                self.state = ADMITTED
-                self._waiting = waiting = forwarder.admission.waiting(entry, 0)
-                self._choose_pool(entry, waiting)
-                view = self.route_view
-                routed = None if span.recording else forwarder.queue.seat(waiting, view)
-                if routed is None:
-                    routed = await self._wait(waiting)
-                self.worker = routed.worker
-                entry.prompt_tokens = waiting.need.prompt_tokens
-                if self._pool is not None:
-                    forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
-            self.state = SENT
-            await self._send(self.worker)
+                worker = await self._seat(entry)
+            self.worker, self.state = worker, SENT
+            await self._send(worker)
         except BaseException as error:
             await self.end(error)
             raise
         # The first bytes of a whole response arrive with its last token, not with its first.
         if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
             forwarder.admission.answered(entry)
+
+    async def _seat(self, entry: Entry) -> FleetWorker:
+        """Admit the request, and reserve an upstream, without waiting if one has capacity."""
+        forwarder, span, need = self._forwarder, self._span, entry.needs[0]
+        if not forwarder.fleet.is_open:
+            raise forwarder.no_upstream()
+        if span.recording or not forwarder.admission.admit_at_once(entry):
+            with span.child("admit"):
+                await forwarder.admission.admit(entry)
+        self.state = ADMITTED
+        if len(forwarder.fleet.workers) > 1:
+            self._choose_pool(entry, need)
+        routed = None
+        if not span.recording:
+            view, avoid = self.route_view, self._avoid
+            routed = forwarder.queue.seat_new(entry.request_id, need, view, avoid)
+        if routed is None:
+            routed = await self._wait(entry)
+        entry.prompt_tokens = need.prompt_tokens
+        if self._pool is not None:
+            forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
+        return routed.worker
 
     async def read(self) -> bytes:
         """Return the next bytes of the body, or nothing at its end.
@@ -209,7 +219,9 @@ class ForwardedRequest:
                 return bytes(body), False
         return bytes(body), True
 
-    async def end(self, error: BaseException | None = None) -> None:
+    async def end(
+        self, error: BaseException | None = None, usage: TokenUsage | None = None
+    ) -> None:
         """Cancel what is left of the request, charge its tokens, and release its upstream.
 
         A sent prompt is charged, whatever the outcome, unless the upstream rejects the request or
@@ -217,26 +229,29 @@ class ForwardedRequest:
 
         Args:
             error: why the request ends early, or None.
+            usage: the tokens of the whole response (`usage`), if the caller knows them.
         """
         state, self.state = self.state, ENDED
         if state is ENDED:
             return
-        forwarder, entry = self._forwarder, self.entry
+        forwarder, entry, exchange = self._forwarder, self.entry, self.exchange
         try:
             if state is ANSWERED and entry is not None:
-                usage, exchange = self.usage(), self.exchange
-                entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
+                used = usage or self.usage()
+                entry.prompt_tokens, entry.output_tokens = used.prompt, used.output
                 # The length of an output that was cut off says nothing about later requests.
                 cut = error is not None or (self.streaming and exchange and exchange.error_sent)
                 if not (self.is_error or cut):
                     entry.ended = entry.sequences
-            await self._leave(error)
+            if error is None and exchange is not None and exchange.streaming:
+                self.exchange = None
+                await exchange.finish()
         finally:
-            if self._waiting is not None:
-                self._release()
-                self._waiting = None  # ends a cycle of references
-                forwarder.queue.dispatch_waiting()
+            self._leave(error)
             if entry is not None and state is not NEW:
+                if self.worker is not None:
+                    self._release(entry, self.worker)
+                forwarder.queue.dispatch_waiting()
                 # An upstream that refuses has computed nothing.
                 if error is not None and isinstance(error, UpstreamBusy | UpstreamUnavailable):
                     entry.prompt_tokens = 0
@@ -251,22 +266,23 @@ class ForwardedRequest:
         tokens = need.most_tokens, entry.expected_tokens
         return RouteView(view, *tokens, need.sequences, entry.tenant)
 
-    def _choose_pool(self, entry: Entry, waiting: Waiting) -> None:
+    def _choose_pool(self, entry: Entry, need: CapacityNeed) -> None:
         """Choose between upstreams with and without speculation, if both are open."""
         forwarder, view = self._forwarder, self._view
-        # Embeddings have no drafts.
-        if view is None or not entry.max_tokens or len(forwarder.fleet.workers) < 2:
+        if view is None or not entry.max_tokens:  # embeddings have no drafts
             return
         # If other requests wait, either pool may later be the first with capacity.
         waits = len(forwarder.queue) > 0
-        fits = (lambda _: False) if waits else partial(has_capacity, need=waiting.need)
+        fits = (lambda _: False) if waits else partial(has_capacity, need=need)
         self._pool = forwarder.pools.choose(view, fits)
         if self._pool is not None:
-            waiting.avoid = self._pool.avoid
+            self._avoid = self._pool.avoid
 
-    async def _wait(self, waiting: Waiting) -> Routed:
+    async def _wait(self, entry: Entry) -> Routed:
         """Wait until an upstream has capacity, and reserve the capacity."""
         forwarder = self._forwarder
+        waiting = forwarder.admission.waiting(entry, 0)
+        waiting.request_id, waiting.avoid = entry.request_id, self._avoid
         with self._span.child("queue"):
             try:
                 routed = await forwarder.queue.turn(waiting, self.route_view)
@@ -281,7 +297,7 @@ class ForwardedRequest:
         Raises:
             GatewayError, UpstreamFailed: no upstream responds.
         """
-        forwarder, waiting = self._forwarder, self._waiting
+        forwarder, entry, need = self._forwarder, self.entry, self._need
         forwarder.budget.count_request(forwarder.queue.now_s())
         tried: list[str] = []
         while True:
@@ -293,14 +309,15 @@ class ForwardedRequest:
                 self.state, failure = FAILED, error
             if self.state is ANSWERED:
                 return
-            await self._leave(failure)
-            self._release()
-            refused = self.state is REFUSED
-            other = forwarder.choose(waiting, self.route_view, tried, refused=refused)
+            self._leave(failure)
+            if entry is not None:
+                self._release(entry, worker)
+            refused, view = self.state is REFUSED, self.route_view
+            other = forwarder.choose(need, self._avoid, view, tried, refused=refused)
             if other is None:
                 break
-            if waiting is not None:
-                other.reserve(waiting.request_id, waiting.need)
+            if entry is not None and need is not None:
+                other.reserve(entry.request_id, need)
             self.worker = worker = other
             self.state = SENT
         if failure is not None:
@@ -383,25 +400,19 @@ class ForwardedRequest:
         message = read_error(body).message
         return f"{reason}: {message}" if message else reason
 
-    async def _leave(self, error: BaseException | None) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""
         exchange, span = self.exchange, self._call_span
         self.exchange = None
-        try:
-            if exchange is not None:
-                if error is None and exchange.streaming:
-                    await exchange.finish()
-                else:
-                    exchange.close()
-        finally:
-            if span is not NO_SPAN:
-                self._call_span = NO_SPAN
-                if error is not None:
-                    span.fail(error)
-                span.end()
+        if exchange is not None:
+            exchange.close()
+        if span is not NO_SPAN:
+            self._call_span = NO_SPAN
+            if error is not None:
+                span.fail(error)
+            span.end()
 
-    def _release(self) -> None:
+    def _release(self, entry: Entry, worker: FleetWorker) -> None:
         """Release the capacity of the present upstream."""
-        worker, self.worker = self.worker, None
-        if worker is not None and self._waiting is not None:
-            worker.release(self._waiting.request_id)
+        self.worker = None
+        worker.release(entry.request_id)
