@@ -158,7 +158,9 @@ class UpstreamCall(NamedTuple):
 
     Attributes:
         path: path with the query, such as `/v1/chat/completions`.
+        headers: its headers without its id. Most requests of a client have equal headers.
         sequences: number of choices that it generates.
+        request_id: the id that the upstream gets, or empty for none.
     """
 
     method: str
@@ -166,6 +168,7 @@ class UpstreamCall(NamedTuple):
     headers: Mapping[str, str]
     body: bytes
     sequences: int = 1
+    request_id: str = ""
 
 
 BYTES_PER_TOKEN: Final = 4

@@ -7,18 +7,29 @@ stream of its own, because aiohttp's client took a fifth of the time of a forwar
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
 import httptools
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from draftgate.backends.connection_errors import ConnectionFailed
 
 _MOST_HEAD_BYTES: Final = 64 << 10
 """Maximum size of the head of a response in bytes, of which a gateway passes on most."""
+
+_MOST_KNOWN_BYTES: Final = 8 << 10
+"""Maximum size of a head that is kept, which bounds the memory of all of them."""
+
+MOST_HEADS: Final = 256
+"""Number of known heads. Heads with a date are new every second."""
+
+_LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,6})\r\n")
+
+_Fields: TypeAlias = tuple[tuple[bytes, bytes], ...]
+"""The names and the values of headers."""
 
 MOST_UNREAD_BYTES: Final = 128 << 10
 """Bytes of a body from which the upstream has to wait for the reader of the response."""
@@ -56,29 +67,81 @@ def _name(name: bytes) -> tuple[bytes, str | None]:
     return lower, name.decode("latin-1") if is_passed else None
 
 
+class Head(NamedTuple):
+    """The head of a response, which responses with equal fields share.
+
+    Attributes:
+        headers: the headers for a client of the gateway, without regard to upper and lower case.
+        content_type: the type of the body in lower case, without parameters.
+        length: the length of the body, or None if the head does not contain it.
+        ends_with_connection: whether only the end of the connection ends the body.
+        coding: the coding of the body.
+    """
+
+    headers: CIMultiDictProxy[str]
+    content_type: str
+    length: int | None
+    ends_with_connection: bool
+    coding: bytes
+
+
+@lru_cache(maxsize=MOST_HEADS)
+def _read_head(fields: _Fields) -> Head:
+    """Return the head with some fields."""
+    passed, content_type, length, coding = [], "", None, b"identity"
+    ends_with_connection = True
+    for name, value in fields:
+        lower, passed_name = _name(name)
+        if passed_name is not None:
+            text = value.decode("utf-8", "surrogateescape")
+            passed.append((passed_name, text))
+            if lower == b"content-type":
+                content_type = text.partition(";")[0].strip().lower()
+        elif lower == b"content-length":
+            length, ends_with_connection = int(value), False
+        elif lower == b"transfer-encoding":
+            ends_with_connection = False
+        elif lower == b"content-encoding":
+            coding = value.strip().lower()
+    headers = CIMultiDictProxy(CIMultiDict(passed))
+    return Head(headers, content_type, length, ends_with_connection, coding)
+
+
+_known: Final[dict[tuple[bytes, bytes], Head]] = {}
+"""The heads of whole responses, by their bytes before and after the digits of the length.
+
+The heads of an upstream are mostly equal but for this length. The parser has accepted each of them
+once, so it would accept them with any other length in the same place."""
+
+
+def _split(data: bytes) -> tuple[tuple[bytes, bytes], bytes] | None:
+    """Return the key of the head and the body if data is a whole response with status 200."""
+    end = data.find(b"\r\n\r\n") + 4
+    length = _LENGTH.search(data, 0, end)
+    if not 4 <= end <= _MOST_KNOWN_BYTES or length is None or int(length[1]) != len(data) - end:
+        return None
+    if not data.startswith(b"HTTP/1.1 200 "):
+        return None
+    return (data[: length.start(1)], data[length.end(1) : end]), data[end:]
+
+
 class Response:
     """A response of which the first bytes of the body have arrived.
 
     Attributes:
         status: the status, or 0 before the head has arrived.
-        headers: the headers for a client of the gateway, without regard to upper and lower case.
-        content_type: the type of the body in lower case, without parameters.
-        length: the length of the body, or None if the head does not contain it.
-        ends_with_connection: whether only the end of the connection ends the body.
+        head: the head, once it has arrived.
         is_complete: whether the last byte of the body has arrived.
     """
 
     __slots__ = (
-        "_blocks", "_connection", "_decoder", "_error", "_reader", "_unread_bytes", "content_type",
-        "ends_with_connection", "headers", "is_complete", "length", "status",
+        "_blocks", "_connection", "_decoder", "_error", "_reader", "_unread_bytes", "head",
+        "is_complete", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0
-        self.headers: Mapping[str, str]
-        self.content_type = ""
-        self.length: int | None = None
-        self.ends_with_connection = True
+        self.head: Head
         self.is_complete = False
         self._connection = connection
         self._blocks: list[bytes] = []
@@ -86,6 +149,11 @@ class Response:
         self._decoder: Any = None  # of a compressed body
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers for a client of the gateway (`Head`)."""
+        return self.head.headers
 
     @property
     def body(self) -> bytes | None:
@@ -133,23 +201,16 @@ class Response:
         if not self.is_complete:
             self._connection.abort()
 
-    def begin(self, status: int, fields: Sequence[tuple[bytes, bytes]]) -> None:
-        """Read the head, whose fields are names and values."""
-        passed, coding = [], b"identity"
-        for name, value in fields:
-            lower, passed_name = _name(name)
-            if passed_name is not None:
-                text = value.decode("utf-8", "surrogateescape")
-                passed.append((passed_name, text))
-                if lower == b"content-type":
-                    self.content_type = text.partition(";")[0].strip().lower()
-            elif lower == b"content-length":
-                self.length, self.ends_with_connection = int(value), False
-            elif lower == b"transfer-encoding":
-                self.ends_with_connection = False
-            elif lower == b"content-encoding":
-                coding = value.strip().lower()
-        self.headers = CIMultiDict(passed)
+    def take(self, head: Head, body: bytes) -> None:
+        """Take the whole of a successful response."""
+        self.status, self.head, self.is_complete = 200, head, True
+        if body:
+            self._blocks.append(body)
+
+    def begin(self, status: int, fields: _Fields) -> None:
+        """Read the head."""
+        self.head = head = _read_head(fields)
+        coding = head.coding
         if coding in {b"gzip", b"x-gzip", b"deflate"}:  # against the request's Accept-Encoding
             self._decoder = zlib.decompressobj(32 + zlib.MAX_WBITS)
         elif coding != b"identity":
@@ -202,6 +263,7 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[Response] | None = None  # until the sender gets the response
         self._fields: list[tuple[bytes, bytes]] = []  # of the head
         self._head_bytes = 0
+        self._whole: tuple[bytes, bytes] | None = None  # the key of a head with a whole response
         self._has_body = True
         self._is_short = self._is_interim = self._exceeds = self._paused = False
 
@@ -248,6 +310,17 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes."""
+        response = self._response
+        if response is not None and not self._head_bytes and self._has_body:
+            found = _split(data)
+            if found is not None:
+                self._whole, body = found
+                head = _known.get(self._whole)
+                if head is not None:
+                    response.take(head, body)
+                    self._end(response)
+                    self._release()
+                    return
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -256,7 +329,6 @@ class Connection(asyncio.Protocol):
             self.abort(cause if isinstance(cause, ConnectionFailed) else _unreadable(cause))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(_unreadable(error))
-        response = self._response
         if response is not None and not response.status and self._head_bytes > _MOST_HEAD_BYTES:
             self.abort(ConnectionFailed("its response cannot be read (its head is too large)"))
         if self._exceeds:  # bytes that no request asked for
@@ -265,7 +337,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> None:
         """End a body that only the end of the connection ends."""
         response = self._response
-        if response is not None and response.status and response.ends_with_connection:
+        if response is not None and response.status and response.head.ends_with_connection:
             self._end(response)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -293,8 +365,9 @@ class Connection(asyncio.Protocol):
         self._is_interim = 100 <= status < 200
         if response is None or self._is_interim:
             return
-        response.begin(status, fields)
-        self._is_short = response.length is not None and response.length <= MOST_UNREAD_BYTES
+        response.begin(status, tuple(fields))
+        length = response.head.length
+        self._is_short = length is not None and length <= MOST_UNREAD_BYTES
         if not self._has_body:
             self._end(response)
             self._transport.abort()
@@ -313,14 +386,24 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """End the response, and give the connection back."""
-        response = self._response
+        response, whole = self._response, self._whole
         if self._is_interim or response is None:
             return
         self._end(response)
+        if not self._parser.should_keep_alive():
+            self._transport.abort()
+            return
+        if whole is not None and response.head.coding == b"identity":
+            if len(_known) >= MOST_HEADS:
+                del _known[next(iter(_known))]
+            _known[whole] = response.head
+        self._release()
+
+    def _release(self) -> None:
+        """Give the connection back after a response, or close it."""
         # A server that responds before it has read the request does not read its rest.
         transport = self._transport
-        unsent = transport.get_write_buffer_size()
-        if unsent or not self._parser.should_keep_alive() or transport.is_closing():
+        if transport.get_write_buffer_size() or transport.is_closing():
             transport.abort()
             return
         if self._paused:
@@ -334,7 +417,7 @@ class Connection(asyncio.Protocol):
             waiter.set_result(response)
 
     def _end(self, response: Response, error: Exception | None = None) -> None:
-        self._response = None
+        self._response = self._whole = None
         response.end(error)
         self._answer(response)
 

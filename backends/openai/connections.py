@@ -11,7 +11,7 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
@@ -71,7 +71,7 @@ class Connections:
                 "Host": address.host_port_subcomponent or "",
                 "User-Agent": f"draftgate/{__version__}",
                 **headers,
-            }
+            }.items()
         )
         self._addresses: list[Any] = []
         self._resolved_s = -ADDRESSES_S
@@ -97,6 +97,7 @@ class Connections:
         path: str,
         body: bytes = b"",
         headers: Mapping[str, str] = _NO_HEADERS,
+        request_id: str = "",
     ) -> Response:
         """Send a request, and return the response after its head.
 
@@ -106,19 +107,19 @@ class Connections:
         Args:
             path: path and query, already encoded.
             headers: further headers, with names in the usual case.
+            request_id: the value of `x-request-id`, or empty for none.
 
         Raises:
             OSError: the upstream did not respond.
             ValueError: a header has a line break.
         """
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{_lines(headers)}"
-        if "Accept" not in headers:
-            head += "Accept: */*\r\n"
-        if body and "Content-Type" not in headers:
-            head += "Content-Type: application/json\r\n"
+        fields, has_content = tuple(headers.items()), body != b""
+        head = _request_head(method, self._path + path, self._head, fields, has_content=has_content)
+        if request_id:
+            head += _lines((("x-request-id", request_id),)).encode()
         if body or method not in _WITHOUT_BODY:
-            head += f"Content-Length: {len(body)}\r\n"
-        request = f"{head}\r\n".encode("utf-8", "surrogateescape") + body
+            head += b"Content-Length: %d\r\n" % len(body)
+        request = b"%b\r\n%b" % (head, body)
         has_body = method != "HEAD"
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
@@ -227,13 +228,31 @@ class Connections:
         return connection
 
 
-def _lines(headers: Mapping[str, str]) -> str:
+@lru_cache(maxsize=256)
+def _request_head(
+    method: str, path: str, own: str, headers: tuple[tuple[str, str], ...], *, has_content: bool
+) -> bytes:
+    """Return the first lines of a request, which most requests of a client share.
+
+    Args:
+        own: the lines that all requests to the upstream have.
+    """
+    head = f"{method} {path} HTTP/1.1\r\n{own}{_lines(headers)}"
+    names = dict(headers)
+    if "Accept" not in names:
+        head += "Accept: */*\r\n"
+    if has_content and "Content-Type" not in names:
+        head += "Content-Type: application/json\r\n"
+    return head.encode("utf-8", "surrogateescape")
+
+
+def _lines(headers: Collection[tuple[str, str]]) -> str:
     """Return headers as lines of a request.
 
     Raises:
         ValueError: a header has a line break.
     """
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
     if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
         raise ValueError("a header of the request has a line break")
     return lines

@@ -47,7 +47,8 @@ class HttpExchange:
         """
         self.status = response.status
         self.headers = response.headers
-        self.streaming = response.status == 200 and response.content_type == "text/event-stream"
+        is_stream = response.head.content_type == "text/event-stream"
+        self.streaming = is_stream and response.status == 200
         self.scan = EventScan() if self.streaming else None
         self.body = None if self.streaming else response.body
         self.first_s: float | None = None

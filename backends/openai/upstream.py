@@ -146,7 +146,7 @@ class OpenAIUpstream:
         running = self._load.running(self._sent, begin_s)
         try:
             response = await self._connections.request(
-                call.method, call.path, call.body, call.headers
+                call.method, call.path, call.body, call.headers, call.request_id
             )
         except BaseException as error:
             self._sent -= call.sequences

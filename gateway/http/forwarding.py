@@ -28,7 +28,6 @@ from draftgate.gateway.http.context import (
     NODE,
     READERS,
     REQUEST_ID,
-    REQUEST_ID_HEADER,
     error_format,
     fingerprint,
     new_id,
@@ -369,14 +368,17 @@ def _call(
     Args:
         service, wanted: the service level of the account, and that of the client.
     """
-    headers = {**of_headers(request, _passed_on), REQUEST_ID_HEADER: request[REQUEST_ID]}
-    if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
-        headers[TTFT_HEADER] = header_text(service.ttft_s * 1e3)
-    if service.tpot_s is not None and service.tpot_s != wanted.tpot_s:
-        headers[TPOT_HEADER] = header_text(service.tpot_s * 1e3)
+    headers = of_headers(request, _passed_on)
+    if service is not wanted:
+        capped = {TTFT_HEADER: (service.ttft_s, wanted.ttft_s)}
+        capped[TPOT_HEADER] = service.tpot_s, wanted.tpot_s
+        changed = {name: ours for name, (ours, theirs) in capped.items() if ours != theirs}
+        if changed:
+            texts = {name: header_text(s * 1e3) for name, s in changed.items() if s is not None}
+            headers = {**headers, **texts}
     path, mark, query = target_of(request).partition("?")
     path = f"{path.rstrip('/')}{mark}{query}"
-    return UpstreamCall(request.method, path, headers, body, sequences)
+    return UpstreamCall(request.method, path, headers, body, sequences, request[REQUEST_ID])
 
 
 def _passed_on(headers: Mapping[str, str]) -> Mapping[str, str]:
