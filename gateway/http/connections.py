@@ -41,6 +41,7 @@ from draftgate.gateway.http.context import (
     request_id_of,
 )
 from draftgate.gateway.http.direct import HOST, Direct, DirectRequest, Request, Response
+from draftgate.gateway.http.eager_task import EagerTask
 from draftgate.gateway.http.sending import convert_http_error, error_response
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry.audit import AuditLog
@@ -79,7 +80,7 @@ class Connection(web.RequestHandler):
         # The first bytes of a direct request, or those of the requests after it.
         self._kept = bytearray()
         self._rest: asyncio.TimerHandle | None = None  # limits the time for the rest of a request
-        self._request: asyncio.Task[None] | None = None  # the direct request that runs
+        self._request: EagerTask | None = None  # the direct request that runs
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start without bytes of a request."""
@@ -152,9 +153,9 @@ class Connection(web.RequestHandler):
                 body, rest = bytes(data[begin:end]), data[end:]
                 self._kept = bytearray()
                 self._stop_waiting()
-                self._begin(DirectRequest(self, head, body))
                 if rest:
                     self._keep(rest)
+                self._begin(DirectRequest(self, head, body))
                 return
         if self._rest is None:
             self._kept = bytearray(data)
@@ -181,7 +182,8 @@ class Connection(web.RequestHandler):
     def _begin(self, request: DirectRequest) -> None:
         self.keeps_alive = True
         self._request_in_progress = True  # aiohttp's shutdown waits for the request
-        self._request = self._loop.create_task(self._serve(request))
+        self._request = EagerTask(self._serve(request), self._loop)
+        self._request.start()
 
     async def _serve(self, request: DirectRequest) -> None:
         """Respond to a request, and continue with the bytes that have arrived meanwhile."""
@@ -191,18 +193,22 @@ class Connection(web.RequestHandler):
             self.keeps_alive = False
             log(logging.ERROR, "internal error", error=error)
         finally:
-            self._request = None
             self._request_in_progress = False
             if self._handler_waiter is not None and not self._handler_waiter.done():
                 self._handler_waiter.set_result(None)
-            if self.transport is not None:
-                if self._close or self._force_close or not self.keeps_alive:
-                    self.force_close()
-                else:
-                    self._continue()
+            if self._kept and self.keeps_alive:
+                self._loop.call_soon(self._continue)  # requests must not begin in each other
+            else:
+                self._continue()
 
     def _continue(self) -> None:
         """Wait for the next request, or begin it."""
+        self._request = None
+        if self.transport is None:
+            return
+        if self._close or self._force_close or not self.keeps_alive:
+            self.force_close()
+            return
         self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
         if self._keepalive_handle is None:
             at = self._next_keepalive_close_time
