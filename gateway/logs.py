@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -30,6 +31,8 @@ from draftgate.policies.values import immutable
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 _LINE_BREAK: Final = ord("\n")
+_is_simple: Final = re.compile("[!#-<>-~]+").fullmatch
+"""Finds texts of ASCII that need no quotes, as almost all texts are."""
 
 FLUSH_S: Final = 0.1
 """The longest time in seconds for which a line waits for others. (Chosen, not tuned.)"""
@@ -65,13 +68,14 @@ class LineFormatter(logging.Formatter):
         level, event, error = line.level, line.event, line.error
         parts = [_moment(line.created_s), logging.getLevelName(level), " ".join(event.split())]
         for key, value in line.fields.items():
-            # Most values are plain texts and numbers.
+            if value is None:
+                continue
             kind = type(value)
             if kind is float:
                 parts.append(f"{key}={value:.6g}")
-            elif kind is int or (isinstance(value, str) and _is_plain(value)):
+            elif kind is int or (kind is str and _is_simple(value)):
                 parts.append(f"{key}={value}")
-            elif value is not None:
+            else:
                 parts.append(f"{key}={_quoted(value)}")
         text = " ".join(parts)
         return text if error is None else f"{text}\n{_traceback(error)}"
