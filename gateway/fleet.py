@@ -291,7 +291,10 @@ class Fleet:
     @property
     def is_open(self) -> bool:
         """Whether a worker accepts requests now."""
-        return any(worker.is_open for worker in self.workers)
+        for worker in self.workers:  # noqa: SIM110 - a generator takes several times as long
+            if worker.is_open:
+                return True
+        return False
 
     @property
     def open(self) -> list[FleetWorker]:

@@ -194,6 +194,11 @@ class AboutRequest:
         _REQUEST.reset(self._token)
 
 
+def log_about_request(**fields: object) -> None:
+    """Add fields to every line that the present context logs, which has only one request."""
+    _REQUEST.set(fields)
+
+
 def add_about_request(**fields: object) -> None:
     """Add further fields to the lines of the current request, if any."""
     known = _REQUEST.get()

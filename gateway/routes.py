@@ -69,7 +69,7 @@ from draftgate.gateway.http.replies.completions import ChatRendering, Completion
 from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
 from draftgate.gateway.http.sending import convert_http_error, error_response, send_whole
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.logs import AboutRequest, log
+from draftgate.gateway.logs import AboutRequest, log, log_about_request
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.policies.pacing import PathState
@@ -114,7 +114,7 @@ def build_served(node: Node) -> Direct:
     node.metrics.read(metric.SLOW_READERS, lambda: readers.num_slow)
     for state in PathState:
         node.metrics.read(metric.CLIENT_PATHS, partial(readers.count, state), state.value)
-    app.on_response_prepare.append(entrance.finish_headers)
+    app.on_response_prepare.append(entrance.prepare_headers)
     app.cleanup_ctx.append(live.sampling)
     app.on_shutdown.append(live.end_streams)
     routes = _routes()
@@ -194,21 +194,22 @@ class Entrance:
     async def serve(self, request: DirectRequest) -> None:
         """Check a direct request and respond to it, as `respond` does."""
         response: Response | None = None
-        with AboutRequest(id=request_id_of(request)):
-            try:
-                known, required = request.head.known, self._node.accounts.required
-                if known.get(self) is not required:  # equal heads have the same host
-                    self._browsers.check(request, keys=required)
-                    known[self] = required
-                request[ACCOUNT] = ANONYMOUS
-                if required or self._wants_certificate:
-                    self._identify(request)
-                response = await DIRECT[request.path].handle(request)
-            except ConnectionResetError:
-                pass
-            except Exception as error:  # noqa: BLE001 - every exception becomes a response
-                response = await self._fail(request, error)
-            finally:
+        log_about_request(id=request_id_of(request))
+        try:
+            known, required = request.head.known, self._node.accounts.required
+            if known.get(self) is not required:  # equal heads have the same host
+                self._browsers.check(request, keys=required)
+                known[self] = required
+            request[ACCOUNT] = ANONYMOUS
+            if required or self._wants_certificate:
+                self._identify(request)
+            response = await DIRECT[request.path].handle(request)
+        except ConnectionResetError:
+            pass
+        except Exception as error:  # noqa: BLE001 - every exception becomes a response
+            response = await self._fail(request, error)
+        finally:
+            if self._node.audit is not None:
                 self._record_use(request, CLIENT_GONE if response is None else response.status)
 
     async def _fail(self, request: DirectRequest, error: Exception) -> Response | None:
@@ -224,15 +225,26 @@ class Entrance:
         except ConnectionResetError:
             return None
 
-    async def finish_headers(self, request: Request, response: Response) -> None:
-        """Add the headers of every response, and announce the end of the connection."""
+    async def prepare_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Complete the headers of a response of aiohttp."""
+        if ends_connection(request, response, self._node.config.max_body_bytes):
+            response.force_close()
+        waiting = self.finish_headers(request, response)
+        if waiting is not None:
+            await waiting
+
+    def finish_headers(self, request: Request, response: Response) -> Awaitable[None] | None:
+        """Add the headers of every response, and announce the end of the connection.
+
+        Returns:
+            What has to be awaited for the headers of a quota, or None.
+        """
         # The next connection of a client reaches another node while this node drains.
-        draining = self._node.lifecycle.state is NodeState.DRAINING
-        if draining or ends_connection(request, response, self._node.config.max_body_bytes):
+        if self._node.lifecycle.state is NodeState.DRAINING:
             response.force_close()
         add_headers(request, response)
-        await add_rate_limits(request, response)
         self._browsers.add_headers(request, response)
+        return add_rate_limits(request, response)
 
     def _check_browser(self, request: web.Request) -> web.Response | None:
         """Return the response to a preflight of a listed origin, or None for other requests.

@@ -102,17 +102,28 @@ class Quotas:
             self._short_until_s[account] = self._now_s() + shortage.retry_after_s
         return shortage
 
+    def limits(self, tenant: str) -> bool:
+        """Return whether a tenant has a quota."""
+        return tenant in self._quotas
+
+    def levels_at_once(self, tenant: str) -> dict[Limit, QuotaLevel] | None:
+        """Return what `levels` returns, or None if the store has to be awaited."""
+        quota, memory = self._quotas.get(tenant), self._memory
+        if quota is None:
+            return {}
+        if memory is None:
+            return None
+        return memory.apply(ReadLevels(quota_account(tenant, self._model()))).of(quota)
+
     async def levels(self, tenant: str) -> dict[Limit, QuotaLevel]:
         """Return the state of each limit of a tenant.
 
         It is empty without a quota, and while the store does not answer within `DEADLINE_S`.
         """
-        quota = self._quotas.get(tenant)
-        if quota is None:
-            return {}
-        command = ReadLevels(quota_account(tenant, self._model()))
-        if self._memory is not None:
-            return self._memory.apply(command).of(quota)
+        levels = self.levels_at_once(tenant)
+        if levels is not None:
+            return levels
+        quota, command = self._quotas[tenant], ReadLevels(quota_account(tenant, self._model()))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 return (await self._store.call(command)).of(quota)

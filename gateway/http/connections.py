@@ -34,13 +34,14 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.context import (
     ANTHROPIC_ID_HEADER,
     BODY,
+    REQUEST_ID,
     REQUEST_ID_HEADER,
     error_format,
     is_anthropic,
     new_id,
     request_id_of,
 )
-from draftgate.gateway.http.direct import HOST, Direct, DirectRequest, Request, Response
+from draftgate.gateway.http.direct import HOST, Direct, DirectRequest, Response
 from draftgate.gateway.http.eager_task import EagerTask
 from draftgate.gateway.http.sending import convert_http_error, error_response
 from draftgate.gateway.logs import log
@@ -344,7 +345,8 @@ def connection_factory(
 def add_headers(request: web.BaseRequest | DirectRequest, response: Response) -> None:
     """Add the headers of every response, streamed or not."""
     # aiohttp rejects a bad `Expect` before the middlewares have run.
-    response.headers[REQUEST_ID_HEADER] = request_id = request_id_of(request)
+    request_id = request.get(REQUEST_ID) or request_id_of(request)
+    response.headers[REQUEST_ID_HEADER] = request_id
     if is_anthropic(request):
         response.headers[ANTHROPIC_ID_HEADER] = request_id
     response.headers.pop("Server", None)  # aiohttp's names its version
@@ -378,14 +380,14 @@ def check_framing(request: web.BaseRequest) -> None:
         raise UnsupportedTransferEncoding("the only supported Transfer-Encoding is chunked")
 
 
-def ends_connection(request: Request, response: Response, most_bytes: int) -> bool:
+def ends_connection(request: web.Request, response: web.StreamResponse, most_bytes: int) -> bool:
     """Return whether the connection cannot serve another request after a response.
 
     Args:
         most_bytes: the maximum size of a body, in bytes.
     """
-    if isinstance(request, DirectRequest) or response.status == 101:
-        return False  # the body is complete, or a peer uses the connection
+    if response.status == 101:
+        return False  # a peer uses the connection
     if _is_last(request):
         # aiohttp reads the body of CONNECT as further requests. It loses what a client sends in the
         # same packet after a request for another protocol, or after the response to its head.

@@ -72,7 +72,7 @@ class Head:
 
     Attributes:
         path: the path without the query.
-        target: the path with the query, as sent.
+        target: the path with the query, as sent. The path does not end with a slash.
         known: what has been read in the headers or checked, by what has read or checked it.
     """
 
@@ -284,19 +284,28 @@ class DirectResponse:
     async def prepare(self) -> DirectResponse:
         """Begin a response whose length is not known."""
         self.headers["Transfer-Encoding"] = "chunked"
-        await self._begin()
+        waiting = self._request.protocol.direct.finish_headers(self._request, self)
+        if waiting is not None:
+            await waiting
+        self._begin()
         return self
 
-    async def send(self, body: bytes) -> None:
-        """Send a whole response.
+    async def send(self, body: bytes) -> DirectResponse:
+        """Send a whole response, and return it.
 
         Raises:
             ConnectionResetError: the client has disconnected.
         """
-        if self.status not in _NO_BODY:
+        if self.status in _NO_BODY:
+            body = b""
+        else:
             self.headers["Content-Length"] = str(len(body))
-        await self._begin()
-        self._write(self._head if self.status in _NO_BODY else self._head + body)
+        waiting = self._request.protocol.direct.finish_headers(self._request, self)
+        if waiting is not None:
+            await waiting
+        self._begin()
+        self._write(self._head + body)
+        return self
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body, and wait while the client reads slowly.
@@ -325,10 +334,9 @@ class DirectResponse:
         """
         await self._request.protocol.drained()
 
-    async def _begin(self) -> None:
-        """Complete the headers."""
+    def _begin(self) -> None:
+        """Use the headers, which are complete."""
         request = self._request
-        await request.protocol.direct.finish_headers(request, self)
         self._head = response_head(self.status, self.headers)
         request.begun = True
         request.protocol.keeps_alive = self.keep_alive is not False
@@ -345,14 +353,15 @@ class Direct(NamedTuple):
 
     Attributes:
         serve: responds to a request, and always returns.
-        finish_headers: completes the headers of a response.
+        finish_headers: completes the headers of a response, and returns what has to be awaited
+            for the rest, or None.
         hand_over: counts a request of a direct endpoint that aiohttp reads, with the reason.
     """
 
     app: web.Application
     expected: Expected
     serve: Callable[[DirectRequest], Coroutine[Any, Any, None]]
-    finish_headers: Callable[[DirectRequest, DirectResponse], Awaitable[None]]
+    finish_headers: Callable[[DirectRequest, DirectResponse], Awaitable[None] | None]
     hand_over: Callable[[str], None]
 
 
@@ -374,13 +383,6 @@ def of_headers(request: Request, read: Callable[[Mapping[str, str]], T]) -> T:
     except KeyError:
         found = known[read] = read(request.headers)
     return found
-
-
-def target_of(request: Request) -> str:
-    """Return the path and the query of a request, as the client sent them."""
-    if isinstance(request, DirectRequest):
-        return request.head.target
-    return request.rel_url.raw_path_qs
 
 
 def response_head(status: int, headers: CIMultiDict[str]) -> bytes:

@@ -34,7 +34,7 @@ from draftgate.gateway.http.context import (
     read_body,
     request_id_of,
 )
-from draftgate.gateway.http.direct import Request, Response, of_headers, target_of
+from draftgate.gateway.http.direct import DirectRequest, Request, Response, of_headers
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
@@ -114,10 +114,14 @@ async def forward(
     # An invalid header is an error before the body is read.
     stated = of_headers(request, read_stated)
     wanted = stated.service
-    fields, body = await _read(request, model, request[ACCOUNT])
+    account = request[ACCOUNT]
+    if isinstance(request, DirectRequest) and len(request.body) <= _INLINE_BYTES:
+        fields, body = _read_fields(request.body, model, account)
+    else:
+        fields, body = await _read(request, model, account)
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
-    entry = _entry(request[ACCOUNT], body, fields, stated)
+    entry = _entry(account, body, fields, stated)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
@@ -172,7 +176,7 @@ async def _ended(
     sent: ForwardedRequest, watch: RequestWatch | None, sending: Coroutine[Any, Any, T]
 ) -> T:
     """Return the result of sending a response, and end the request at its upstream."""
-    error = None
+    error = usage = None
     try:
         return await sending
     except BaseException as raised:
@@ -183,8 +187,9 @@ async def _ended(
             watch.forwarded(sent.worker_id, sent.plan)
             if sent.is_error:
                 watch.fail(Ending.REJECTED, sent.status, None)
-            watch.settled(sent.usage())
-        await sent.end(error)
+            usage = sent.usage()
+            watch.settled(usage)
+        await sent.end(error, usage)
 
 
 async def _send_events(
@@ -333,7 +338,8 @@ def _read_fields(
         return fields, body
     names = (model.config.served_model_name, card.model_id)
     model.fleet.upstream_models.check(fields.model)
-    return fields, rewrite_body(body, changed_fields(fields, names, account))
+    changed = changed_fields(fields, names, account)
+    return fields, rewrite_body(body, changed) if changed else body
 
 
 def _entry(account: Account, body: bytes, fields: ForwardedFields, stated: Stated) -> Entry:
@@ -376,8 +382,11 @@ def _call(
         if changed:
             texts = {name: header_text(s * 1e3) for name, s in changed.items() if s is not None}
             headers = {**headers, **texts}
-    path, mark, query = target_of(request).partition("?")
-    path = f"{path.rstrip('/')}{mark}{query}"
+    if isinstance(request, DirectRequest):
+        path = request.head.target
+    else:
+        path, mark, query = request.rel_url.raw_path_qs.partition("?")
+        path = f"{path.rstrip('/')}{mark}{query}"
     return UpstreamCall(request.method, path, headers, body, sequences, request[REQUEST_ID])
 
 

@@ -86,10 +86,17 @@ class WatchedEndpoint:
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         try:
             with node.models[0].dispatcher.counted():
-                model = await requested_model(request, node, self.task)
-                watch.use(model.request_series)
+                model = node.models[0]
+                if len(node.models) > 1 or node.may_miss_models:
+                    model = await requested_model(request, node, self.task)
+                    watch.use(model.request_series)
                 request[QUOTAS] = model.dispatcher.admission.quotas
-                response = await self._routed(request, model, watch)
+                if model.fleet.token_ids:
+                    self._check_task(model)
+                    response = await self.respond(request, model, watch)
+                else:
+                    generates = self.task is Task.GENERATE
+                    response = await forward(request, model, watch, generates=generates)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -104,19 +111,15 @@ class WatchedEndpoint:
         """Respond to a request from a worker of its model, and report to its watch."""
         raise NotImplementedError
 
-    async def _routed(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
-        """Respond to a request from a worker of its model, or by an upstream.
+    def _check_task(self, model: ModelService) -> None:
+        """Check that the workers of a model offer the task.
 
         Raises:
             UnsupportedTask: the model does not offer the task.
         """
-        if not model.fleet.token_ids:
-            generates = self.task is Task.GENERATE
-            return await forward(request, model, watch, generates=generates)
         offered = model.fleet.card.capabilities.tasks
         if self.task not in offered and self.alternative not in offered:
             raise UnsupportedTask(refusal(self.task, offered))
-        return await self.respond(request, model, watch)
 
 
 class Endpoint(WatchedEndpoint):

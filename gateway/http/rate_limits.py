@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.http.context import ACCOUNT, is_anthropic
 from draftgate.gateway.http.direct import Request, Response
-from draftgate.policies.quotas import Limit
+from draftgate.policies.quotas import Limit, QuotaLevel
 
 QUOTAS: Final = web.RequestKey("quotas", Quotas)
 """The quotas of the model of a request. Only requests that count against quotas have this key."""
@@ -28,14 +29,25 @@ _ANTHROPIC_NAMES: Final = {
 RATE_LIMIT_HEADERS: Final = tuple(name for names in _OPENAI_NAMES.values() for name in names)
 
 
-async def add_rate_limits(request: Request, response: Response) -> None:
-    """Add the state of each limit of a key with a quota."""
+def add_rate_limits(request: Request, response: Response) -> Awaitable[None] | None:
+    """Add the state of each limit of a key with a quota, or return what does so once awaited."""
     quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
-    if quotas is None or account is None:
-        return
-    levels = await quotas.levels(account.name)
-    if not levels:
-        return
+    if quotas is None or account is None or not quotas.limits(account.name):
+        return None
+    levels = quotas.levels_at_once(account.name)
+    if levels is None:
+        return _add_later(request, response, quotas.levels(account.name))
+    _add(request, response, levels)
+    return None
+
+
+async def _add_later(
+    request: Request, response: Response, levels: Awaitable[Mapping[Limit, QuotaLevel]]
+) -> None:
+    _add(request, response, await levels)
+
+
+def _add(request: Request, response: Response, levels: Mapping[Limit, QuotaLevel]) -> None:
     names, shown = _OPENAI_NAMES, duration
     if is_anthropic(request):
         names, shown = _ANTHROPIC_NAMES, _time

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 
@@ -51,10 +54,10 @@ def of_aiohttp(response: Response) -> web.StreamResponse:
     return response
 
 
-async def send_whole(
+def send_whole(
     request: Request, body: bytes, headers: Headers, status: int = 200
-) -> Response:
-    """Send a whole response from within the handler, and return it.
+) -> Coroutine[Any, Any, Response]:
+    """Send a whole response from within the handler, and return it, once awaited.
 
     The request therefore counts as in flight until the response has been sent.
 
@@ -62,9 +65,13 @@ async def send_whole(
         ConnectionResetError: the client has disconnected.
     """
     if isinstance(request, DirectRequest):
-        response = DirectResponse(request, status, headers)
-        await response.send(body)
-        return response
+        return DirectResponse(request, status, headers).send(body)
+    return _send_prepared(request, body, headers, status)
+
+
+async def _send_prepared(
+    request: web.Request, body: bytes, headers: Headers, status: int
+) -> Response:
     prepared = web.Response(status=status, headers=headers, body=body)
     await prepared.prepare(request)
     await prepared.write_eof()

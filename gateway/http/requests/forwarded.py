@@ -149,8 +149,6 @@ def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
     Raises:
         InvalidRequest: the body is not a JSON object.
     """
-    if not changed:
-        return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):
