@@ -42,6 +42,9 @@ _OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
 
 _logger: Final = logging.getLogger(LOGGER)
 
+is_logged: Final = _logger.isEnabledFor
+"""Returns whether events of a level are logged."""
+
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
@@ -73,7 +76,7 @@ class LineFormatter(logging.Formatter):
             kind = type(value)
             if kind is float:
                 parts.append(f"{key}={value:.6g}")
-            elif kind is int or (kind is str and _is_simple(value)):
+            elif kind is int or (isinstance(value, str) and _is_simple(value)):
                 parts.append(f"{key}={value}")
             else:
                 parts.append(f"{key}={_quoted(value)}")
@@ -204,11 +207,6 @@ def add_about_request(**fields: object) -> None:
     known = _REQUEST.get()
     if known is not None:
         known.update(fields)
-
-
-def is_logged(level: int) -> bool:
-    """Return whether events of a level are logged."""
-    return _logger.isEnabledFor(level)
 
 
 def flush() -> None:

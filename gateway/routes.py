@@ -34,6 +34,7 @@ from draftgate.gateway.http.context import (
     NODE,
     READERS,
     REQUEST_ID,
+    client_request_id,
     error_format,
     request_id_of,
 )
@@ -194,7 +195,8 @@ class Entrance:
     async def serve(self, request: DirectRequest) -> None:
         """Check a direct request and respond to it, as `respond` does."""
         response: Response | None = None
-        log_about_request(id=request_id_of(request))
+        request[REQUEST_ID] = request_id = client_request_id(request)
+        log_about_request(id=request_id)
         try:
             known, required = request.head.known, self._node.accounts.required
             if known.get(self) is not required:  # equal heads have the same host
@@ -243,7 +245,8 @@ class Entrance:
         if self._node.lifecycle.state is NodeState.DRAINING:
             response.force_close()
         add_headers(request, response)
-        self._browsers.add_headers(request, response)
+        if self._browsers.origins:
+            self._browsers.add_headers(request, response)
         return add_rate_limits(request, response)
 
     def _check_browser(self, request: web.Request) -> web.Response | None:

@@ -39,6 +39,10 @@ class FullWorkers(Generic[Worker]):
     def __init__(self) -> None:
         self._searches: dict[Hashable, _Search[Worker]] = {}
 
+    def __len__(self) -> int:
+        """Return the number of searches."""
+        return len(self._searches)
+
     def candidates(self, kind: Hashable, prompt_tokens: int) -> Collection[Worker] | None:
         """Return the workers that may have capacity for a request, or None if any worker may."""
         search = self._searches.get(kind)

@@ -318,7 +318,8 @@ class Connection(asyncio.Protocol):
                 head = _known.get(self._whole)
                 if head is not None:
                     response.take(head, body)
-                    self._end(response)
+                    self._response = self._whole = None
+                    self._answer(response)
                     self._release()
                     return
         self._head_bytes += len(data)

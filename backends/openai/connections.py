@@ -116,7 +116,9 @@ class Connections:
         fields, has_content = tuple(headers.items()), body != b""
         head = _request_head(method, self._path + path, self._head, fields, has_content=has_content)
         if request_id:
-            head += _lines((("x-request-id", request_id),)).encode()
+            if not request_id.isprintable():
+                raise ValueError("the id of the request has a line break")
+            head += b"x-request-id: %b\r\n" % request_id.encode()
         if body or method not in _WITHOUT_BODY:
             head += b"Content-Length: %d\r\n" % len(body)
         request = b"%b\r\n%b" % (head, body)

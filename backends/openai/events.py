@@ -10,7 +10,10 @@ import json
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
 
 from draftgate.backends.base import TokenUsage
 
@@ -40,6 +43,31 @@ _RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _DONE: Final = b"data: [DONE]\n\n"
 _json: Final = json.JSONDecoder()
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(msgspec.Struct):
+    """The usage of a chat or a completion, in which only these fields count."""
+
+    prompt_tokens: _Count
+    completion_tokens: _Count = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens: None = None
+    output_tokens: None = None
+    cache_read_input_tokens: None = None
+    cache_creation_input_tokens: None = None
+
+
+class _Whole(msgspec.Struct):
+    usage: _Usage
+
+
+_whole: Final = msgspec.json.Decoder(_Whole)
 
 
 class StreamEnding(StrEnum):
@@ -168,6 +196,17 @@ class EventScan:
         if b'"error"' in data and (_has_error(data) or _RESPONSE_FAILED.search(event)):
             return StreamEnding.ERROR
         return None
+
+
+def whole_usage(body: bytes) -> TokenUsage | None:
+    """Return the tokens of a chat or a completion, or None if `usage_in` has to search for them."""
+    try:
+        usage = _whole.decode(body).usage
+    except (ValueError, RecursionError):
+        return None
+    details = usage.prompt_tokens_details
+    cached = 0 if details is None else details.cached_tokens or 0
+    return TokenUsage(usage.prompt_tokens, cached, usage.completion_tokens)
 
 
 def usage_in(text: bytes) -> TokenUsage | None:

@@ -11,7 +11,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.connection import Response
-from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
+from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in, whole_usage
 
 LAST_BYTES_S: Final = 0.25
 """Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
@@ -46,8 +46,9 @@ class HttpExchange:
             end: a function that is called once at the end.
         """
         self.status = response.status
-        self.headers = response.headers
-        is_stream = response.head.content_type == "text/event-stream"
+        head = response.head
+        self.headers = head.headers
+        is_stream = head.content_type == "text/event-stream"
         self.streaming = is_stream and response.status == 200
         self.scan = EventScan() if self.streaming else None
         self.body = None if self.streaming else response.body
@@ -76,7 +77,8 @@ class HttpExchange:
             if self.scan is not None:
                 found = self.scan.usage()
             else:
-                found = usage_in(self._tail) or usage_in(self._head)
+                found = None if self.body is None else whole_usage(self.body)
+                found = found or usage_in(self._tail) or usage_in(self._head)
             self._usage = found or TokenUsage(0, 0, self.outputs)
         return self._usage
 

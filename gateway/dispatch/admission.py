@@ -79,6 +79,7 @@ class Entry:
     ) -> None:
         self.request_id = request_id
         self.needs = needs
+        self.sequences = needs[0].sequences if needs else 0
         self.max_tokens = max_tokens
         self.service = service
         self.tenant = tenant
@@ -99,11 +100,10 @@ class Entry:
             self.retries,
         )
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences of all prompts."""
-        needs = self.needs
-        return needs[0].sequences if len(needs) == 1 else sum([one.sequences for one in needs])
+    def use(self, needs: tuple[CapacityNeed, ...]) -> None:
+        """Set the capacity that several prompts need."""
+        self.needs = needs
+        self.sequences = sum([one.sequences for one in needs])
 
 
 @immutable
@@ -186,7 +186,7 @@ class AdmissionController:
 
     def admit_at_once(self, request: Entry) -> bool:
         """Admit a request as `admit` does, or return False if the store may have to be awaited."""
-        quota = self._needed_quota(request)
+        quota = self._needed_quota(request) if request.tenant in self.quotas.limited else None
         if quota is not None:
             if not self.quotas.are_local:
                 return False

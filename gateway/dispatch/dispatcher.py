@@ -267,7 +267,7 @@ class RunningJob(Run):
     def _use(self, requests: Sequence[GenerationRequest]) -> None:
         """Set the sized requests, whose capacity the job needs."""
         self.requests = requests
-        self.needs = tuple([need_of(request) for request in requests])
+        self.use(tuple([need_of(request) for request in requests]))
         self.max_tokens = max([request.sampling.max_tokens for request in requests])
 
     async def _admit_hop(self, job: Job, flow: FlowTag) -> None:

@@ -27,7 +27,11 @@ from draftgate.policies.quotas import (
 
 
 class Quotas:
-    """The quotas of tenants, which hold for all nodes that share the store."""
+    """The quotas of tenants, which hold for all nodes that share the store.
+
+    Attributes:
+        limited: the quotas by tenant.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class Quotas:
         Args:
             tokens: the maximum number of tokens of the request.
         """
-        quota = self._quotas.get(tenant)
+        quota = self.limited.get(tenant)
         if quota is None:
             return None
         return QuotaReservation(request_id, quota_account(tenant, self._model()), tokens, quota)
@@ -102,13 +106,9 @@ class Quotas:
             self._short_until_s[account] = self._now_s() + shortage.retry_after_s
         return shortage
 
-    def limits(self, tenant: str) -> bool:
-        """Return whether a tenant has a quota."""
-        return tenant in self._quotas
-
     def levels_at_once(self, tenant: str) -> dict[Limit, QuotaLevel] | None:
         """Return what `levels` returns, or None if the store has to be awaited."""
-        quota, memory = self._quotas.get(tenant), self._memory
+        quota, memory = self.limited.get(tenant), self._memory
         if quota is None:
             return {}
         if memory is None:
@@ -123,7 +123,7 @@ class Quotas:
         levels = self.levels_at_once(tenant)
         if levels is not None:
             return levels
-        quota, command = self._quotas[tenant], ReadLevels(quota_account(tenant, self._model()))
+        quota, command = self.limited[tenant], ReadLevels(quota_account(tenant, self._model()))
         try:
             async with asyncio.timeout(DEADLINE_S):
                 return (await self._store.call(command)).of(quota)
@@ -145,7 +145,7 @@ class Quotas:
 
         The call counts this node among those that share the quotas, even without reservations.
         """
-        if self._held or self._quotas:
+        if self._held or self.limited:
             await self._store.call(RenewQuotas(tuple(self._held.values()), LEASE_S))
 
     def change(self, quotas: Mapping[str, Quota]) -> None:
@@ -154,7 +154,7 @@ class Quotas:
         What a tenant has used of a limit counts against its new limit, which applies from the
         tenant's next request on.
         """
-        self._quotas = {tenant: quota for tenant, quota in quotas.items() if quota.is_limited}
+        self.limited = {tenant: quota for tenant, quota in quotas.items() if quota.is_limited}
         self._short_until_s.clear()
 
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
-from draftgate.gateway.dispatch.routing import Router, Usable, View
+from draftgate.gateway.dispatch.routing import MOST_COMPARED, Router, Usable, View
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import NO_CAPACITY, CapacityNeed, WorkerUsage, longest_prompt
 from draftgate.policies.full_workers import FullWorkers
@@ -68,11 +68,14 @@ class WorkerSearch:
             taken: ids of workers that other requests have claimed.
         """
         workers = self._fleet.workers
-        # What the request needs except the memory for its prompt.
-        kind = (need.sequences, need.tpot_s, need.adapter, avoid, frozenset(taken))
-        candidates = self._candidates(kind, need)
+        compared: Sequence[FleetWorker] = workers
+        if self._searched is workers and not self._full:
+            candidates = None  # the usual case
+        else:
+            candidates = self._candidates(_kind(need, avoid, taken), need)
         if candidates is None:
-            compared = self._router.compared(view, workers)
+            if len(workers) > MOST_COMPARED:
+                compared = self._router.compared(view, workers)
             usable, longest = self._compare(compared, need, avoid, taken)
             if not usable and len(compared) < len(workers):  # most of the pool is full
                 compared = workers
@@ -80,7 +83,8 @@ class WorkerSearch:
         else:
             usable, longest = self._compare(candidates, need, avoid, taken)
         if not usable:
-            self._full.record(kind, longest, searched_all=candidates is None)
+            kind, searched_all = _kind(need, avoid, taken), candidates is None
+            self._full.record(kind, longest, searched_all=searched_all)
             return None
         if candidates is not None:  # the others have no capacity, but may hold the prompt
             compared = self._router.compared(view, workers)
@@ -135,3 +139,8 @@ class WorkerSearch:
             else:
                 longest = max(longest, most)
         return usable, longest
+
+
+def _kind(need: CapacityNeed, avoid: AbstractSet[str], taken: AbstractSet[str]) -> Hashable:
+    """Return what a request needs except the memory for its prompt."""
+    return need.sequences, need.tpot_s, need.adapter, avoid, frozenset(taken)

@@ -40,12 +40,16 @@ _EXPOSED: Final = ", ".join(
 
 
 class BrowserAccess:
-    """The rules for `Host` and `Origin` of a node."""
+    """The rules for `Host` and `Origin` of a node.
+
+    Attributes:
+        origins: the listed origins.
+    """
 
     def __init__(self, config: ServeConfig) -> None:
         self._loopback = is_loopback(config.host)
         self._hosts = frozenset(config.allowed_hosts)
-        self._origins = frozenset(config.cors_origins)
+        self.origins = frozenset(config.cors_origins)
 
     def check(self, request: Request, *, keys: bool) -> None:
         """Check that the request is not from a foreign page.
@@ -65,7 +69,7 @@ class BrowserAccess:
         if host and not self._accepts_host(_without_port(host), keys=keys):
             raise ForbiddenHost(f"the Host {host!r} is not allowed; list it in --allowed-hosts")
         origin = _origin_of(request)
-        if origin and origin not in (f"http://{host}", f"https://{host}", *self._origins):
+        if origin and origin not in (f"http://{host}", f"https://{host}", *self.origins):
             raise ForbiddenOrigin(f"the Origin {origin!r} is not listed in --cors-origins")
 
     def preflight(self, request: web.Request) -> web.Response | None:
@@ -88,9 +92,7 @@ class BrowserAccess:
         )
 
     def add_headers(self, request: Request, response: Response) -> None:
-        """Let scripts of listed origins read a response."""
-        if not self._origins:
-            return
+        """Let scripts of listed origins read a response, if any are listed."""
         response.headers.add("Vary", "Origin")  # for caches between the node and its clients
         if self._lists(request):
             response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
@@ -102,7 +104,7 @@ class BrowserAccess:
         return not self._hosts or name in self._hosts
 
     def _lists(self, request: Request) -> bool:
-        return _origin_of(request) in self._origins
+        return _origin_of(request) in self.origins
 
 
 @lru_cache(maxsize=64)

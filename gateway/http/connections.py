@@ -153,10 +153,15 @@ class Connection(web.RequestHandler):
             if len(data) >= end:
                 body, rest = bytes(data[begin:end]), data[end:]
                 self._kept = bytearray()
-                self._stop_waiting()
+                if self._rest is not None:
+                    self._stop_waiting()
                 if rest:
                     self._keep(rest)
-                self._begin(DirectRequest(self, head, body))
+                self.keeps_alive = True
+                self._request_in_progress = True  # aiohttp's shutdown waits for the request
+                serving = self._serve(DirectRequest(self, head, body))
+                self._request = EagerTask(serving, self._loop)
+                self._request.start()
                 return
         if self._rest is None:
             self._kept = bytearray(data)
@@ -179,12 +184,6 @@ class Connection(web.RequestHandler):
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
-
-    def _begin(self, request: DirectRequest) -> None:
-        self.keeps_alive = True
-        self._request_in_progress = True  # aiohttp's shutdown waits for the request
-        self._request = EagerTask(self._serve(request), self._loop)
-        self._request.start()
 
     async def _serve(self, request: DirectRequest) -> None:
         """Respond to a request, and continue with the bytes that have arrived meanwhile."""

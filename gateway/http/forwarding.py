@@ -338,8 +338,7 @@ def _read_fields(
         return fields, body
     names = (model.config.served_model_name, card.model_id)
     model.fleet.upstream_models.check(fields.model)
-    changed = changed_fields(fields, names, account)
-    return fields, rewrite_body(body, changed) if changed else body
+    return fields, rewrite_body(body, changed_fields(fields, names, account))
 
 
 def _entry(account: Account, body: bytes, fields: ForwardedFields, stated: Stated) -> Entry:

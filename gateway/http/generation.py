@@ -87,7 +87,7 @@ class WatchedEndpoint:
         try:
             with node.models[0].dispatcher.counted():
                 model = node.models[0]
-                if len(node.models) > 1 or node.may_miss_models:
+                if len(node.models) > 1 or model.members is not None:
                     model = await requested_model(request, node, self.task)
                     watch.use(model.request_series)
                 request[QUOTAS] = model.dispatcher.admission.quotas

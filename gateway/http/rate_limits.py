@@ -32,7 +32,7 @@ RATE_LIMIT_HEADERS: Final = tuple(name for names in _OPENAI_NAMES.values() for n
 def add_rate_limits(request: Request, response: Response) -> Awaitable[None] | None:
     """Add the state of each limit of a key with a quota, or return what does so once awaited."""
     quotas, account = request.get(QUOTAS), request.get(ACCOUNT)
-    if quotas is None or account is None or not quotas.limits(account.name):
+    if quotas is None or account is None or account.name not in quotas.limited:
         return None
     levels = quotas.levels_at_once(account.name)
     if levels is None:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
+from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in, whole_usage
 from tests.examples import examples
 from tests.gateway.upstreams import (
     BEGUN_RESPONSE,
@@ -162,6 +162,30 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
 def test_last_usage_object_counts(text: bytes, usage: TokenUsage | None) -> None:
     """The scanner uses the last usage object and treats invalid counts as 0."""
     assert usage_in(text) == usage
+
+
+_NUMBERS = st.integers(-3, 9) | st.sampled_from([None, 1.5, True, "7", 10**30])
+_FIELDS = (
+    *("prompt_tokens", "completion_tokens", "total_tokens", "input_tokens", "output_tokens"),
+    *("cache_read_input_tokens", "cache_creation_input_tokens"),
+)
+_DETAILS = st.none() | st.dictionaries(st.just("cached_tokens"), _NUMBERS)
+
+
+@given(st.dictionaries(st.sampled_from(_FIELDS), _NUMBERS), _DETAILS)
+@example({"prompt_tokens": 9, "completion_tokens": 2}, {"cached_tokens": 4})
+def test_usage_of_a_whole_response_is_the_same(
+    usage: dict[str, object], details: dict[str, object] | None
+) -> None:
+    """A decoded response has the usage that a search finds, or the search has to find it."""
+    # A null counts as missing, but a search takes it for a field of another API.
+    usage = {name: value for name, value in usage.items() if value is not None}
+    fields = {"id": "1", "usage": {**usage, "prompt_tokens_details": details}, "n": 1}
+    body = json.dumps(fields).encode()
+    found = whole_usage(body)
+    assert found is None or found == usage_in(body)
+    assert whole_usage(b'{"usage": null}') is None
+    assert whole_usage(b"not JSON") is None
 
 
 def test_only_deltas_of_a_response_are_outputs() -> None:

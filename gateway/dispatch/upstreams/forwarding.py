@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
+from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.routing import Routed
@@ -250,7 +250,8 @@ class ForwardedRequest:
             self._leave(error)
             if entry is not None and state is not NEW:
                 if self.worker is not None:
-                    self._release(entry, self.worker)
+                    self.worker.release(entry.request_id)
+                    self.worker = None
                 forwarder.queue.dispatch_waiting()
                 # An upstream that refuses has computed nothing.
                 if error is not None and isinstance(error, UpstreamBusy | UpstreamUnavailable):
@@ -311,7 +312,8 @@ class ForwardedRequest:
                 return
             self._leave(failure)
             if entry is not None:
-                self._release(entry, worker)
+                worker.release(entry.request_id)
+                self.worker = None
             refused, view = self.state is REFUSED, self.route_view
             other = forwarder.choose(need, self._avoid, view, tried, refused=refused)
             if other is None:
@@ -335,7 +337,8 @@ class ForwardedRequest:
         if self._span.recording:
             self._call_span = span = open_dispatch(self._span, worker.worker_id, worker.server)
             call = call._replace(headers={**call.headers, **span.propagation()})
-        self.exchange = exchange = await worker.upstream.forward(call)
+        upstream: Upstream = worker.backend  # type: ignore[assignment]
+        self.exchange = exchange = await upstream.forward(call)
         if exchange.body is None:
             try:
                 self._first = await exchange.read()
@@ -411,8 +414,3 @@ class ForwardedRequest:
             if error is not None:
                 span.fail(error)
             span.end()
-
-    def _release(self, entry: Entry, worker: FleetWorker) -> None:
-        """Release the capacity of the present upstream."""
-        self.worker = None
-        worker.release(entry.request_id)

@@ -149,6 +149,8 @@ def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
     Raises:
         InvalidRequest: the body is not a JSON object.
     """
+    if not changed:
+        return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):
@@ -191,8 +193,11 @@ def _first_byte(value: msgspec.Raw) -> bytes:
 
 
 def _most_tokens(fields: _Fields) -> int:
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        value = getattr(fields, name)
+    for name, value in (
+        ("max_completion_tokens", fields.max_completion_tokens),
+        ("max_output_tokens", fields.max_output_tokens),
+        ("max_tokens", fields.max_tokens),
+    ):
         given = None if value is None else _number(name, value)
         if given is not None and given >= 0:
             return given
