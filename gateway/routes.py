@@ -198,13 +198,15 @@ class Entrance:
         request[REQUEST_ID] = request_id = client_request_id(request)
         log_about_request(id=request_id)
         try:
-            known, required = request.head.known, self._node.accounts.required
-            if known.get(self) is not required:  # equal heads have the same host
-                self._browsers.check(request, keys=required)
-                known[self] = required
-            request[ACCOUNT] = ANONYMOUS
-            if required or self._wants_certificate:
+            known, accounts = request.head.known, self._node.accounts
+            if known.get(self) is accounts and not self._wants_certificate:
+                request[ACCOUNT] = known[ACCOUNT]
+            else:
+                self._browsers.check(request, keys=accounts.required)
+                request[ACCOUNT] = ANONYMOUS
                 self._identify(request)
+                # Equal heads have the same host and key.
+                known[self], known[ACCOUNT] = accounts, request[ACCOUNT]
             response = await DIRECT[request.path].handle(request)
         except ConnectionResetError:
             pass

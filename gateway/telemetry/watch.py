@@ -322,8 +322,10 @@ class RequestWatch:
             metrics.add(metric.ADAPTER_REQUESTS, 1, self._adapter, ended)
         if self._refusal is not None:
             metrics.add(metric.REFUSED, 1, self._refusal)
-        tpot_s = self._tpot_s()
-        met = self._met(ending, tpot_s)
+        # Most responses of an upstream are not streamed, and so have unknown times.
+        unknown = self._ttft_s is None and ending is FINISHED and self._generates
+        tpot_s = None if unknown else self._tpot_s()
+        met = None if unknown else self._met(ending, tpot_s)
         if met is not None:
             series.recent.add_judged(met=met)
         elif self._error is not None and issubclass(self._error, Overloaded | QueueTimeout):
@@ -341,7 +343,8 @@ class RequestWatch:
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
         series.recent.add_ended(tpot_s, self.output_tokens, self.outcome)
-        series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
+        if self._decode_s or self.outcome is not NO_OUTCOME:
+            series.count_speculation(self.outcome, self.tenant or "", self._decode_s)
 
     def _add_worker(self, worker_id: str) -> None:
         if worker_id not in self.workers:
@@ -357,8 +360,7 @@ class RequestWatch:
         """Return whether the request met its targets, or None if it does not count."""
         if ending is FAILED:
             return False if self._service.has_targets else None
-        # A response of an upstream that was not streamed has unknown times.
-        if ending is FINISHED and not (self._generates and self._ttft_s is None):
+        if ending is FINISHED:
             return self._service.are_met(self._ttft_s, tpot_s)
         return None
 
