@@ -315,7 +315,8 @@ class DirectResponse:
         """
         head, self._head = self._head, b""
         self._write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        await self.drain()
+        if self._request.protocol.writing_paused:
+            await self.drain()
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Send the last part of the body. A second call has no effect."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,7 +23,7 @@ from draftgate.gateway.http.context import request_id_of
 from draftgate.gateway.http.direct import DirectResponse, Request
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
-from draftgate.gateway.http.sending import EventResponse, begin_response, new_response
+from draftgate.gateway.http.sending import begin_response, new_response
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
@@ -49,33 +48,26 @@ class EventStream:
     The headers are sent with the first event, and the end of the response with the last event.
 
     Attributes:
+        reader: the client that reads the stream.
+        response: the response, whose headers may change until it has begun.
         begun: whether the headers are final.
     """
 
     def __init__(self, request: Request, readers: Readers) -> None:
         self._request = request
-        self._readers = readers
+        self.reader = Reader(request, readers)
+        self.response = new_response(request, EVENT_HEADERS)
         self.begun = False
         self._transport = request.transport
         self._protocol = request.protocol
         self._writer: AbstractStreamWriter | DirectResponse | None = None
         self._chunked = False
-        self._beginning: asyncio.Lock | None = None
+        self._beginning: asyncio.Future[None] | None = None  # while the headers are sent
 
     @property
     def request_id(self) -> str:
         """The id of the request."""
         return request_id_of(self._request)
-
-    @cached_property
-    def reader(self) -> Reader:
-        """The client that reads the stream."""
-        return Reader(self._request, self._readers)
-
-    @cached_property
-    def response(self) -> EventResponse | DirectResponse:
-        """The response, whose headers may change until it has begun."""
-        return new_response(self._request, EVENT_HEADERS)
 
     async def write(self, events: bytes) -> None:
         """Send complete events, and wait while the client reads slowly.
@@ -97,8 +89,7 @@ class EventStream:
 
     def left(self) -> None:
         """Stop checking the client, because the stream has ended."""
-        if "reader" in self.__dict__:
-            self.reader.left()
+        self.reader.left()
 
     @property
     def writes_directly(self) -> bool:
@@ -127,16 +118,21 @@ class EventStream:
             await asyncio.sleep(self.reader.pacing.hold_s)
 
     async def _begin(self) -> AbstractStreamWriter | DirectResponse:
-        # The lock prevents a heartbeat and the first event from sending the headers twice.
-        if self._beginning is None:
-            self._beginning = asyncio.Lock()
-        async with self._beginning:
-            if self._writer is None:
+        while self._writer is None:
+            # A heartbeat and the first event must not both send the headers.
+            if self._beginning is not None:
+                await asyncio.wait((self._beginning,))
+                continue
+            self._beginning = beginning = asyncio.get_running_loop().create_future()
+            try:
                 self.reader.limit_buffers()
                 self._writer = await begin_response(self._request, self.response)
                 self.begun = True
                 self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
-            return self._writer
+            finally:
+                self._beginning = None
+                beginning.set_result(None)
+        return self._writer
 
     async def end(self, events: bytes = b"") -> None:
         """Send complete events with the end of the response. A second call has no effect.

@@ -53,7 +53,6 @@ def tcp_info(connection: Any) -> TcpInfo | None:
         return None  # closed
     if len(found) < _FIELDS.size:
         return None
-    rtt_us, retransmits, acked, least_us, *limited_us = _FIELDS.unpack(found)
+    rtt_us, retransmits, acked, least_us, busy_us, rwnd_us, sndbuf_us = _FIELDS.unpack(found)
     rtt_s = (rtt_us if least_us == _UNKNOWN_RTT else least_us) / 1e6
-    busy_s, rwnd_s, sndbuf_s = (spent_us / 1e6 for spent_us in limited_us)
-    return TcpInfo(retransmits, acked, rtt_s, busy_s, rwnd_s, sndbuf_s)
+    return TcpInfo(retransmits, acked, rtt_s, busy_us / 1e6, rwnd_us / 1e6, sndbuf_us / 1e6)
