@@ -90,7 +90,13 @@ NO_SPAN: Final = Span()
 
 
 class Tracing:
-    """The source of the traces of requests."""
+    """The source of the traces of requests.
+
+    Attributes:
+        records: whether any spans are recorded.
+    """
+
+    records = False
 
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Start a SERVER span whose parent is in the `traceparent` of the headers, if any."""

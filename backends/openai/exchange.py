@@ -122,7 +122,8 @@ class HttpExchange:
         """Cancel the rest of the response."""
         end, self._end = self._end, None
         if end is not None:
-            self._response.close()  # unless the body was read to its end
+            if not self._response.is_complete:
+                self._response.close()
             end(self)
 
     def _passing(self, scan: EventScan, block: bytes) -> bytes:

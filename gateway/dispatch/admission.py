@@ -346,7 +346,7 @@ class AdmissionController:
         prompt_tokens = sum([n.prompt_tokens for n in needs]) if several else needs[0].prompt_tokens
         output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
         pool = self._pool.view(prompt_tokens / len(needs) + output_tokens)
-        if ticket is None and len(self._queue):
+        if ticket is None and self._queue.places:
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)
             ticket = Ticket(
                 next(self._keys),
@@ -400,7 +400,7 @@ class AdmissionController:
         since the first waiting request was admitted.
         """
         sequences = self._pool.max_sequences
-        if not (len(self._queue) and self._ticket_sequences and sequences):
+        if not (self._queue.places and self._ticket_sequences and sequences):
             self._ticket_sequences = sequences
             return 1.0
         return self._ticket_sequences / sequences

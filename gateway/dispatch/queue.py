@@ -109,6 +109,9 @@ class CentralQueue:
     """The queue of a node.
 
     Use the object only on the thread of the event loop.
+
+    Attributes:
+        places: the waiting requests, by the keys of their tickets.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class CentralQueue:
         self.claims = claims
         self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
-        self._places: dict[int, Waiting] = {}  # by the key of the ticket
+        self.places: dict[int, Waiting] = {}
         self._resumed: dict[int, Waiting] = {}  # those of resumed requests, in order of arrival
         self._adapted: dict[int, Waiting] = {}  # those that need a LoRA adapter
         self._passed: dict[int, Waiting] = {}  # those of them whose turn came while others pass
@@ -149,11 +152,11 @@ class CentralQueue:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return len(self._places)
+        return len(self.places)
 
     def has_room(self, need: CapacityNeed) -> bool:
         """Return whether a new request would get a worker at once."""
-        if self._places or self._backs_off:
+        if self.places or self._backs_off:
             return False
         return self._search.has_room(need, self.claims.taken(""))
 
@@ -179,13 +182,13 @@ class CentralQueue:
         """Reserve a worker as `turn` does, or return None if the request has to wait."""
         waiting.view = view
         waiting.backs_off = waiting.refused and waiting.claim_tokens > 0
-        return None if self._places or waiting.backs_off else self._routed(waiting)
+        return None if self.places or waiting.backs_off else self._routed(waiting)
 
     def seat_new(
         self, request_id: str, need: CapacityNeed, view: View, avoid: frozenset[str]
     ) -> Routed | None:
         """Reserve a worker for a new request as `seat` does. Most requests need no `Waiting`."""
-        if self._places or self._backs_off:
+        if self.places or self._backs_off:
             return None
         return self._find(request_id, need, view, avoid)
 
@@ -226,7 +229,7 @@ class CentralQueue:
     def head(self) -> CapacityNeed | None:
         """The need of the next new request, or None if none waits."""
         ticket = self.ordering.choose(self.now_s())
-        return None if ticket is None else self._places[ticket.key].need
+        return None if ticket is None else self.places[ticket.key].need
 
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
@@ -246,12 +249,12 @@ class CentralQueue:
             changed: the only worker that may have more capacity than before, or None if any may.
         """
         self._search.mark(changed)
-        if self._places:
+        if self.places:
             self._dispatch()
 
     def _dispatch(self) -> None:
         """Dispatch requests that now fit, by what is known about changes of the workers."""
-        if not self._places:
+        if not self.places:
             return
         if not self._fleet.serves:
             self._fail_all()
@@ -267,7 +270,7 @@ class CentralQueue:
             if self._placed(waiting):
                 self._forget(waiting)
         while (ticket := self.ordering.choose(now_s)) is not None:
-            waiting = self._places[ticket.key]
+            waiting = self.places[ticket.key]
             placed = self._placed(waiting)
             if not placed and not self._may_be_passed(waiting):
                 return
@@ -375,7 +378,7 @@ class CentralQueue:
 
     def _reconsider(self, waiting: Waiting) -> None:
         """Refuse a request that would wait too long."""
-        if waiting.key not in self._places or waiting.turn.done():
+        if waiting.key not in self.places or waiting.turn.done():
             return
         refused = waiting.reconsider(waiting, max(RECONSIDER_S, self._waited_s(waiting)))
         if refused is not None:
@@ -391,7 +394,7 @@ class CentralQueue:
         return QueueTimeout(f"no worker had capacity within {self._timeout_s:g} s", retry_s)
 
     def _push(self, waiting: Waiting) -> None:
-        self._places[waiting.key] = waiting
+        self.places[waiting.key] = waiting
         self.prompt_tokens += waiting.need.prompt_tokens
         if waiting.need.adapter:
             self._adapted[waiting.key] = waiting
@@ -407,7 +410,7 @@ class CentralQueue:
         self._dispatch()
 
     def _forget(self, waiting: Waiting) -> None:
-        del self._places[waiting.key]
+        del self.places[waiting.key]
         self._resumed.pop(waiting.key, None)
         self._adapted.pop(waiting.key, None)
         self._passed.pop(waiting.key, None)
@@ -416,7 +419,7 @@ class CentralQueue:
     def _leave(self, waiting: Waiting) -> None:
         """Remove a request that stops waiting, even if it gets a worker at the same time."""
         turn = waiting.turn
-        if waiting.key in self._places:
+        if waiting.key in self.places:
             self.ordering.remove(waiting.key)
             self._forget(waiting)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -432,7 +435,7 @@ class CentralQueue:
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""
-        for waiting in tuple(self._places.values()):
+        for waiting in tuple(self.places.values()):
             self._fail(waiting, BackendFailed(self._fleet.outage))
 
     def _fail(self, waiting: Waiting, error: Exception) -> None:

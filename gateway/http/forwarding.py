@@ -223,7 +223,8 @@ async def _send_events(
         if outputs and not block.startswith(b":"):
             watch.progressed(outputs)
         await events.write(block)
-        await events.coalesced()
+        if events.reader.pacing.hold_s:
+            await events.coalesced()
     if scan is not None:
         watch.answered(scan)
     if exchange.error_sent:

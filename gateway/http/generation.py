@@ -46,7 +46,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import FINISHED, Ending, RequestWatch
-from draftgate.gateway.tracing import Span, Tracing
+from draftgate.gateway.tracing import NO_SPAN, Span, Tracing
 from draftgate.policies.flows.types import HopKind
 from draftgate.policies.values import replace
 
@@ -82,7 +82,9 @@ class WatchedEndpoint:
     async def handle(self, request: Request) -> Response:
         """Respond to a request, which counts as in flight until its last byte."""
         node = request.app[NODE]
-        span = _begin_span(node.tracing, request, self.path, self.operation)
+        span = NO_SPAN
+        if node.tracing.records:
+            span = _begin_span(node.tracing, request, self.path, self.operation)
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         try:
             with node.models[0].dispatcher.counted():

@@ -73,6 +73,8 @@ class OtelTracing(Tracing):
     OpenTelemetry's global state does not change.
     """
 
+    records = True
+
     def __init__(self, processor: SpanProcessor) -> None:
         """Pass ended spans to the processor."""
         of_environment = OTELResourceDetector().detect().attributes
