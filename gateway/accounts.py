@@ -108,6 +108,8 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if tpot_s is not None and self.least_tpot_ms is not None:
             tpot_s = max(tpot_s, self.least_tpot_ms / 1e3)
         priority = wanted.priority if first is None else max(wanted.priority, first)
+        if priority == wanted.priority and ttft_s == wanted.ttft_s and tpot_s == wanted.tpot_s:
+            return wanted
         return ServiceLevel(ttft_s, tpot_s, priority)
 
 

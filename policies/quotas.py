@@ -403,7 +403,8 @@ class QuotaLedger:
         account.number += 1
         account.open_numbers.append(account.number)
         for limit, bucket in account.buckets.items():
-            bucket.add(account.number, reservation.amount(limit) * UNITS)
+            amount = reservation.tokens if limit is _TOKENS else reservation.requests
+            bucket.add(account.number, amount * UNITS)
         account.reserved += reservation.tokens
         self._open[reservation.request_id] = account.number, reservation
 
@@ -422,7 +423,8 @@ def _shortage(account: _Account, reservation: QuotaReservation) -> Shortage | No
     """Return the shortage with the longest wait, or None."""
     longest: tuple[int, Limit] | None = None
     for limit, bucket in account.buckets.items():
-        wait_us = bucket.wait_us(reservation.amount(limit))
+        is_tokens = limit is _TOKENS
+        wait_us = bucket.wait_us(reservation.tokens if is_tokens else reservation.requests)
         if wait_us is None:
             return shortage_of(reservation, limit, None)
         if wait_us > (longest[0] if longest else 0):

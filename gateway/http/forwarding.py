@@ -375,13 +375,10 @@ def _call(
         service, wanted: the service level of the account, and that of the client.
     """
     headers = of_headers(request, _passed_on)
-    if service is not wanted:
-        capped = {TTFT_HEADER: (service.ttft_s, wanted.ttft_s)}
-        capped[TPOT_HEADER] = service.tpot_s, wanted.tpot_s
-        changed = {name: ours for name, (ours, theirs) in capped.items() if ours != theirs}
-        if changed:
-            texts = {name: header_text(s * 1e3) for name, s in changed.items() if s is not None}
-            headers = {**headers, **texts}
+    if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
+        headers = {**headers, TTFT_HEADER: header_text(service.ttft_s * 1e3)}
+    if service.tpot_s is not None and service.tpot_s != wanted.tpot_s:
+        headers = {**headers, TPOT_HEADER: header_text(service.tpot_s * 1e3)}
     if isinstance(request, DirectRequest):
         path = request.head.target
     else:

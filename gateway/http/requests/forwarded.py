@@ -138,8 +138,9 @@ def changed_fields(
             raise ModelNotFound(fields.model, *ours)
         if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
-    if account.first_priority is not None:
-        found |= _capped_priority(fields, account.first_priority)
+    first = account.first_priority
+    if first is not None and not (first <= 0 and fields.is_object and fields.sent_priority is None):
+        found |= _capped_priority(fields, first)
     return found
 
 
