@@ -81,8 +81,6 @@ class Quotas:
         Returns:
             None if the request fits, otherwise the shortage with the longest wait.
         """
-        if self._memory is not None:
-            return self.reserve_at_once(reservation)
         shortage = await self._store.call(ReserveQuota(reservation, LEASE_S))
         return self.record(reservation, shortage)
 
