@@ -136,6 +136,19 @@ async def test_ways_alternate_on_one_connection(sim: Listening) -> None:
     assert await handovers(sim) == {"transfer_encoding": 2}
 
 
+async def test_many_pipelined_errors_do_not_begin_in_each_other(sim: Listening) -> None:
+    """Requests that end in the call that delivers them are answered in order, however many."""
+    reader, writer = await connect(sim)
+    sent = [request(f"X-Request-ID: r-{number}", body=b"[") for number in range(1500)]
+    writer.write(b"".join([*sent, request("X-Request-ID: last")]))
+    for number in range(1500):
+        status, headers, _ = await read_response(reader)
+        assert (status, headers["x-request-id"]) == (400, f"r-{number}")
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["x-request-id"]) == (200, "last")
+    writer.close()
+
+
 @pytest.mark.parametrize("together", [True, False])
 async def test_pipelined_requests_get_their_responses_in_order(
     sim: Listening, together: bool

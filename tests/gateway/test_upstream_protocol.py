@@ -186,6 +186,36 @@ async def test_bytes_after_a_response_close_the_connection() -> None:
     assert sent.pool._take_idle(0.0) is None
 
 
+@pytest.mark.parametrize("status", ["103 Early Hints", "204 No Content", "304 Not Modified"])
+async def test_only_heads_of_successes_are_known(status: str) -> None:
+    """A response without a body whose head has a length is never read with a body."""
+    final = RESPONSES["length"]
+    for _ in range(2):
+        sent = await send()
+        head = b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n" % (status.encode(), len(final))
+        sent.receive(head + final)
+        response = await sent.response
+        is_interim = status.startswith("1")
+        assert await response.read(1 << 20) == (BODY if is_interim else b"")
+        assert sent.wire.closed is not is_interim
+
+
+async def test_equal_heads_have_bodies_of_their_own_lengths() -> None:
+    """A known head, with another length, is read as the parser reads it."""
+    for body in (b"", b"{}", BODY, b"{}", BODY * 2):
+        sent = await send()
+        sent.receive(HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        response = await sent.response
+        assert response.body == body
+        assert sent.pool._take_idle(0.0) is not None
+        sent = await send()
+        sent.receive(HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body) + 1, body))
+        assert not sent.response.done()
+        sent.receive(b"xy")
+        assert await (await sent.response).read(1 << 20) == body + b"x"
+        assert sent.wire.closed
+
+
 async def test_bytes_on_an_idle_connection_close_it() -> None:
     """A server that speaks first, for example of a timeout, loses the connection."""
     sent = await send()
