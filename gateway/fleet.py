@@ -42,7 +42,7 @@ class FleetWorker(SentRequests):
     Attributes:
         epoch: the epoch of the worker (`gateway.state.values`).
         own: whether the worker belongs to this node.
-        backend: a `Backend` (`generating`) if it takes token ids, else an `Upstream` (`upstream`).
+        backend: a `Backend` (`generating`) if it takes token ids, else an `Upstream`.
         leased_tokens: tokens of the leases of all gateways when the store was last read, or 0.
         hung: whether the watchdog found that the worker makes no progress (`dispatch.watchdog`).
         drained: whether the worker gets no more requests, and its streams move to other workers.
@@ -158,11 +158,6 @@ class FleetWorker(SentRequests):
     def generating(self) -> Backend:
         """The backend of a worker that takes token ids."""
         return self.backend  # type: ignore[return-value]  # `cast` is a call
-
-    @property
-    def upstream(self) -> Upstream:
-        """The backend of a worker that takes requests as clients send them."""
-        return self.backend  # type: ignore[return-value]
 
     def has_adapter(self, digest: str) -> bool:
         """Return whether the worker has a LoRA adapter, or whether the request needs none."""
