@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from tests.gateway.redis_server import free_port
 
 START_S = 300.0
@@ -127,11 +128,12 @@ class NodeProcess:
         Args:
             folder: the source tree that the process imports, or None for the present one.
         """
-        environment = dict(self._environment)
-        if folder is not None:  # an earlier version refuses variables that it does not know
+        command, environment = list(self._command), dict(self._environment)
+        if folder is not None:  # 0.1.0 refuses this variable, and the name of its default model
             environment.pop("DRAFTGATE_NO_ACCEPTANCE_CACHE", None)
+            command = [part for part in command if part != SHIPPED_MODEL_ID]
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=output, stderr=output, cwd=folder, env=environment
+            *command, stdout=output, stderr=output, cwd=folder, env=environment
         )
 
     @property
