@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
@@ -161,6 +161,7 @@ class UpstreamCall(NamedTuple):
         headers: its headers without its id. Most requests of a client have equal headers.
         sequences: number of choices that it generates.
         request_id: the id that the upstream gets, or empty for none.
+        model: the name of the model in the body, or an empty string without one.
     """
 
     method: str
@@ -169,6 +170,7 @@ class UpstreamCall(NamedTuple):
     body: bytes
     sequences: int = 1
     request_id: str = ""
+    model: str = ""
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -252,6 +254,13 @@ class Upstream(WorkerHandle, Protocol):
     @property
     def pause(self) -> UpstreamPause | None:
         """The pause of the upstream, or None if the gateway may call it."""
+
+    @property
+    def models(self) -> Mapping[str, Mapping[str, Any]] | None:
+        """Descriptions of its models, as in `/v1/models`, by name, or None while unknown."""
+
+    def serves(self, model: str) -> bool:
+        """Return whether it has a model of this name, as far as is known."""
 
     async def forward(self, call: UpstreamCall) -> Exchange:
         """Forward a request, and return the response, which the caller ends.

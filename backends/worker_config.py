@@ -11,14 +11,16 @@ from typing import Annotated, Final, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from draftgate.addresses import mask_url
+
 
 def kind(name: str, *, secret: bool = False) -> Meta:
     """Annotate a setting that is read or checked in a special way.
 
     Args:
-        name: kind of the setting. `hosts`, `indices`, `list`, `models`, `origins`, `shares` and
-            `urls` take several values. `url`, `collector` and `store` are addresses. `pool`,
-            `backend`, `variable` and the kinds of policies are names.
+        name: kind of the setting. `hosts`, `indices`, `list`, `models`, `origins`, `shares`,
+            `upstreams` and `urls` take several values. `url`, `collector` and `store` are
+            addresses. `pool`, `backend`, `variable` and the kinds of policies are names.
         secret: whether the value is masked wherever settings are shown.
     """
     return Meta(extra={"kind": name, "secret": secret})
@@ -181,19 +183,44 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sim_acceptance: Share = 0.6
     """Probability that the simulator accepts a draft token."""
 
-    upstream_api_key_env: Annotated[str, kind("variable")] | None = None
-    """Environment variable that holds the API key of the upstreams."""
-
-    upstream_max_pause_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Maximum time for which an upstream gets no requests after a refusal (429, 503) or a failed
-    probe, in seconds, whatever its Retry-After header says."""
-
-    upstream_concurrency: Count = 0
-    """Maximum concurrent requests of an upstream (0: according to its metrics)."""
-
     peer_secret_env: Annotated[str, kind("variable")] | None = None
     """Environment variable that holds the secret of the cluster's nodes (default: only nodes on
     this machine are peers)."""
+
+
+class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a server that runs requests, for the backends `openai` and `peer`.
+
+    Attributes:
+        url: its address, as `draftgate.addresses.read_server_url` returns it.
+        name: its name in logs, metrics and decisions (default: `upstream-1`, `upstream-2`, ...).
+        models: the only models of its list that clients may use, or empty for all.
+        aliases: further names for clients, with the model of the upstream that each stands for.
+        api_key_env: environment variable that holds its API key.
+        api_key_file: file that holds its API key, which is read when the node starts.
+        headers: headers that each request gets in addition.
+        speculates: whether it drafts for every request, or None to read its metrics.
+        concurrency: maximum concurrent requests, 0 to read its metrics, or None for the setting
+            `upstream_concurrency`.
+        max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
+            failed probe, or None for the setting `upstream_max_pause_s`.
+    """
+
+    url: str
+    name: str = ""
+    models: tuple[str, ...] = ()
+    aliases: dict[str, str] = {}
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    headers: dict[str, str] = {}
+    speculates: bool | None = None
+    concurrency: Count | None = None
+    max_pause_s: Annotated[float, Meta(gt=0)] | None = None
+
+    @property
+    def shown(self) -> str:
+        """Its name and its address without a password, as `--upstream` takes them."""
+        return f"{self.name}={mask_url(self.url)}" if self.name else mask_url(self.url)
 
 
 class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
@@ -204,8 +231,6 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
         num_workers: number of workers in this process, including this worker. Workers on a CPU
             share the memory.
         upstream: server that runs its requests, for backends that forward them.
-        upstream_speculates: whether the upstream drafts for every request, or None to read its
-            metrics.
         model_id: name of the model in its card, or None for that of the checkpoint.
         acceptance_cache: whether counts of accepted drafts are read at the start, and stored.
         memory_share: the share of its device's memory budget that the worker may take, if other
@@ -214,11 +239,15 @@ class WorkerConfig(WorkerSettings, frozen=True, kw_only=True):
 
     device_index: int = 0
     num_workers: int = 1
-    upstream: str | None = None
-    upstream_speculates: bool | None = None
+    upstream: UpstreamSettings | None = None
     model_id: str | None = None
     acceptance_cache: bool = False
     memory_share: float = 1.0
+
+    def worker_id(self, prefix: str, number: int) -> str:
+        """Return the id of a worker, with the name of its upstream or its number."""
+        own = str(number) if self.upstream is None else self.upstream.name or str(number)
+        return f"{prefix}-{own}" if prefix else own
 
     def step_limits(self, device_type: str) -> StepLimits:
         """Return the limits of a step, with the defaults of a type of device (`cpu`, `cuda`)."""

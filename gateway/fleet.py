@@ -159,9 +159,14 @@ class FleetWorker(SentRequests):
         """The backend of a worker that takes token ids."""
         return self.backend  # type: ignore[return-value]  # `cast` is a call
 
-    def has_adapter(self, digest: str) -> bool:
-        """Return whether the worker has a LoRA adapter, or whether the request needs none."""
-        return not digest or digest in (a.digest for a in self.backend.card.capabilities.adapters)
+    def offers(self, offer: str) -> bool:
+        """Return whether the worker has what a request needs (`CapacityNeed.offer`)."""
+        if not offer:
+            return True
+        backend = self.backend
+        if hasattr(backend, "serves"):
+            return bool(backend.serves(offer))
+        return any(one.digest == offer for one in backend.card.capabilities.adapters)
 
     @property
     def kv_format(self) -> KvFormat | None:
@@ -266,9 +271,9 @@ class Fleet:
         """The workers that have not failed, in order."""
         return [worker for worker in self.workers if worker.backend.failure is None]
 
-    def serving_with(self, adapter: str) -> list[FleetWorker]:
-        """Return the workers that have not failed and have a LoRA adapter, if not empty."""
-        return [worker for worker in self.serving if worker.has_adapter(adapter)]
+    def serving_with(self, offer: str) -> list[FleetWorker]:
+        """Return the workers that have not failed and have what a request needs."""
+        return [worker for worker in self.serving if worker.offers(offer)]
 
     def adapters(self) -> dict[str, AdapterCard]:
         """Return the LoRA adapters of the workers by name, those of serving workers first."""
@@ -283,11 +288,10 @@ class Fleet:
         """Whether a worker has not failed."""
         return any(worker.backend.failure is None for worker in self.workers)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a worker accepts requests now."""
+    def is_open_for(self, offer: str) -> bool:
+        """Return whether a worker accepts requests now that has what a request needs."""
         for worker in self.workers:  # noqa: SIM110 - a generator takes several times as long
-            if worker.is_open:
+            if worker.is_open and worker.offers(offer):
                 return True
         return False
 
@@ -296,10 +300,10 @@ class Fleet:
         """The workers that accept requests now, without hung, drained and paused workers."""
         return self.open_among(self.workers)
 
-    def open_among(self, workers: Sequence[FleetWorker], adapter: str = "") -> list[FleetWorker]:
-        """Return those of some workers that accept requests now, also with a LoRA adapter."""
+    def open_among(self, workers: Sequence[FleetWorker], offer: str = "") -> list[FleetWorker]:
+        """Return those of some workers that accept requests now and have what a request needs."""
         found = [worker for worker in workers if worker.is_open]
-        return [worker for worker in found if worker.has_adapter(adapter)] if adapter else found
+        return [worker for worker in found if worker.offers(offer)] if offer else found
 
     @property
     def may_grow(self) -> bool:
@@ -393,12 +397,12 @@ class Fleet:
 
         Args:
             factory: a function that builds a backend from a configuration.
-            name: prefix of the workers' ids.
+            name: prefix of the workers' ids. Upstreams need none without a pool.
             epoch: epoch of the workers.
             first: number of the first worker among those of the node.
         """
         self.workers = tuple(
-            FleetWorker(f"{name}-{number}", factory(config), epoch, Role(config.role))
+            FleetWorker(config.worker_id(name, number), factory(config), epoch, Role(config.role))
             for number, config in enumerate(self._configs, first)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
@@ -419,10 +423,7 @@ class Fleet:
         self.workers = tuple(one for one in self.workers if one is not worker)
 
     async def stop(self) -> None:
-        """Stop all workers.
-
-        Open streams end with `BackendFailed`. The method is idempotent.
-        """
+        """Stop all workers, possibly again. Open streams end with `BackendFailed`."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
     @property

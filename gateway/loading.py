@@ -12,7 +12,6 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from draftgate.addresses import mask_url
 from draftgate.backends.engine.served import loading_phase
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.logs import log
@@ -41,7 +40,7 @@ async def loading_shown(
         console: the terminal for the bar, or None for stderr. Stdout holds the command's output.
     """
     console = console or Console(stderr=True)
-    first = config.model or ", ".join(map(mask_url, config.upstream)) or "the shipped model"
+    first = config.model or ", ".join(one.shown for one in config.upstream) or "the shipped model"
     what = ", ".join([first, *config.models, *config.embedders])
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"

@@ -229,7 +229,10 @@ class Node:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         join = self.config.join
-        prefix = f"w-{secrets.token_hex(4)}" if join is None else await self._advertise(join)
+        if join is not None:
+            prefix = await self._advertise(join)
+        else:
+            prefix = "" if self.config.upstream else f"w-{secrets.token_hex(4)}"
         for model in self.models[:]:
             await model.start(prefix)
         await self._find_models()

@@ -1,85 +1,50 @@
-"""The models of a node's upstreams, which must be the same, because any of them may get a request.
-
-At the start, different lists are a configuration error. Later, an upstream may come up with other
-models, or change them. It is then excluded while it lacks a model of the others. Further models,
-such as adapters that are being loaded on one upstream after another, are no reason.
-"""
+"""The models of a node's upstreams, each of which may serve others."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from draftgate.gateway.errors import ModelNotFound
-from draftgate.gateway.logs import log
 
 _MOST_NAMES: Final = 8
 """Maximum names in a message. An upstream may list hundreds of adapters."""
 
 
 class UpstreamModels:
-    """The names that all upstreams list, and the exclusion of upstreams that lack one.
+    """The models of all upstreams, by the name that clients use.
 
-    Upstreams without a list are not compared. A list stays known while its upstream does not
-    respond.
+    A list stays known while its upstream does not respond. An upstream without a list, such as one
+    that has not responded yet, may serve any model.
     """
 
     def __init__(self) -> None:
-        self._upstreams: Sequence[Any] = ()  # those that have `models`, `excluded`, ...
-        self._common: frozenset[str] = frozenset()
+        self._upstreams: Sequence[Any] = ()  # those that have `models`
 
     def watch(self, backends: Iterable[Any]) -> None:
-        """Compare the started upstreams now, and after each change of a list.
+        """Use the models of those backends that are upstreams."""
+        self._upstreams = [one for one in backends if hasattr(one, "serves")]
 
-        Raises:
-            ValueError: two upstreams list different models.
-        """
-        self._upstreams = [one for one in backends if hasattr(one, "models_changed")]
-        lists = {one.models: one for one in self._upstreams if one.models is not None}
-        if len(lists) > 1:
-            shown = "; ".join(
-                f"{one.card.root} lists {_shown(one.models)}" for one in lists.values()
-            )
-            raise ValueError(
-                f"the upstreams serve different models: {shown}. Start a gateway for each of them"
-            )
+    @property
+    def longest_context(self) -> int:
+        """The longest context of the first model of each upstream in tokens, or 0 if unknown."""
+        lengths = [one.card.max_model_len for one in self._upstreams]
+        return max(lengths) if lengths and all(lengths) else 0
+
+    def described(self) -> dict[str, Mapping[str, Any]]:
+        """Return the models, as the first upstream that has each of them describes it."""
+        found: dict[str, Mapping[str, Any]] = {}
         for one in self._upstreams:
-            one.models_changed = self._compare
-        self._compare()
+            for name, model in (one.models or {}).items():
+                found.setdefault(name, model)
+        return found
 
-    def check(self, name: str | None) -> None:
-        """Check that no upstream lacks a model that another upstream lists.
-
-        Names that no upstream lists are left to the upstreams, because some accept any name.
+    def check(self, name: str) -> None:
+        """Check that an upstream may serve a model, or that the request names none.
 
         Raises:
-            ModelNotFound: an upstream lacks the model.
+            ModelNotFound: all upstreams list other models.
         """
-        if name is None or name in self._common:
+        if not name or any(one.serves(name) for one in self._upstreams):
             return
-        lists = [one.models for one in self._upstreams if one.models is not None]
-        has = [name in models for models in lists if self._common <= models]
-        if any(has) and not all(has):
-            raise ModelNotFound(name, *sorted(self._common)[:_MOST_NAMES])
-
-    def _compare(self) -> None:
-        lists = [one.models for one in self._upstreams if one.models is not None]
-        # If all upstreams have been replaced by others with one list, that list counts.
-        if lists and not any(self._common <= models for models in lists) and len(set(lists)) == 1:
-            log(logging.WARNING, "all upstreams serve other models", models=_shown(lists[0]))
-            self._common = lists[0]
-        if lists and not self._common:
-            self._common = lists[0]
-        for one in self._upstreams:
-            missing = frozenset() if one.models is None else self._common - one.models
-            one.excluded = None
-            if missing:
-                lists_and_lacks = f"it lists {_shown(one.models)} and lacks {_shown(missing)}"
-                one.excluded = f"the other upstreams serve other models: {lists_and_lacks}"
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    more = len(listed) - _MOST_NAMES
-    return ", ".join(listed[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        raise ModelNotFound(name, *list(self.described())[:_MOST_NAMES])

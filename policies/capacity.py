@@ -73,14 +73,15 @@ class CapacityNeed:
         prompt_tokens: tokens of the prompt, which the choices share.
         most_tokens: maximum number of prompt and output tokens of all choices.
         tpot_s: TPOT target in seconds, or None.
-        adapter: digest of the LoRA adapter that the worker must offer, or empty for none.
+        offer: what only some workers have: the digest of a LoRA adapter, or the name of a model of
+            upstreams. Empty if any worker may run the request.
     """
 
     sequences: int
     prompt_tokens: int
     most_tokens: int
     tpot_s: float | None = None
-    adapter: str = ""
+    offer: str = ""
 
 
 def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:

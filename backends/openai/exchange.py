@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
+
+import msgspec
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.connection_errors import public_reason
@@ -19,6 +21,16 @@ LAST_BYTES_S: Final = 0.25
 _KEPT_BYTES: Final = 16 << 10
 """Number of bytes kept from each end of a long response. One of them contains `usage`, which
 follows the outputs of a model, and precedes the documents of a rerank request."""
+
+
+def with_values(body: bytes, changed: Mapping[str, str | int]) -> bytes:
+    """Return a JSON object with some values changed and all others as received.
+
+    Raises:
+        ValueError, RecursionError: the body is not a JSON object.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, **changed})
 
 
 class HttpExchange:

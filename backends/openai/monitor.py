@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -49,7 +49,7 @@ class ProbeFailure(NamedTuple):
 
 
 class ListedModel(NamedTuple):
-    """The first model of an upstream's list.
+    """A model of an upstream's list.
 
     Attributes:
         max_model_len: maximum number of tokens, or 0 if it is not listed.
@@ -67,12 +67,12 @@ class UpstreamMonitor:
 
     Attributes:
         model: first model in the upstream's list, or None until the list was read.
-        models: names of all models in its latest list, or None until one was read.
+        models: the models of its latest list by name, or None until one was read.
     """
 
     def __init__(self, connections: Connections, clock: Callable[[], float]) -> None:
         self.model: ListedModel | None = None
-        self.models: frozenset[str] | None = None
+        self.models: dict[str, dict[str, Any]] | None = None
         self._connections = connections
         self._clock = clock
         self._next_metrics_s = self._next_slots_s = 0.0
@@ -143,9 +143,10 @@ class UpstreamMonitor:
                     reason = f"/v1/models responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
                 if response.status == 200:
-                    listing = json.loads(await response.read(_MOST_BYTES))
-                    self.model = _first_model(listing) or self.model
-                    self.models = _names(listing) or self.models
+                    entries = _entries(json.loads(await response.read(_MOST_BYTES)))
+                    found = {one["id"]: one for one in entries}
+                    if found and found != self.models:
+                        self.model, self.models = listed_model(entries[0]), found
         except (OSError, ValueError, RecursionError) as error:
             return _failure(error)
         return None
@@ -171,24 +172,18 @@ def _entries(listing: Any) -> list[dict[str, Any]]:
     return [one for one in entries if isinstance(one, dict) and isinstance(one.get("id"), str)]
 
 
-def _names(listing: Any) -> frozenset[str]:
-    return frozenset(one["id"] for one in _entries(listing))
-
-
-def _first_model(listing: Any) -> ListedModel | None:
-    first = next(iter(_entries(listing)), None)
-    if first is None:
-        return None
+def listed_model(entry: Mapping[str, Any]) -> ListedModel:
+    """Return what is known about a model from its entry in a list."""
     return ListedModel(
-        first["id"],
+        entry["id"],
         # llama.cpp has the context of each slot in `meta`.
-        _number(first, "max_model_len") or _number(first.get("meta"), "n_ctx"),
-        _number(first, "created"),
-        first.get("owned_by") == "llamacpp",
+        _number(entry, "max_model_len") or _number(entry.get("meta"), "n_ctx"),
+        _number(entry, "created"),
+        entry.get("owned_by") == "llamacpp",
     )
 
 
 def _number(fields: Any, key: str) -> int:
-    value = fields.get(key) if isinstance(fields, dict) else None
+    value = fields.get(key) if isinstance(fields, Mapping) else None
     # JSON of others may hold any number, and NaN compares as False.
     return int(value) if isinstance(value, int | float) and 0 < value < 1e15 else 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 from aiohttp import BasicAuth
 
@@ -17,24 +18,22 @@ from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
-from draftgate.backends.openai.exchange import HttpExchange
-from draftgate.backends.openai.monitor import POLL_S, PROBE_S, ListedModel, UpstreamMonitor
-from draftgate.backends.openai.pauses import Pauses
+from draftgate.backends.openai.exchange import HttpExchange, with_values
+from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
+from draftgate.backends.openai.pauses import LONGEST_PAUSE_S, Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.types import Capabilities, ModelCard
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.policies.types import WorkerLoad
+
+Models: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Descriptions of models, as an upstream lists them, by name."""
 
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
 
 class OpenAIUpstream:
-    """Implements `Upstream` with connections that are kept and shared.
-
-    Attributes:
-        excluded: why the node gives it no requests although it responds, or None.
-        models_changed: a function that is called after its list of models has changed.
-    """
+    """Implements `Upstream` with connections that are kept and shared."""
 
     recovers = True
 
@@ -48,7 +47,7 @@ class OpenAIUpstream:
         """Read the settings without sending a request.
 
         Args:
-            config: configuration, of which the `upstream*` settings are used.
+            config: configuration, of which `upstream` is used, with its shared settings.
             clock: clock for pauses, speeds and the age of metrics, in seconds.
             probe_s: seconds between two probes of a healthy upstream.
             poll_s: seconds between two readings of its metrics.
@@ -56,21 +55,26 @@ class OpenAIUpstream:
         Raises:
             ValueError: the address is missing, or the variable of the key is not set.
         """
-        if config.upstream is None:
+        settings = config.upstream
+        if settings is None:
             raise ValueError("the backend 'openai' needs --upstream URL")
-        self.url, credentials = split_credentials(read_server_url(config.upstream))
-        authorization = _authorization(config.upstream_api_key_env, credentials)
-        self._headers = {"Accept-Encoding": "identity", **authorization}
+        self.url, credentials = split_credentials(read_server_url(settings.url))
+        self._settings = settings
+        self._headers = {
+            "Accept-Encoding": "identity",
+            **settings.headers,
+            **_authorization(settings, credentials),
+        }
         self._clock = clock
         self._probe_s = probe_s
         self._poll_s = poll_s
-        self.excluded: str | None = None
-        self.models_changed: Callable[[], None] = lambda: None
-        self._pauses = Pauses(self.url, config.upstream_max_pause_s)
-        self._load = UpstreamLoad(config.upstream_concurrency, config.upstream_speculates)
+        self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
+        self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
         self._sent = 0  # sequences
         self._card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
-        self._described: ListedModel | None = None  # the model of the card
+        self._described: Models | None = None  # those of the card
+        self._listed: Models | None = None
+        self._models: Models | None = None  # those offered of that list
         self._connections: Connections | None = None
         self._monitor: UpstreamMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,18 +82,29 @@ class OpenAIUpstream:
 
     @property
     def card(self) -> ModelCard:
-        """The first model in the upstream's list, without a name until the upstream was reached."""
-        model = None if self._monitor is None else self._monitor.model
-        if model is not None and model is not self._described:
-            self._described = model
-            sizes = model.max_model_len, None, model.created_s
-            self._card = ModelCard(model.model_id, self.url, *sizes, _CAPABILITIES)
+        """The first model that it offers, without a name until the upstream was reached."""
+        models = self.models
+        if models and models is not self._described:
+            self._described, first = models, listed_model(next(iter(models.values())))
+            sizes = first.max_model_len, None, first.created_s
+            self._card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
         return self._card
 
     @property
-    def models(self) -> frozenset[str] | None:
-        """The names of the models in its latest list, or None until a list was read."""
-        return None if self._monitor is None else self._monitor.models
+    def models(self) -> Models | None:
+        """The models that clients may use, by name, as the latest list describes them.
+
+        None until a list was read. An alias is described as its model.
+        """
+        listed = None if self._monitor is None else self._monitor.models
+        if listed is not self._listed:
+            self._listed, self._models = listed, self._offered(listed)
+        return self._models
+
+    def serves(self, name: str) -> bool:
+        """Return whether clients may use a model of this name, as far as is known."""
+        models = self.models
+        return models is None or name in models
 
     @property
     def progress(self) -> float:
@@ -99,13 +114,13 @@ class OpenAIUpstream:
     @property
     def failure(self) -> str | None:
         """The cause of an outage, or None if the upstream is healthy or only paused."""
-        return "stopped" if self._stopped else self._pauses.breaker.reason or self.excluded
+        return "stopped" if self._stopped else self._pauses.breaker.reason
 
     @property
     def pause(self) -> UpstreamPause | None:
         """The requested pause, or the time until the next probe during an outage."""
         pauses = self._pauses
-        if not (pauses.requested or pauses.breaker.reason or self.excluded or self._stopped):
+        if not (pauses.requested or pauses.breaker.reason or self._stopped):
             return None  # the usual case
         return pauses.pause(self.failure, self._clock())
 
@@ -146,7 +161,7 @@ class OpenAIUpstream:
         running = self._load.running(self._sent, begin_s)
         try:
             response = await self._connections.request(
-                call.method, call.path, call.body, call.headers, call.request_id
+                call.method, call.path, self._named(call), call.headers, call.request_id
             )
         except BaseException as error:
             self._sent -= call.sequences
@@ -162,10 +177,7 @@ class OpenAIUpstream:
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
         assert self._monitor is not None
-        models = self.models
         failure = await self._monitor.probe()
-        if models != self.models:
-            self.models_changed()  # before requests may reach an upstream that is back
         if failure is None:
             self._pauses.note_probe(self._clock())
         else:
@@ -182,6 +194,23 @@ class OpenAIUpstream:
         slots = await self._monitor.slots()
         if slots is not None:
             self._load.set_slots(slots)
+
+    def _offered(self, listed: Models | None) -> Models | None:
+        """Return the models of a list that clients may use, with the aliases."""
+        if listed is None:
+            return None
+        only, aliases = self._settings.models, self._settings.aliases
+        found = {name: one for name, one in listed.items() if not only or name in only}
+        return found | {
+            alias: {**listed[name], "id": alias, "parent": name}
+            for alias, name in aliases.items()
+            if name in listed
+        }
+
+    def _named(self, call: UpstreamCall) -> bytes:
+        """Return the body of a call with the upstream's own name of its model."""
+        name = self._settings.aliases.get(call.model)
+        return call.body if name is None else with_values(call.body, {"model": name})
 
     def _end(
         self, call: UpstreamCall, begin_s: float, running: int, exchange: HttpExchange
@@ -215,21 +244,30 @@ class OpenAIUpstream:
                 await self.poll()
 
 
-def _authorization(name: str | None, credentials: tuple[str, str] | None) -> dict[str, str]:
-    """Return the header with the credentials of an address, or the key in a variable.
+def _authorization(
+    settings: UpstreamSettings, credentials: tuple[str, str] | None
+) -> dict[str, str]:
+    """Return the header with the credentials of an address, or the key in a variable or a file.
 
     Raises:
-        ValueError: both are given, or the variable is not set.
+        ValueError: several are given, the variable is not set, or the file cannot be read.
     """
+    variable, file = settings.api_key_env, settings.api_key_file
     if credentials is not None:
-        if name is not None:
+        if variable is not None or file is not None:
             raise ValueError(
-                "--upstream-api-key-env cannot be combined with credentials in an --upstream URL"
+                f"--upstream {settings.shown}: a key cannot be combined with credentials in the URL"
             )
         return {"Authorization": BasicAuth(*credentials, "utf-8").encode()}
-    if name is None:
+    if file is not None:
+        try:
+            key = Path(file).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--upstream {settings.shown}: the key file: {error}") from None
+        return {"Authorization": f"Bearer {key}"}
+    if variable is None:
         return {}
-    key = os.environ.get(name, "").strip()
+    key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"--upstream-api-key-env: the variable {name} is not set")
+        raise ValueError(f"--upstream {settings.shown}: the variable {variable} is not set")
     return {"Authorization": f"Bearer {key}"}

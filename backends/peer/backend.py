@@ -402,7 +402,7 @@ def static_peer(config: WorkerConfig) -> PeerBackend:
     """
     if config.upstream is None:
         raise ValueError("the backend 'peer' needs --upstream URL")
-    return PeerBackend(config.upstream, secret_of(config.peer_secret_env))
+    return PeerBackend(config.upstream.url, secret_of(config.peer_secret_env))
 
 
 def _worker_url(address: str) -> str:

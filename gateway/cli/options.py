@@ -166,6 +166,7 @@ _METAVARS: Final = {
     "models": "[NAME=]CHECKPOINT",
     "shares": "NAME=SHARE",
     "origins": "ORIGIN",
+    "upstreams": "[NAME=]URL",
     "urls": "URL",
     "url": "URL",
     "collector": "URL",

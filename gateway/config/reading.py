@@ -24,7 +24,7 @@ import msgspec
 
 from draftgate.addresses import MASK, mask_url
 from draftgate.backends.engine.cpu_isa import VARIABLE as CPU_ISA_VARIABLE
-from draftgate.backends.worker_config import WorkerSettings
+from draftgate.backends.worker_config import UpstreamSettings, WorkerSettings
 from draftgate.gateway.config.schema import MODEL_PANELS, PANELS, ServeConfig
 from draftgate.gateway.config.values import (
     is_variable,
@@ -36,6 +36,7 @@ from draftgate.gateway.config.values import (
     read_models,
     read_origins,
     read_shares,
+    read_upstreams,
     read_url,
     read_urls,
 )
@@ -59,6 +60,7 @@ _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "models": read_models,
     "origins": read_origins,
     "shares": read_shares,
+    "upstreams": read_upstreams,
     "url": read_url,
     "urls": read_urls,
 }
@@ -145,6 +147,8 @@ class Setting:
 
         Everything that shows a setting shows this value.
         """
+        if isinstance(value, UpstreamSettings):
+            return value.shown
         if isinstance(value, dict):  # valid only as pairs, and otherwise of unknown meaning
             pairs = self.kind in {"models", "shares"}
             return {key: self.public(item) if pairs else MASK for key, item in value.items()}
@@ -154,7 +158,7 @@ class Setting:
             return value
         if self.secret or (self.kind == "variable" and not is_variable(str(value))):
             return MASK
-        is_url = self.kind in {"store", "url", "urls", "collector"}
+        is_url = self.kind in {"store", "url", "urls", "upstreams", "collector"}
         return mask_url(value) if isinstance(value, str) and (is_url or "://" in value) else value
 
     def shown(self, value: object) -> str:

@@ -9,9 +9,11 @@ bounds, and its docstring is the help text. `ServeConfig` inherits the settings 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Final
+from collections import Counter
+from typing import Annotated, Any, Final, TypeVar
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from draftgate.addresses import mask_url, split_credentials
 from draftgate.backends.worker_config import (
@@ -19,6 +21,7 @@ from draftgate.backends.worker_config import (
     Count,
     Share,
     Size,
+    UpstreamSettings,
     WorkerConfig,
     WorkerSettings,
     choices,
@@ -26,6 +29,8 @@ from draftgate.backends.worker_config import (
 )
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
+
+T = TypeVar("T")
 
 MAX_REQUEST_TOKENS: Final = 2 << 20
 """The default of the setting. A request of 128 choices may have 16384 tokens in each, and a
@@ -93,12 +98,23 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Let the streams of a worker that shuts down end there or resume later, instead of moving them
     with their KV blocks."""
 
-    upstream: Annotated[tuple[str, ...], kind("urls")] = ()
-    """Address of a server that runs requests, for the backends openai and peer, such as
-    http://gpu-1:8000 or https://USER:PASSWORD@gpu-1. Repeatable."""
+    upstream: Annotated[tuple[UpstreamSettings, ...], kind("upstreams")] = ()
+    """Server that runs requests, for the backends openai and peer: URL or NAME=URL, such as
+    fast=http://gpu-1:8000 or https://USER:PASSWORD@gpu-1. A file may give its models, aliases, key
+    and headers, too. Repeatable."""
 
     upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
     """An --upstream that drafts for every request (default: read from its metrics). Repeatable."""
+
+    upstream_api_key_env: Annotated[str, kind("variable")] | None = None
+    """Environment variable that holds the API key of the upstreams."""
+
+    upstream_max_pause_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Maximum time for which an upstream gets no requests after a refusal (429, 503) or a failed
+    probe, in seconds, whatever its Retry-After header says."""
+
+    upstream_concurrency: Count = 0
+    """Maximum concurrent requests of an upstream (0: according to its metrics)."""
 
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
@@ -227,8 +243,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             model_id, memory_share: as in `WorkerConfig`.
 
         Raises:
-            ValueError: `upstream_speculates` names a server that is not an upstream, or no worker
-                could record acceptance or use adapters.
+            ValueError: as in `upstreams`, or no worker could record acceptance or use adapters.
         """
         records = self.record_acceptance is not None
         for option, given in (("--record-acceptance", records), ("--lora", bool(self.loras))):
@@ -238,26 +253,17 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
             if self.no_worker:
                 raise ValueError(f"{option} cannot be combined with --no-worker")
-        shared = {"--upstream with --backend peer": self.upstream if self.backend == "peer" else ()}
+        peers = [one.url for one in self.upstream if self.backend == "peer"]
+        shared = {"--upstream with --backend peer": peers}
         if self.advertise is not None:
-            shared["--advertise"] = (self.advertise,)
+            shared["--advertise"] = [self.advertise]
         for option, urls in shared.items():
             if any(split_credentials(url)[1] for url in urls):
                 raise ValueError(f"{option} takes no credentials: set --peer-secret-env")
-        for url in self.upstream_speculates:
-            if url not in self.upstream:
-                raise ValueError(
-                    f"--upstream-speculates: {mask_url(url)} is not one of the --upstream URLs"
-                )
         if self.no_worker:
             return ()
         if self.upstream:
-            named = self.upstream_speculates
-            speculates = {url: url in named if named else None for url in self.upstream}
-            return tuple(
-                self._worker_config(upstream=url, upstream_speculates=speculates[url])
-                for url in self.upstream
-            )
+            return tuple(self._worker_config(upstream=one) for one in self.upstreams())
         return tuple(
             self._worker_config(
                 device_index=device,
@@ -269,6 +275,36 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             for device in self.devices
         )
 
+    def upstreams(self) -> tuple[UpstreamSettings, ...]:
+        """Return the upstreams with their names and with the settings that all of them share.
+
+        Raises:
+            ValueError: two upstreams have one name, or `upstream_speculates` names a server that is
+                not an upstream.
+        """
+        urls, speculating = [one.url for one in self.upstream], self.upstream_speculates
+        for url in speculating:
+            if url not in urls:
+                raise ValueError(
+                    f"--upstream-speculates: {mask_url(url)} is not one of the --upstream URLs"
+                )
+        found = tuple(
+            replace(
+                one,
+                name=one.name or f"upstream-{number}",
+                speculates=one.url in speculating if speculating else one.speculates,
+                api_key_env=one.api_key_env or self.upstream_api_key_env,
+                concurrency=_given(one.concurrency, self.upstream_concurrency),
+                max_pause_s=_given(one.max_pause_s, self.upstream_max_pause_s),
+            )
+            for number, one in enumerate(self.upstream, 1)
+        )
+        names = Counter(one.name for one in found)
+        for name, count in names.items():
+            if count > 1:
+                raise ValueError(f"--upstream: two upstreams have the name {name!r}")
+        return found
+
     def _worker_config(self, **own: Any) -> WorkerConfig:
         shared = {name: getattr(self, name) for name in WorkerSettings.__struct_fields__}
         cached = not self.no_acceptance_cache
@@ -279,6 +315,10 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
         if self.threads is not None or len(self.devices) == 1:
             return self.threads
         return max(1, _usable_cores() // len(self.devices))
+
+
+def _given(own: T | None, shared: T) -> T:
+    return shared if own is None else own
 
 
 def _usable_cores() -> int:

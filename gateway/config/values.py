@@ -90,6 +90,38 @@ def read_origins(value: object) -> object:
     return _checked(found, pattern, "origins such as https://example.com")
 
 
+def read_upstreams(value: object) -> object:
+    """Return upstreams as mappings, from a list of `URL`, `NAME=URL` and, in YAML, of mappings.
+
+    Raises:
+        ValueError: an address is not an HTTP address, or occurs twice.
+    """
+    items = read_list(value)
+    if not isinstance(items, list):
+        return value
+    found = [_upstream(item) for item in items]
+    addresses = [same_server(str(one["url"])) for one in found]
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("expected distinct addresses")
+    return found
+
+
+def _upstream(item: object) -> dict[str, object]:
+    if not isinstance(item, dict):
+        name, equals, url = str(item).partition("=")
+        named = bool(equals) and "/" not in name
+        item = {"name": name, "url": url} if named else {"url": item}
+    if "url" not in item:
+        raise ValueError("expected a url for each upstream")
+    if re.fullmatch(r"[A-Za-z0-9._:-]{0,64}", str(item.get("name", ""))) is None:
+        raise ValueError("expected a name of letters, digits, dots, dashes, underscores")
+    headers = item.get("headers")
+    for name, text in headers.items() if isinstance(headers, dict) else ():
+        if not re.fullmatch(r"[A-Za-z0-9-]+", str(name)) or not str(text).isprintable():
+            raise ValueError(f"expected a header, not {str(name)!r}")
+    return {**item, "url": read_server_url(str(item["url"]))}
+
+
 def read_urls(value: object) -> object:
     """Return server addresses from a list, as `read_server_url` does.
 

@@ -122,7 +122,7 @@ class Claims:
     async def _renew(self, waiter: _Claimant, changed: Callable[[], None]) -> None:
         """Claim a worker, and move the claim if the worker leaves, until cancelled."""
         while True:
-            able = self._fleet.open_among(self._fleet.workers, waiter.need.adapter)
+            able = self._fleet.open_among(self._fleet.workers, waiter.need.offer)
             workers = preferred(able, waiter.avoid)
             missing = partial(_missing_tokens, waiter.need)
             offers = [

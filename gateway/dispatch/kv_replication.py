@@ -132,7 +132,7 @@ class Replicator:
             one.worker_id: one
             for one in workers
             if one not in holders and one.worker_id not in prefix.copied
-            if can_supply(source, one) and one.has_adapter(adapter)
+            if can_supply(source, one) and one.offers(adapter)
         }
         num_bytes = len(hashes) * form.block_bytes
         targets = [self._target(source, one, blocks, len(hashes), form) for one in others.values()]

@@ -234,7 +234,7 @@ class CentralQueue:
     def reserve_on(self, worker: FleetWorker, request_id: str, need: CapacityNeed) -> Routed | None:
         """Reserve a worker for a request that needs no turn, or return None without capacity."""
         taken = worker.worker_id in self.claims.taken(request_id)
-        is_open = bool(self._fleet.open_among([worker], need.adapter))
+        is_open = bool(self._fleet.open_among([worker], need.offer))
         if taken or not is_open or not has_capacity(worker.usage, need):
             return None
         worker.reserve(request_id, need)
@@ -285,8 +285,8 @@ class CentralQueue:
 
         Once its turn has come, such a request precedes all new requests on the other workers.
         """
-        adapter = waiting.need.adapter
-        return bool(adapter) and not all(one.has_adapter(adapter) for one in self._fleet.open)
+        adapter = waiting.need.offer
+        return bool(adapter) and not all(one.offers(adapter) for one in self._fleet.open)
 
     def _dispatch_resumed(self) -> bool:
         """Dispatch resumed requests that now fit.
@@ -361,7 +361,7 @@ class CentralQueue:
             routed = router.choose(view, usable, compared, rivals=rivals, has_blocks=has_blocks)
         else:
             free = {worker for worker, _ in usable}
-            open_ = self._fleet.open_among(compared, need.adapter)
+            open_ = self._fleet.open_among(compared, need.offer)
             full = [one for one in open_ if one not in free and one.worker_id not in avoid]
             routed = router.choose_phases(view, usable, full, compared, rivals=rivals)
         if routed is not None:
@@ -396,7 +396,7 @@ class CentralQueue:
     def _push(self, waiting: Waiting) -> None:
         self.places[waiting.key] = waiting
         self.prompt_tokens += waiting.need.prompt_tokens
-        if waiting.need.adapter:
+        if waiting.need.offer:
             self._adapted[waiting.key] = waiting
         if not waiting.claim_tokens:
             self.ordering.push(waiting)
@@ -430,7 +430,7 @@ class CentralQueue:
 
     def _lacks_adapter(self, waiting: Waiting) -> bool:
         """Return whether no worker is left that has the adapter of a request."""
-        adapter = waiting.need.adapter
+        adapter = waiting.need.offer
         return bool(adapter) and not self._fleet.serving_with(adapter)
 
     def _fail_all(self) -> None:

@@ -97,7 +97,7 @@ class Rescheduler:
                 # so all of them must have the adapter of the stream.
                 stays = stream.is_read_slowly or stream.failures >= MOST_FAILURES
                 adapter = stream.run.requests[stream.index].adapter
-                if adapter and not all(one.has_adapter(adapter) for one in open_):
+                if adapter and not all(one.offers(adapter) for one in open_):
                     stays = True
                 if not stays and may_move(stream):
                     view = self._stream_view(stream, worker)

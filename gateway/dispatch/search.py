@@ -46,7 +46,7 @@ class WorkerSearch:
 
     def has_room(self, need: CapacityNeed, taken: AbstractSet[str]) -> bool:
         """Return whether an open worker has capacity that no request has claimed."""
-        able = self._fleet.open_among(self._fleet.workers, need.adapter)
+        able = self._fleet.open_among(self._fleet.workers, need.offer)
         return any(self._with_capacity([one], need, taken)[0] for one in able)
 
     def find(
@@ -111,12 +111,12 @@ class WorkerSearch:
         taken: AbstractSet[str],
     ) -> tuple[list[tuple[FleetWorker, WorkerUsage]], float]:
         """Search some workers, without those that the request avoids if another one is able."""
-        able = self._fleet.open_among(workers, need.adapter)
+        able = self._fleet.open_among(workers, need.offer)
         if not avoid:
             return self._with_capacity(able, need, taken)
         others = [worker for worker in able if worker.worker_id not in avoid]
         if able and not others:
-            of_fleet = self._fleet.open_among(self._fleet.workers, need.adapter)
+            of_fleet = self._fleet.open_among(self._fleet.workers, need.offer)
             avoids_all = all(one.worker_id in avoid for one in of_fleet)
             others = able if avoids_all else []
         return self._with_capacity(others, need, taken)
@@ -143,4 +143,4 @@ class WorkerSearch:
 
 def _kind(need: CapacityNeed, avoid: AbstractSet[str], taken: AbstractSet[str]) -> Hashable:
     """Return what a request needs except the memory for its prompt."""
-    return need.sequences, need.tpot_s, need.adapter, avoid, frozenset(taken)
+    return need.sequences, need.tpot_s, need.offer, avoid, frozenset(taken)

@@ -116,18 +116,18 @@ async def forward(
     wanted = stated.service
     account = request[ACCOUNT]
     if isinstance(request, DirectRequest) and len(request.body) <= _INLINE_BYTES:
-        fields, body = _read_fields(request.body, model, account)
+        fields, body, offer = _read_fields(request.body, model, account)
     else:
-        fields, body = await _read(request, model, account)
+        fields, body, offer = await _read(request, model, account)
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
-    entry = _entry(account, body, fields, stated)
+    entry = _entry(account, body, fields, stated, offer)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
     sent = ForwardedRequest(
         model.forwarder,
-        _call(request, body, service, wanted, sequences=choices),
+        _call(request, body, service, wanted, offer, sequences=choices),
         entry,
         RequestView(
             fields.prompt_tokens,
@@ -163,9 +163,9 @@ async def pass_on(
     """
     model = request.app[NODE].models[0]  # a node with upstreams has one model
     with model.dispatcher.counted():
-        _, body = await _read(request, model, ANONYMOUS)
+        _, body, offer = await _read(request, model, ANONYMOUS)
         wanted = of_headers(request, read_stated).service
-        call = _call(request, body, wanted, wanted, sequences=0)
+        call = _call(request, body, wanted, wanted, offer, sequences=0)
         sent = ForwardedRequest(model.forwarder, call)
         await sent.start()
         sending = _send_whole(request, sent, convert=convert)
@@ -322,8 +322,8 @@ def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
 
 async def _read(
     request: Request, model: ModelService, account: Account
-) -> tuple[ForwardedFields, bytes]:
-    """Return the fields of a request, and its body for the upstream."""
+) -> tuple[ForwardedFields, bytes, str]:
+    """Return the fields of a request, and its body and the name of its model for the upstream."""
     body = await read_body(request)
     if len(body) <= _INLINE_BYTES:
         return _read_fields(body, model, account)
@@ -332,17 +332,21 @@ async def _read(
 
 def _read_fields(
     body: bytes, model: ModelService, account: Account
-) -> tuple[ForwardedFields, bytes]:
-    card = model.fleet.card
-    fields = read_fields(body, card.max_model_len)
+) -> tuple[ForwardedFields, bytes, str]:
+    fleet = model.fleet
+    fields = read_fields(body, fleet.upstream_models.longest_context)
     if not body:
-        return fields, body
-    names = (model.config.served_model_name, card.model_id)
-    model.fleet.upstream_models.check(fields.model)
-    return fields, rewrite_body(body, changed_fields(fields, names, account))
+        return fields, body, ""
+    names = (model.config.served_model_name, fleet.card.model_id)
+    changed = changed_fields(fields, names, account)
+    offer = str(changed.get("model", fields.model or fleet.card.model_id))
+    fleet.upstream_models.check(offer)
+    return fields, rewrite_body(body, changed), offer
 
 
-def _entry(account: Account, body: bytes, fields: ForwardedFields, stated: Stated) -> Entry:
+def _entry(
+    account: Account, body: bytes, fields: ForwardedFields, stated: Stated, offer: str
+) -> Entry:
     """Return the entry of a request at admission, within the bounds of its account."""
     wanted, priority = stated.service, fields.priority
     service = account.capped(replace(wanted, priority=priority) if priority else wanted)
@@ -351,7 +355,7 @@ def _entry(account: Account, body: bytes, fields: ForwardedFields, stated: State
     most_tokens = prompt * fields.n + output * choices
     return Entry(
         new_id(),
-        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s),),
+        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s, offer),),
         output,
         service,
         account.name,
@@ -366,6 +370,7 @@ def _call(
     body: bytes,
     service: ServiceLevel,
     wanted: ServiceLevel,
+    offer: str,
     *,
     sequences: int,
 ) -> UpstreamCall:
@@ -373,6 +378,7 @@ def _call(
 
     Args:
         service, wanted: the service level of the account, and that of the client.
+        offer: the name of the model, or empty without one.
     """
     headers = of_headers(request, _passed_on)
     if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
@@ -384,7 +390,7 @@ def _call(
     else:
         path, mark, query = request.rel_url.raw_path_qs.partition("?")
         path = f"{path.rstrip('/')}{mark}{query}"
-    return UpstreamCall(request.method, path, headers, body, sequences, request[REQUEST_ID])
+    return UpstreamCall(request.method, path, headers, body, sequences, request[REQUEST_ID], offer)
 
 
 def _passed_on(headers: Mapping[str, str]) -> Mapping[str, str]:

@@ -137,9 +137,9 @@ Faults = Callable[[], Any]
 async def node(**settings: Any) -> AsyncIterator[int]:
     """Run a node, and yield its port."""
     from draftgate.gateway.app import build_node, listening, start_workers
-    from draftgate.gateway.config import ServeConfig
+    from draftgate.gateway.config import effective_config
 
-    built = build_node(ServeConfig(**SHARED, **settings))
+    built = build_node(effective_config({**SHARED, **settings}, {}).config)
     async with listening(built) as gateway:
         await start_workers(built)
         async with built.beating():

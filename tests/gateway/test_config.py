@@ -12,6 +12,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.options import config_as_json, config_as_text
 from draftgate.gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
 from draftgate.lab.reference import PAGES
+from tests.upstream_settings import at
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", kind="list")
@@ -325,10 +326,10 @@ def test_each_upstream_becomes_a_worker(tmp_path: Path) -> None:
         ({}, {}, str(file)),
     ):
         config = effective_config(flags, environ, path).config
-        assert config.upstream == expected
-        assert tuple(worker.upstream for worker in config.worker_configs()) == expected
-    (single,) = ServeConfig(upstream=("http://a",), upstream_concurrency=9).worker_configs()
-    assert (single.upstream, single.upstream_concurrency) == ("http://a", 9)
+        assert config.upstream == at(*expected)
+        assert tuple(worker.upstream.url for worker in config.worker_configs()) == expected
+    (single,) = ServeConfig(upstream=at("http://a"), upstream_concurrency=9).upstreams()
+    assert (single.url, single.name, single.concurrency) == ("http://a", "upstream-1", 9)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from draftgate.gateway.http.requests.limits import RANGES
 from draftgate.policies.values import replace
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.tool_models import with_template
+from tests.upstream_settings import at
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -119,7 +120,7 @@ async def test_gateways_of_a_pool_apply_the_defaults_of_the_worker(
     """A gateway without a checkpoint gets the defaults from the worker of another node."""
     async with (
         running(backends=[backend]) as peer,
-        running(backend="peer", upstream=(peer.url,)) as gateway,
+        running(backend="peer", upstream=at(peer.url)) as gateway,
         client(gateway) as http,
     ):
         pending = asyncio.ensure_future(http.post("/v1/completions", json={"prompt": "x"}))

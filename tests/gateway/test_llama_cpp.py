@@ -12,12 +12,13 @@ from openai import AsyncOpenAI
 
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.upstream_testing import check_upstream
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import client, running, until
 from tests.gateway.llama_server import SLOT_TOKENS, SLOTS, LlamaServer, find_server, llama_server
 from tests.gateway.random_gguf import write_random_gguf
+from tests.upstream_settings import at
 
 pytestmark = pytest.mark.skipif(find_server() is None, reason="no llama-server, or no gguf package")
 
@@ -51,7 +52,7 @@ def drafting(model: Path) -> Iterator[LlamaServer]:
 async def gateway(plain: LlamaServer) -> AsyncIterator[Listening]:
     """A node with the plain server as its upstream, idle at the start."""
     await plain.wait_idle()
-    async with running(backend="openai", upstream=(plain.url,)) as listening:
+    async with running(backend="openai", upstream=at(plain.url)) as listening:
         yield listening
 
 
@@ -64,7 +65,9 @@ async def api(gateway: Listening) -> AsyncIterator[AsyncOpenAI]:
 
 async def test_upstream_passes_conformance_suite(plain: LlamaServer) -> None:
     """The backend of llama.cpp's server passes the conformance suite."""
-    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=plain.url), poll_s=3600.0))
+    await check_upstream(
+        OpenAIUpstream(WorkerConfig(upstream=UpstreamSettings(url=plain.url)), poll_s=3600.0)
+    )
 
 
 async def test_whole_and_streamed_texts_are_equal(gateway: Listening, api: AsyncOpenAI) -> None:
@@ -169,7 +172,7 @@ async def test_requests_without_a_slot_wait_in_the_gateway(
 
 async def test_speculation_chooses_the_server(plain: LlamaServer, drafting: LlamaServer) -> None:
     """The gateway sends a request to the plain or the drafting server by its speculation mode."""
-    upstreams = (plain.url, drafting.url)
+    upstreams = at(plain.url, drafting.url)
     async with running(backend="openai", upstream=upstreams) as gateway, client(gateway) as http:
         request = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0.0}
         for worker in gateway.node.fleet.workers:  # a counter is 0 before the first draft
@@ -196,7 +199,9 @@ async def test_speculation_chooses_the_server(plain: LlamaServer, drafting: Llam
 async def test_restarted_server_serves_again(model: Path) -> None:
     """Requests fail while the server is down and succeed after its restart."""
     with llama_server(model) as first:
-        worker = OpenAIUpstream(WorkerConfig(upstream=first.url), probe_s=0.05)
+        worker = OpenAIUpstream(
+            WorkerConfig(upstream=UpstreamSettings(url=first.url)), probe_s=0.05
+        )
         async with (
             running(backends=[worker]) as gateway,
             openai_client(gateway.url) as api,

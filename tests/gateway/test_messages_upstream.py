@@ -11,6 +11,7 @@ from draftgate.gateway.app import Listening
 from tests.gateway.clients import anthropic_client
 from tests.gateway.harness import client, running
 from tests.gateway.upstreams import Handler, cut_after, forwarding, refusal, stream_of, upstream
+from tests.upstream_settings import at
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "def add(a, b):"}]
@@ -41,7 +42,7 @@ async def test_messages_of_the_upstream_pass_whole_and_streamed(sim: Listening) 
 
     fields = {"model": "draftgate-demo", "messages": HI, "max_tokens": 9, "extra_body": {"seed": 3}}
     texts, counts = set(), set()
-    async with running(backend="openai", upstream=(sim.url,)) as gateway:
+    async with running(backend="openai", upstream=at(sim.url)) as gateway:
         for node in (sim, gateway):
             async with anthropic_client(node.url) as api:
                 message = await api.messages.create(**fields)

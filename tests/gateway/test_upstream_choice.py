@@ -26,6 +26,7 @@ from tests.gateway.upstreams import (
     upstream,
     whole,
 )
+from tests.upstream_settings import at
 
 BODY = {"prompt": "x"}
 BUSY = b'{"error": {"message": "slow down", "code": "rate_limit"}}'
@@ -346,7 +347,7 @@ async def test_background_probe_finds_a_recovered_upstream() -> None:
     """A background probe finds a recovered upstream without a request."""
     async with upstream(whole) as engine:
         engine.status = 503
-        async with running(backend="openai", upstream=(engine.url,)) as gateway:
+        async with running(backend="openai", upstream=at(engine.url)) as gateway:
             assert gateway.node.fleet.outage is not None
             engine.status = 200
             await until(lambda: gateway.node.fleet.outage is None)

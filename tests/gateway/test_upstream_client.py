@@ -22,7 +22,7 @@ from draftgate.backends.openai.monitor import UpstreamMonitor
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.types import Capabilities
 from draftgate.backends.upstream_testing import check_upstream
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.quotas import quota_account
@@ -43,6 +43,7 @@ from tests.gateway.upstreams import (
     upstream,
     whole,
 )
+from tests.upstream_settings import at
 
 CHAT = [{"role": "user", "content": "def add(a, b):"}]
 
@@ -50,7 +51,7 @@ CHAT = [{"role": "user", "content": "def add(a, b):"}]
 @pytest.fixture
 async def gateway(sim: Listening) -> AsyncIterator[Listening]:
     """A node that forwards to a node with the simulator."""
-    async with running(backend="openai", upstream=(sim.url + "/v1",)) as listening:
+    async with running(backend="openai", upstream=at(sim.url + "/v1")) as listening:
         yield listening
 
 
@@ -168,7 +169,7 @@ async def test_upstream_gets_the_same_body(monkeypatch: pytest.MonkeyPatch) -> N
         "Cookie": "a=b",
     }
     async with upstream(whole) as engine:
-        settings = {"upstream": (engine.url,), "upstream_api_key_env": "THEIR_KEY"}
+        settings = {"upstream": at(engine.url), "upstream_api_key_env": "THEIR_KEY"}
         async with running(backend="openai", **settings) as gateway, client(gateway) as http:
             response = await http.post("/v1/completions?a=%2F", content=body, headers=headers)
     (request,) = engine.requests
@@ -318,7 +319,7 @@ async def test_load_of_an_upstream_without_metrics() -> None:
         return response
 
     async with upstream(handler) as engine:
-        config = WorkerConfig(upstream=engine.url, upstream_concurrency=7)
+        config = WorkerConfig(upstream=UpstreamSettings(url=engine.url, concurrency=7))
         worker = OpenAIUpstream(config, clock, probe_s=3600.0)
         async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=7)
@@ -342,9 +343,9 @@ async def test_load_of_an_upstream_without_metrics() -> None:
     ("settings", "message"),
     [
         ({"backend": "openai"}, "needs --upstream URL"),
-        ({"backend": "sim", "upstream": ("http://x",)}, "--upstream needs --backend openai"),
+        ({"backend": "sim", "upstream": at("http://x")}, "--upstream needs --backend openai"),
         (
-            {"backend": "openai", "upstream": ("http://x",), "upstream_api_key_env": "NOT_SET_X"},
+            {"backend": "openai", "upstream": at("http://x"), "upstream_api_key_env": "NOT_SET_X"},
             "the variable NOT_SET_X is not set",
         ),
     ],
@@ -373,9 +374,9 @@ class _Miscounting(OpenAIUpstream):
 
 async def test_openai_upstream_passes_conformance_suite(sim: Listening) -> None:
     """The OpenAI upstream passes the conformance suite, and a broken upstream fails."""
-    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
+    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=UpstreamSettings(url=sim.url))))
     with pytest.raises(AssertionError, match="counts as running"):
-        await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))
+        await check_upstream(_Miscounting(WorkerConfig(upstream=UpstreamSettings(url=sim.url))))
 
 
 async def test_models_that_are_nested_too_deeply_are_a_failed_probe() -> None:

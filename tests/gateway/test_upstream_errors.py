@@ -205,17 +205,14 @@ def test_any_json_can_be_read(body: bytes) -> None:
     assert read_error(body).message == ""
 
 
-DENIED_PATHS = [
-    *(("POST", path) for path in (*PATHS, "/rerank", "/score", "/v1/score")),
-    ("GET", "/v1/models/theirs"),
-]
+DENIED_PATHS = [*PATHS, "/rerank", "/score", "/v1/score"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("status", [401, 403, 407])
-@pytest.mark.parametrize(("method", "path"), DENIED_PATHS)
+@pytest.mark.parametrize("path", DENIED_PATHS)
 async def test_a_key_that_an_upstream_refuses_is_not_that_of_the_client(
-    method: str, path: str, status: int, streamed: bool, caplog: pytest.LogCaptureFixture
+    path: str, status: int, streamed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If an upstream denies access, the client gets status 502 in the form of its API instead of a
     verdict on its own key. The error tells the operator what to check, without the upstream's
@@ -227,8 +224,7 @@ async def test_a_key_that_an_upstream_refuses_is_not_that_of_the_client(
         forwarding(engine, log_level="warning") as gateway,
         client(gateway) as http,
     ):
-        sent = None if method == "GET" else {**BODY, "stream": streamed}
-        response = await http.request(method, path, json=sent)
+        response = await http.post(path, json={**BODY, "stream": streamed})
     assert response.status_code == 502
     message = error_of(path, response.content)["message"]
     assert f"status {status}" in message

@@ -19,7 +19,7 @@ from draftgate.backends.openai.upstream_load import (
     UpstreamDrafts,
     UpstreamLoad,
 )
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening
 from draftgate.policies.speculation.upstream_speculation import DraftMeans, expected_accepted
 from draftgate.policies.types import WorkerLoad
@@ -199,7 +199,7 @@ async def test_metrics_are_read_at_start_and_afterwards() -> None:
     async with upstream(whole) as engine:
         engine.metrics = vllm(3, 0, 0.1, drafts=DRAFTS)
         clock = Clock()
-        worker = manual_upstream(WorkerConfig(upstream=engine.url), clock)
+        worker = manual_upstream(WorkerConfig(upstream=UpstreamSettings(url=engine.url)), clock)
         async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load().running == worker.load().others == 3
             engine.metrics = vllm(5, 2, 0.1, drafts=DRAFTS)
@@ -216,7 +216,9 @@ async def test_background_task_polls_metrics() -> None:
     """A background task polls the upstream's metrics."""
     async with upstream(whole) as engine:
         engine.metrics = vllm(1)
-        worker = OpenAIUpstream(WorkerConfig(upstream=engine.url), poll_s=0.001)
+        worker = OpenAIUpstream(
+            WorkerConfig(upstream=UpstreamSettings(url=engine.url)), poll_s=0.001
+        )
         async with running(backends=[worker]):
             engine.metrics = vllm(8)
             await until(lambda: worker.load().others == 8)
@@ -226,7 +228,9 @@ async def test_upstream_without_metrics_has_the_gateways_counts() -> None:
     """The load of an upstream without metrics uses the gateway's counts until a page appears."""
     async with upstream(whole) as engine:
         clock = Clock()
-        worker = manual_upstream(WorkerConfig(upstream=engine.url, upstream_concurrency=2), clock)
+        worker = manual_upstream(
+            WorkerConfig(upstream=UpstreamSettings(url=engine.url, concurrency=2)), clock
+        )
         async with running(backends=[worker]) as gateway, client(gateway) as http:
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=2)
             engine.metrics = vllm(4)
@@ -314,6 +318,6 @@ async def test_llama_cpp_reports_slots_without_metrics() -> None:
     disabled."""
     async with upstream(whole) as engine:
         engine.owner = "llamacpp"
-        worker = manual_upstream(WorkerConfig(upstream=engine.url), Clock())
+        worker = manual_upstream(WorkerConfig(upstream=UpstreamSettings(url=engine.url)), Clock())
         async with running(backends=[worker]):
             assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=3)

@@ -9,7 +9,7 @@ import pytest
 from draftgate.backends.openai.pauses import retry_after_s
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.openai.upstream_load import ObservedSpeed
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from tests.gateway.harness import client, running, until
 from tests.gateway.upstreams import Clock, forwarding, refusal, upstream, whole
 
@@ -135,7 +135,9 @@ async def test_probes_do_not_shorten_the_pauses_of_an_overloaded_upstream() -> N
 async def test_background_probe_ends_a_pause() -> None:
     """The node probes during a pause without a request, and `/ready` follows."""
     async with upstream(refusal(503, Retry_After="864000")) as engine:
-        backend = OpenAIUpstream(WorkerConfig(upstream=engine.url), probe_s=0.01, poll_s=3600.0)
+        backend = OpenAIUpstream(
+            WorkerConfig(upstream=UpstreamSettings(url=engine.url)), probe_s=0.01, poll_s=3600.0
+        )
         async with running(backends=[backend]) as gateway, client(gateway) as http:
             await http.post("/v1/completions", json=BODY)
             engine.handler = whole

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
@@ -26,6 +26,7 @@ from tests.gateway.upstreams import (
     upstream,
     whole,
 )
+from tests.upstream_settings import at
 
 MANY_ACCEPTED = (1000, 4000, 2800)
 """Draft counters with enough accepted tokens to save time below full load."""
@@ -217,8 +218,8 @@ async def test_declared_pools_need_no_metrics() -> None:
     async with upstream(whole) as fast, upstream(whole) as plain:
         plain.metrics = vllm(drafts=MANY_ACCEPTED)
         configs = [
-            WorkerConfig(upstream=fast.url, upstream_speculates=True),
-            WorkerConfig(upstream=plain.url, upstream_speculates=False),
+            WorkerConfig(upstream=UpstreamSettings(url=fast.url, speculates=True)),
+            WorkerConfig(upstream=UpstreamSettings(url=plain.url, speculates=False)),
         ]
         async with running(
             backends=[manual_upstream(config, Clock()) for config in configs]
@@ -230,11 +231,11 @@ async def test_declared_pools_need_no_metrics() -> None:
 
 def test_upstream_speculates_must_name_upstreams() -> None:
     """The setting `--upstream-speculates` accepts only URLs of configured upstreams."""
-    both = ("http://a", "http://b")
+    both = at("http://a", "http://b")
     declared = ServeConfig(backend="openai", upstream=both, upstream_speculates=("http://b",))
-    assert [worker.upstream_speculates for worker in declared.worker_configs()] == [False, True]
+    assert [one.speculates for one in declared.upstreams()] == [False, True]
     undeclared = ServeConfig(backend="openai", upstream=both)
-    assert [worker.upstream_speculates for worker in undeclared.worker_configs()] == [None, None]
+    assert [one.speculates for one in undeclared.upstreams()] == [None, None]
     wrong = ServeConfig(backend="openai", upstream=both, upstream_speculates=("http://c",))
     with pytest.raises(StartError, match="http://c is not one of the --upstream URLs"):
         build_node(wrong)

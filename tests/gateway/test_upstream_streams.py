@@ -30,6 +30,7 @@ from tests.gateway.upstreams import (
     upstream,
     whole,
 )
+from tests.upstream_settings import at
 
 STREAM = {"model": "theirs", "prompt": "x", "stream": True}
 UPSTREAM_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
@@ -441,7 +442,7 @@ async def test_connection_is_reused_after_a_complete_stream() -> None:
 async def test_chain_of_two_nodes_gives_the_same_text() -> None:
     """A chain of two nodes gives the same text and ending as a single node."""
     body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "stream": True}
-    async with running() as sim, running(backend="openai", upstream=(sim.url,)) as gateway:
+    async with running() as sim, running(backend="openai", upstream=at(sim.url)) as gateway:
         texts = []
         for node in (sim, gateway):
             async with client(node) as http:

@@ -21,6 +21,7 @@ from tests.gateway.test_phases import apart
 from tests.gateway.test_roles import KEYS, bearer
 from tests.gateway.troubles import Choice, Dispatched, run_job, run_scenario
 from tests.gateway.upstreams import upstream
+from tests.upstream_settings import at
 
 PATH = "/v1/completions"
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
@@ -72,7 +73,7 @@ async def test_upstream_has_no_role() -> None:
     """An upstream computes both phases, so its role is fixed."""
     async with (
         upstream() as server,
-        running(backend="openai", upstream=(server.url,)) as gateway,
+        running(backend="openai", upstream=at(server.url)) as gateway,
         client(gateway) as http,
     ):
         (worker,) = gateway.node.fleet.workers

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from draftgate.backends.openai.upstream import OpenAIUpstream
-from draftgate.backends.worker_config import WorkerConfig
+from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 
@@ -64,6 +64,7 @@ class ScriptedUpstream:
     owner: str = "somebody"
     models: tuple[str, ...] = ("theirs",)
     metrics: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     disconnected: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
@@ -129,9 +130,14 @@ async def forwarding(
     them."""
     configs = [
         WorkerConfig(
-            upstream=server.url,
-            upstream_concurrency=max_sequences,
-            upstream_max_pause_s=max_pause_s,
+            upstream=UpstreamSettings(
+                url=server.url,
+                **{
+                    "concurrency": max_sequences,
+                    "max_pause_s": max_pause_s,
+                    **getattr(server, "settings", {}),
+                },
+            ),
         )
         for server in upstreams
     ]

@@ -19,6 +19,7 @@ from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
 from tests.gateway.test_readers import StoppedReader, emit_until
 from tests.peer.harness import linked_to
+from tests.upstream_settings import at
 
 WORDS = "word " * 200
 
@@ -36,7 +37,7 @@ async def test_slow_client_pauses_its_request_at_the_peer(
     )
     async with (
         running(backends=[scripted]) as peer,
-        running(backend="peer", upstream=(peer.url,)) as where,
+        running(backend="peer", upstream=at(peer.url)) as where,
     ):
         reader = StoppedReader()
         await reader.send(where, {"prompt": "x", "max_tokens": 400, "stream": True})

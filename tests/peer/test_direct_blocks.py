@@ -28,6 +28,7 @@ from tests.peer.blocks import (
     remote,
     remote_behind_proxy,
 )
+from tests.upstream_settings import at
 
 PATH = WORKER_PATH + "0" + BLOCKS_PATH
 
@@ -159,7 +160,7 @@ async def test_resumed_request_takes_its_blocks_to_another_node(
     async with (
         running() as first,
         running() as second,
-        running(backend="peer", upstream=(first.url, second.url)) as where,
+        running(backend="peer", upstream=at(first.url, second.url)) as where,
         client(where) as http,
     ):
         found = (await http.post("/v1/completions", json=body)).json()

@@ -7,6 +7,7 @@ import asyncio
 from draftgate.backends.sim.profile import load_profile
 from draftgate.gateway.app import drain
 from tests.gateway.harness import client, is_idle, running, until
+from tests.upstream_settings import at
 
 PROMPT_TOKENS = 600
 BODY = {
@@ -23,7 +24,7 @@ async def test_draining_node_gives_its_stream_and_blocks_to_another_node() -> No
     async with (
         running() as first,
         running() as second,
-        running(backend="peer", upstream=(first.url, second.url)) as where,
+        running(backend="peer", upstream=at(first.url, second.url)) as where,
         client(where) as http,
     ):
         workers = where.node.fleet.workers

@@ -25,6 +25,7 @@ from tests.gateway.harness import (
 )
 from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
+from tests.upstream_settings import at
 
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 3}
@@ -34,7 +35,7 @@ async def test_clients_receive_the_responses_of_a_local_worker() -> None:
     """Clients receive the same text, usage, model and tokens as from the node with the worker."""
     async with (
         running() as peer,
-        running(backend="peer", upstream=(peer.url,)) as where,
+        running(backend="peer", upstream=at(peer.url)) as where,
         client(peer) as direct,
         client(where) as http,
     ):
@@ -64,7 +65,7 @@ async def test_disconnected_client_frees_memory_at_the_peer() -> None:
     body = {**BODY, "max_tokens": 4000, "stream": True}
     async with (
         running(profile=SLOW) as peer,
-        running(backend="peer", upstream=(peer.url,)) as where,
+        running(backend="peer", upstream=at(peer.url)) as where,
         client(where) as http,
     ):
         async with open_stream(http, "/v1/completions", body):
@@ -77,7 +78,7 @@ async def test_requests_of_peers_count_against_capacity() -> None:
     """While requests of another node fill the worker, requests of the node's own clients wait."""
     async with (
         running(max_num_seqs=1, profile=SLOW) as peer,
-        running(backend="peer", upstream=(peer.url,)) as where,
+        running(backend="peer", upstream=at(peer.url)) as where,
         client(peer) as direct,
         client(where) as http,
     ):
@@ -93,7 +94,7 @@ async def test_node_survives_the_outage_of_all_peers() -> None:
     async with (
         running() as peer,
         proxied(peer.url) as proxy,
-        running(backend="peer", upstream=(proxy.url,)) as where,
+        running(backend="peer", upstream=at(proxy.url)) as where,
         client(where) as http,
     ):
         proxy.cut(refuse=True)
@@ -118,7 +119,7 @@ async def test_draining_peer_gets_no_new_requests() -> None:
     async with (
         running() as first,
         running() as second,
-        running(backend="peer", upstream=(first.url, second.url)) as where,
+        running(backend="peer", upstream=at(first.url, second.url)) as where,
         client(where) as http,
     ):
         workers = where.node.fleet.workers
@@ -135,7 +136,7 @@ async def test_peers_with_different_models_fail_the_start(tmp_path: Path) -> Non
     shutil.copytree(SHIPPED_MODEL, other)
     async with running() as first, running(model=str(other)) as second:
         with pytest.raises(StartError, match="different models: another, draftgate-demo"):
-            async with running(backend="peer", upstream=(first.url, second.url)):
+            async with running(backend="peer", upstream=at(first.url, second.url)):
                 pass
 
 
@@ -143,12 +144,12 @@ async def test_node_offers_only_its_own_workers() -> None:
     """A node does not offer the workers of its peers, which prevents request loops."""
     async with (
         running() as peer,
-        running(backend="peer", upstream=(peer.url,)) as where,
+        running(backend="peer", upstream=at(peer.url)) as where,
         client(where) as http,
     ):
         assert (await http.get("/peer/v1/workers/0")).status_code == 404
         with pytest.raises(StartError, match="does not accept peers"):
-            async with running(backend="peer", upstream=(where.url,)):
+            async with running(backend="peer", upstream=at(where.url)):
                 pass
 
 
@@ -156,7 +157,7 @@ async def test_worker_number_beyond_the_last_is_not_found(scripted: ScriptedBack
     """The path of a worker number beyond the last worker does not exist."""
     async with running(backends=[scripted]) as peer:
         with pytest.raises(StartError, match="does not accept peers"):
-            async with running(backend="peer", upstream=(f"{peer.url}/peer/v1/workers/1",)):
+            async with running(backend="peer", upstream=at(f"{peer.url}/peer/v1/workers/1")):
                 pass
 
 
@@ -171,9 +172,10 @@ def test_missing_address_fails_the_start() -> None:
 def test_peer_backend_does_not_import_torch() -> None:
     """A gateway with the peer backend does not import torch."""
     code = (
-        "import sys; from draftgate.backends.worker_config import WorkerConfig\n"
+        "import sys; from tests.upstream_settings import at\n"
+        "from draftgate.backends.worker_config import WorkerConfig\n"
         "from draftgate.backends.registry import backend_factory\n"
-        "backend_factory('peer')(WorkerConfig(upstream='http://127.0.0.1:1'))\n"
+        "backend_factory('peer')(WorkerConfig(upstream=at('http://127.0.0.1:1')[0]))\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,6 +12,7 @@ from draftgate.gateway.app import drain
 from tests.gateway.harness import client, running, until
 from tests.gateway.troubles import NEVER_S
 from tests.peer.test_moves_between_nodes import total
+from tests.upstream_settings import at
 
 PREFIX_TOKENS = 1024
 PREFIX_BYTES = PREFIX_TOKENS * load_profile("cpu-demo").kv_token_bytes
@@ -28,7 +29,7 @@ async def test_node_takes_a_prefix_from_a_node_that_accepts_no_requests(*, leave
     async with (
         running(max_num_seqs=1) as first,
         running(max_num_seqs=1) as second,
-        running(backend="peer", upstream=(first.url, second.url)) as where,
+        running(backend="peer", upstream=at(first.url, second.url)) as where,
         client(first) as direct,
         client(where) as http,
     ):

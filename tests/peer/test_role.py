@@ -19,6 +19,7 @@ from tests.peer.harness import (
     linked_to,
     ready_message,
 )
+from tests.upstream_settings import at
 
 
 async def put(http: httpx.AsyncClient, worker_id: str, role: str) -> httpx.Response:
@@ -31,8 +32,8 @@ async def test_role_set_at_one_gateway_is_seen_at_all() -> None:
     node and another gateway see it."""
     async with (
         running(role="prefill") as peer,
-        running(backend="peer", upstream=(peer.url,)) as one,
-        running(backend="peer", upstream=(peer.url,)) as other,
+        running(backend="peer", upstream=at(peer.url)) as one,
+        running(backend="peer", upstream=at(peer.url)) as other,
         client(one) as http,
     ):
         (own,), (near,), (far,) = (each.node.fleet.workers for each in (peer, one, other))
@@ -63,7 +64,7 @@ async def test_node_of_an_earlier_version_keeps_its_role() -> None:
     close the connection."""
     async with (
         impostor(ready_message()) as earlier,
-        running(backend="peer", upstream=(earlier.url,)) as gateway,
+        running(backend="peer", upstream=at(earlier.url)) as gateway,
         client(gateway) as http,
     ):
         (worker,) = gateway.node.fleet.workers

@@ -17,6 +17,7 @@ from draftgate.gateway.telemetry.trace_export import open_tracing
 from draftgate.gateway.tracing import Tracing
 from tests.gateway.collector import Collector, collecting
 from tests.gateway.harness import ScriptedBackend, client, port_of, post_raw, running, until
+from tests.upstream_settings import at
 
 PATH = "/v1/completions"
 SERVER = f"POST {PATH}"
@@ -37,7 +38,7 @@ async def two_nodes(
     try:
         async with (
             running(tracing=tracings[1], **settings) as peer,
-            running(backend="peer", upstream=(peer.url,), tracing=tracings[0]) as where,
+            running(backend="peer", upstream=at(peer.url), tracing=tracings[0]) as where,
         ):
             yield where, peer
     finally:

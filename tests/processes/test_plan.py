@@ -8,6 +8,7 @@ import pytest
 
 from draftgate.gateway.config import ConfigError, ServeConfig
 from draftgate.gateway.processes.parent import plan_processes
+from tests.upstream_settings import at
 
 STORES = Path("/run/stores")
 
@@ -32,17 +33,17 @@ def test_the_fronts_share_a_worker_that_only_this_machine_reaches() -> None:
 def test_each_front_calls_the_upstreams_itself() -> None:
     """A node with upstreams needs no process of workers."""
     plan = plan_processes(
-        ServeConfig(processes=2, backend="openai", upstream=("http://u",)), STORES
+        ServeConfig(processes=2, backend="openai", upstream=at("http://u")), STORES
     )
     assert plan.worker is None
-    assert [front.upstream for front in plan.fronts] == [("http://u",)] * 2
+    assert [front.upstream for front in plan.fronts] == [at("http://u")] * 2
     assert not any(front.no_worker for front in plan.fronts)
 
 
 def test_every_front_has_an_address_of_its_own() -> None:
     """Upstreams of different fronts have different ids, so that they do not fence each other."""
     plan = plan_processes(
-        ServeConfig(processes=4, backend="openai", upstream=("http://u",)), STORES
+        ServeConfig(processes=4, backend="openai", upstream=at("http://u")), STORES
     )
     assert len({front.advertise for front in plan.fronts}) == 4
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
+from draftgate.backends.base import UpstreamPause
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import View
@@ -53,6 +54,7 @@ class Forwarder:
 
     def choose(
         self,
+        model: str,
         need: CapacityNeed | None,
         avoid: frozenset[str],
         view: View,
@@ -63,6 +65,7 @@ class Forwarder:
         """Return the upstream for the next attempt, or None without an upstream or budget.
 
         Args:
+            model: the name of the request's model, or empty for any.
             need: the capacity that the request needs, or None if it needs none.
             avoid: ids of upstreams that are used only if no other is open.
             view: a function that returns the routing policy's view of the request.
@@ -72,7 +75,7 @@ class Forwarder:
         """
         if len(tried) >= MOST_ATTEMPTS:
             return None
-        usable = [(worker, worker.usage) for worker in self.fleet.open]
+        usable = [(worker, worker.usage) for worker in self._open(model)]
         if need is not None:
             usable = [pair for pair in usable if has_capacity(pair[1], need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
@@ -89,15 +92,23 @@ class Forwarder:
                 return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
 
-    def no_upstream(self) -> GatewayError:
+    def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""
-        retry_after_s = self.retry_after_s()
-        pauses = [worker.pause for worker in self.fleet.workers]
+        retry_after_s = self.retry_after_s(model)
+        pauses = self._pauses(model)
         if any(pause is not None and pause.status == UNAVAILABLE for pause in pauses):
             return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
-    def retry_after_s(self) -> int:
+    def retry_after_s(self, model: str) -> int:
         """Return the whole seconds until an upstream may be called again, at least 1."""
-        pauses = [worker.pause for worker in self.fleet.workers]
+        pauses = self._pauses(model)
         return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
+
+    def _open(self, model: str) -> list[FleetWorker]:
+        return self.fleet.open_among(self.fleet.workers, model)
+
+    def _pauses(self, model: str) -> list[UpstreamPause | None]:
+        """Return the pauses of the upstreams of a model, or of all if none has it at present."""
+        workers = self.fleet.workers
+        return [one.pause for one in workers if one.offers(model)] or [w.pause for w in workers]

@@ -31,6 +31,9 @@ from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 
 FIRST_ERROR_STATUS: Final = 400
+UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
+"""The header of a response with the name of its upstream, if there are several."""
+
 _FIRST_REDIRECT: Final = 300
 
 DENIED: Final = frozenset({401, 403, 407})
@@ -163,9 +166,11 @@ class ForwardedRequest:
         try:
             if entry is None:
                 view = self.route_view
-                worker = forwarder.choose(None, _NO_WORKERS, view, [], refused=False)
+                worker = forwarder.choose(
+                    self._call.model, None, _NO_WORKERS, view, [], refused=False
+                )
                 if worker is None:
-                    raise forwarder.no_upstream()
+                    raise forwarder.no_upstream(self._call.model)
             else:
                 worker = await self._seat(entry)
             self.worker, self.state = worker, SENT
@@ -180,8 +185,8 @@ class ForwardedRequest:
     async def _seat(self, entry: Entry) -> FleetWorker:
         """Admit the request, and reserve an upstream, without waiting if one has capacity."""
         forwarder, span, need = self._forwarder, self._span, entry.needs[0]
-        if not forwarder.fleet.is_open:
-            raise forwarder.no_upstream()
+        if not forwarder.fleet.is_open_for(need.offer):
+            raise forwarder.no_upstream(self._call.model)
         if span.recording or not forwarder.admission.admit_at_once(entry):
             with span.child("admit"):
                 await forwarder.admission.admit(entry)
@@ -275,7 +280,7 @@ class ForwardedRequest:
         # If other requests wait, either pool may later be the first with capacity.
         waits = len(forwarder.queue) > 0
         fits = (lambda _: False) if waits else partial(has_capacity, need=need)
-        self._pool = forwarder.pools.choose(view, fits)
+        self._pool = forwarder.pools.choose(view, need.offer, fits)
         if self._pool is not None:
             self._avoid = self._pool.avoid
 
@@ -288,7 +293,7 @@ class ForwardedRequest:
             try:
                 routed = await forwarder.queue.turn(waiting, self.route_view)
             except BackendFailed as error:
-                raise forwarder.no_upstream() from error
+                raise forwarder.no_upstream(self._call.model) from error
         record_route(self._span, routed)
         return routed
 
@@ -315,7 +320,8 @@ class ForwardedRequest:
                 worker.release(entry.request_id)
                 self.worker = None
             refused, view = self.state is REFUSED, self.route_view
-            other = forwarder.choose(need, self._avoid, view, tried, refused=refused)
+            model, avoid = self._call.model, self._avoid
+            other = forwarder.choose(model, need, avoid, view, tried, refused=refused)
             if other is None:
                 break
             if entry is not None and need is not None:
@@ -353,6 +359,8 @@ class ForwardedRequest:
             await self._read_refusal(worker)
             return
         self.state = ANSWERED
+        if len(self._forwarder.fleet.workers) > 1:
+            self.headers = {**self.headers, UPSTREAM_HEADER: worker.worker_id}
         if self._pool is not None:
             self.headers = {**self.headers, **self._pool.headers(worker)}
             self.plan = self._pool.plan
@@ -385,7 +393,7 @@ class ForwardedRequest:
                 "the upstream is misconfigured: it denied this gateway access with status "
                 f"{self.status}; the operator must check --upstream-api-key-env"
             )
-        retry_after_s = self._forwarder.retry_after_s()
+        retry_after_s = self._forwarder.retry_after_s(self._call.model)
         if self.status == _TOO_MANY:
             theirs = self.headers.items()
             headers = {name: value for name, value in theirs if name.lower() not in _RETRY_HEADERS}

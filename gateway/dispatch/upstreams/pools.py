@@ -68,13 +68,16 @@ class UpstreamPools:
         self._decisions = decisions
         self._on_decision = on_decision
 
-    def choose(self, request: RequestView, has_capacity: _HasCapacity) -> PoolDecision | None:
-        """Return the pool for a request, or None if all open upstreams are of one kind.
+    def choose(
+        self, request: RequestView, model: str, has_capacity: _HasCapacity
+    ) -> PoolDecision | None:
+        """Return the pool for a request, or None if all its open upstreams are of one kind.
 
         Args:
+            model: the name of its model, or empty for any.
             has_capacity: whether an upstream with this usage can run the request now.
         """
-        workers = self._fleet.open
+        workers = self._fleet.open_among(self._fleet.workers, model)
         if len(workers) < 2:
             return None
         open_upstreams = [(worker, worker.usage) for worker in workers]

@@ -57,7 +57,11 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     node, anthropic = request.app[NODE], is_anthropic(request)
     limit = query_number(request, "limit", DEFAULT_MODELS, MOST_MODELS) if anthropic else 0
     if _uses_upstream_names(node):
-        return await pass_on(request, convert=partial(_upstream_page, request, limit))
+        found = node.fleet.upstream_models.described()
+        if not found:  # no list is known, and an upstream explains why
+            return await pass_on(request, convert=partial(_upstream_page, request, limit))
+        listed = msgspec.json.encode({"object": "list", "data": list(found.values())})
+        return json_response(_upstream_page(request, limit, listed))
     models = [one for model in _known(node) for one in _described(model)]
     if anthropic:
         return json_response(model_page(models, request.query, limit))
@@ -72,7 +76,13 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     """
     node = request.app[NODE]
     if _uses_upstream_names(node):
-        return await pass_on(request, convert=partial(_upstream_model, request))
+        listed, name = node.fleet.upstream_models.described(), request.match_info["model"]
+        if not listed:
+            return await pass_on(request, convert=partial(_upstream_model, request))
+        node.fleet.upstream_models.check(name)
+        if name not in listed:  # an upstream without a list may have it
+            return await pass_on(request, convert=partial(_upstream_model, request))
+        return json_response(_upstream_model(request, msgspec.json.encode(listed[name])))
     requested, models = request.match_info["model"], _known(node)
     replies = {one.id: one for model in models for one in _described(model)}
     if requested not in replies:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from draftgate.backends.base import BYTES_PER_TOKEN
+from draftgate.backends.openai.exchange import with_values
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
@@ -153,10 +154,9 @@ def rewrite_body(body: bytes, changed: Mapping[str, str | int]) -> bytes:
     if not changed:
         return body
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return with_values(body, changed)
     except (ValueError, RecursionError):
         raise _not_an_object() from None
-    return msgspec.json.encode({**fields, **changed})
 
 
 def _capped_priority(fields: ForwardedFields, first: int) -> Mapping[str, int]:

@@ -11,12 +11,12 @@ from openai import AsyncOpenAI
 from draftgate.gateway.app import Listening
 from tests.gateway.clients import openai_client
 from tests.gateway.harness import needs_engine, running
+from tests.upstream_settings import at
 
 ENGINE = pytest.param(
     "engine",
     marks=needs_engine,
 )
-
 
 FORWARDED = "openai"
 """Parameter for a node that forwards to a node with the simulator."""
@@ -30,7 +30,7 @@ async def gateway(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
         if request.param != FORWARDED:
             yield listening
             return
-        async with running(backend="openai", upstream=(listening.url,)) as forwarding:
+        async with running(backend="openai", upstream=at(listening.url)) as forwarding:
             yield forwarding
 
 
