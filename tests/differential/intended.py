@@ -30,6 +30,7 @@ ORDER = "the order of choices within a step, and with it their running usage, is
 
 HEADERS = "the headers of a request are read first and together, on each endpoint"
 UPGRADE = "a request for another protocol ends the connection"
+MODELS = "the gateway lists the models of upstreams from their latest lists"
 FOLDED = "drafts of the last minutes are counted when they are folded"
 
 RULES = (
@@ -44,6 +45,11 @@ RULES = (
         "asks for an upgrade",
         "None|False|keep-alive",
         "close|True",
+    ),
+    Rule(
+        MODELS,
+        "^(form of the body|request to the upstream|header content-(type|length))$",
+        "GET /v1/models",
     ),
     Rule(FOLDED, r"^/decisions\.drafts\."),
     Rule(STEPS, r"/decisions\.decisions\[\]\.load\.steps"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -171,11 +172,19 @@ async def running(
                 node(backend="sim", model=str(with_tools(folder)))
             )
             recorder = Recorder(loop, behind, received)
-            settings["upstream"] = (f"http://127.0.0.1:{await recorder.listen()}",)
+            settings["upstream"] = (_named(f"http://127.0.0.1:{await recorder.listen()}"),)
         else:
             from tests.differential.faults import faulty_upstream
 
             behind = await stack.enter_async_context(faulty_upstream())
             recorder = Recorder(loop, behind, received)
-            settings["upstream"] = (f"http://127.0.0.1:{await recorder.listen()}",)
+            settings["upstream"] = (_named(f"http://127.0.0.1:{await recorder.listen()}"),)
         yield await stack.enter_async_context(node(**settings)), received
+
+
+def _named(url: str) -> str:
+    """Return an upstream with a name like those of earlier versions, which had no other names."""
+    from draftgate.backends import worker_config
+
+    has_names = hasattr(worker_config, "UpstreamSettings")
+    return f"w-{secrets.token_hex(4)}-0={url}" if has_names else url
