@@ -308,6 +308,8 @@ class Generator:
         head = data.partition(b"\r\n\r\n")[0].lower() + b"\r\n"
         if b"\r\nupgrade:" in head and b"\r\nconnection: upgrade" in head:
             name += " that asks for an upgrade"
+        if b"\r\nexpect: tea" in head:
+            name += " with an unknown expectation"
         if any(f"\r\n{line}\r\n".encode() in head for line in WRONG_LINES):
             name += " with a wrong header"
         return name, method, data

@@ -31,6 +31,7 @@ ORDER = "the order of choices within a step, and with it their running usage, is
 HEADERS = "the headers of a request are read first and together, on each endpoint"
 UPGRADE = "a request for another protocol ends the connection"
 MODELS = "the gateway lists the models of upstreams from their latest lists"
+EXPECTATION = "a request with an unknown expectation ends the connection"
 FOLDED = "drafts of the last minutes are counted when they are folded"
 
 RULES = (
@@ -44,6 +45,13 @@ RULES = (
         "^(header connection|closed)$",
         "asks for an upgrade",
         "None|False|keep-alive",
+        "close|True",
+    ),
+    Rule(
+        EXPECTATION,
+        "^(header connection|closed)$",
+        "unknown expectation",
+        "None|False",
         "close|True",
     ),
     Rule(
