@@ -28,8 +28,13 @@ class UpstreamModels:
     @property
     def longest_context(self) -> int:
         """The longest context of the first model of each upstream in tokens, or 0 if unknown."""
-        lengths = [one.card.max_model_len for one in self._upstreams]
-        return max(lengths) if lengths and all(lengths) else 0
+        longest = 0
+        for one in self._upstreams:
+            tokens: int = one.card.max_model_len
+            if not tokens:
+                return 0
+            longest = max(longest, tokens)
+        return longest
 
     def described(self) -> dict[str, Mapping[str, Any]]:
         """Return the models, as the first upstream that has each of them describes it."""
@@ -45,6 +50,7 @@ class UpstreamModels:
         Raises:
             ModelNotFound: all upstreams list other models.
         """
-        if not name or any(one.serves(name) for one in self._upstreams):
-            return
+        for one in self._upstreams:
+            if not name or one.serves(name):
+                return  # the usual case
         raise ModelNotFound(name, *list(self.described())[:_MOST_NAMES])

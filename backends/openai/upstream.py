@@ -33,7 +33,13 @@ _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=F
 
 
 class OpenAIUpstream:
-    """Implements `Upstream` with connections that are kept and shared."""
+    """Implements `Upstream` with connections that are kept and shared.
+
+    Attributes:
+        card: describes the first model that it offers, without a name until it was reached.
+        models: the models that clients may use, by name, as its latest list describes them, or None
+            until a list was read. An alias is described as its model.
+    """
 
     recovers = True
 
@@ -71,40 +77,16 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
         self._sent = 0  # sequences
-        self._card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
-        self._described: Models | None = None  # those of the card
-        self._listed: Models | None = None
-        self._models: Models | None = None  # those offered of that list
+        self.card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
+        self.models: Models | None = None
         self._connections: Connections | None = None
         self._monitor: UpstreamMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
 
-    @property
-    def card(self) -> ModelCard:
-        """The first model that it offers, without a name until the upstream was reached."""
-        models = self.models
-        if models and models is not self._described:
-            self._described, first = models, listed_model(next(iter(models.values())))
-            sizes = first.max_model_len, None, first.created_s
-            self._card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
-        return self._card
-
-    @property
-    def models(self) -> Models | None:
-        """The models that clients may use, by name, as the latest list describes them.
-
-        None until a list was read. An alias is described as its model.
-        """
-        listed = None if self._monitor is None else self._monitor.models
-        if listed is not self._listed:
-            self._listed, self._models = listed, self._offered(listed)
-        return self._models
-
     def serves(self, name: str) -> bool:
         """Return whether clients may use a model of this name, as far as is known."""
-        models = self.models
-        return models is None or name in models
+        return self.models is None or name in self.models
 
     @property
     def progress(self) -> float:
@@ -136,6 +118,7 @@ class OpenAIUpstream:
         self._connections = Connections(self.url, self._headers)
         self._monitor = UpstreamMonitor(self._connections, self._clock)
         failure = await self._monitor.probe()
+        self._offer(self._monitor.models)
         if failure is None:
             await self.poll()
         else:
@@ -178,6 +161,7 @@ class OpenAIUpstream:
         """Probe the upstream, and record the result."""
         assert self._monitor is not None
         failure = await self._monitor.probe()
+        self._offer(self._monitor.models)
         if failure is None:
             self._pauses.note_probe(self._clock())
         else:
@@ -195,17 +179,22 @@ class OpenAIUpstream:
         if slots is not None:
             self._load.set_slots(slots)
 
-    def _offered(self, listed: Models | None) -> Models | None:
-        """Return the models of a list that clients may use, with the aliases."""
-        if listed is None:
-            return None
+    def _offer(self, listed: Models | None) -> None:
+        """Offer the models of a list that clients may use, with the aliases."""
+        if not listed:
+            return
         only, aliases = self._settings.models, self._settings.aliases
         found = {name: one for name, one in listed.items() if not only or name in only}
-        return found | {
+        found |= {
             alias: {**listed[name], "id": alias, "parent": name}
             for alias, name in aliases.items()
             if name in listed
         }
+        if found != self.models:
+            self.models = found
+            for first in map(listed_model, list(found.values())[:1]):
+                sizes = first.max_model_len, None, first.created_s
+                self.card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
 
     def _named(self, call: UpstreamCall) -> bytes:
         """Return the body of a call with the upstream's own name of its model."""
