@@ -39,7 +39,7 @@ INVALID_IS_REJECTED = "negative_data_rejection"
 """The check that a node rejects every request that does not satisfy the document."""
 
 TOOL_NAMES = r"tool_choice\S*: .* is not one of the tools$|tools\[\d+\]\S*: .* occurs twice$"
-CONTINUED_CALL = r"content: must not be part of a message to continue$"
+CONTINUED_CALL = r"(content|tool_calls): must not be part of a message to continue$"
 PROMPT_LOGPROBS = r"(prompt_logprobs together with|echo together with logprobs and) stream"
 
 CONDITIONS = {
@@ -57,6 +57,7 @@ CONDITIONS = {
     "streams have no log probabilities of prompts": PROMPT_LOGPROBS,
     "calls of tools have no log probabilities": r"(top_logprobs|include) together with tools",
     "a schema, grammar or regular expression is valid": r"^the [\w ]+ cannot be used: ",
+    "a form that needs a schema has one": r"response_format\.json_schema: must be given$",
     "a schema in a text is an object": r"must be a JSON schema that is an object$",
     "the worker has the proposer": r"this worker cannot draft with",
     "the model fills in the middle of texts": r"suffix by this model",
