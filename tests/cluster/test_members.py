@@ -33,6 +33,7 @@ from tests.gateway.harness import (
 from tests.gateway.redis_server import free_port
 from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
+from tests.upstream_settings import at
 
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 PATH = "/v1/completions"
@@ -376,9 +377,9 @@ async def test_a_node_fails_with_its_own_worker_although_others_serve(
     [
         ({"no_worker": True}, "--no-worker needs --join"),
         ({"join": JOIN, "no_worker": True, "loras": ("a=b",)}, "--lora cannot be combined with"),
-        ({"backend": "peer", "upstream": ("http://x",), "join": JOIN}, "use --no-worker --join"),
+        ({"backend": "peer", "upstream": at("http://x"), "join": JOIN}, "use --no-worker --join"),
         (
-            {"backend": "openai", "upstream": ("http://x",), "join": JOIN, "no_worker": True},
+            {"backend": "openai", "upstream": at("http://x"), "join": JOIN, "no_worker": True},
             "cannot be combined with --upstream",
         ),
     ],
@@ -432,7 +433,7 @@ def test_a_loopback_address_with_a_remote_store_is_detected(
 async def test_upstreams_are_not_offered_to_other_nodes(store: HidingStore) -> None:
     """A node with upstreams publishes no address for other nodes."""
     async with member(store) as worker_node:
-        settings = {"backend": "openai", "upstream": (worker_node.url,)}
+        settings = {"backend": "openai", "upstream": at(worker_node.url)}
         async with member(store, **settings) as where:
             reported = (await store.call(ListWorkers())).workers
             (report,) = [v.report for v in reported if v.worker_id != ids(worker_node)[0]]

@@ -20,6 +20,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.logs import LOGGER
 from tests.fuzz.http_streams import Ending, Sent
 from tests.memory_network import BEGIN_S, MemoryLoop
+from tests.upstream_settings import at
 
 INSTANT = Path(__file__).parents[2] / "bench" / "harness" / "instant.json"
 SETTINGS: dict[str, Any] = {
@@ -133,7 +134,7 @@ class Nodes:
         upstream = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         for proxy, own in (
             (False, {"backend": "sim", "profile": str(INSTANT)}),
-            (True, {"backend": "openai", "upstream": (upstream,)}),
+            (True, {"backend": "openai", "upstream": at(upstream)}),
         ):
             node = build_node(ServeConfig(**SETTINGS, **own))
             await self._stack.enter_async_context(listening(node))

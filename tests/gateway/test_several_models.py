@@ -25,6 +25,7 @@ from tests.gateway.harness import (
     running,
     until,
 )
+from tests.upstream_settings import at
 
 OTHER = f"other={SHIPPED_MODEL}"
 BODY = {"prompt": "def f(x):", "max_tokens": 4, "seed": 3, "ignore_eos": True}
@@ -227,7 +228,7 @@ def test_the_settings_of_a_further_model() -> None:
         ({"models": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
         ({"loras": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
         ({"models": ("a=b",), "own_process": True}, "--own-process"),
-        ({"models": ("a=b",), "upstream": ("http://localhost:1",)}, "--upstream"),
+        ({"models": ("a=b",), "upstream": at("http://localhost:1")}, "--upstream"),
         ({"memory_shares": ("x=0.5",)}, "--memory-share needs --model"),
         ({"models": ("a=b",), "memory_shares": ("x=0.5",)}, "'x' is none of"),
         ({"models": ("a=b",), "memory_shares": ("a=1.5",)}, "at most 1"),
