@@ -188,6 +188,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     this machine are peers)."""
 
 
+LONGEST_PAUSE_S: Final = 30.0
+"""Default of the longest pause of an upstream."""
+
+
 class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a server that runs requests, for the backends `openai` and `peer`.
 

@@ -15,9 +15,6 @@ from draftgate.policies.resilience.breaker import Breaker, Patience
 DEFAULT_PAUSE_S: Final = 1.0
 """Pause in seconds after a refusal (429, 503) without a duration."""
 
-LONGEST_PAUSE_S: Final = 30.0
-"""Default of `upstream_max_pause_s`."""
-
 _PATIENCE: Final = Patience(
     failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0
 )

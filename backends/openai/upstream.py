@@ -20,10 +20,10 @@ from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange, with_values
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
-from draftgate.backends.openai.pauses import LONGEST_PAUSE_S, Pauses
+from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.types import Capabilities, ModelCard
-from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
+from draftgate.backends.worker_config import LONGEST_PAUSE_S, UpstreamSettings, WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 Models: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -250,13 +250,13 @@ def _authorization(
         return {"Authorization": BasicAuth(*credentials, "utf-8").encode()}
     if file is not None:
         try:
-            key = Path(file).read_text("utf-8").strip()
+            key, missing = Path(file).read_text("utf-8").strip(), f"the key file {file} is empty"
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--upstream {settings.shown}: the key file: {error}") from None
-        return {"Authorization": f"Bearer {key}"}
-    if variable is None:
+    elif variable is not None:
+        key, missing = os.environ.get(variable, "").strip(), f"the variable {variable} is not set"
+    else:
         return {}
-    key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"--upstream {settings.shown}: the variable {variable} is not set")
+        raise ValueError(f"--upstream {settings.shown}: {missing}")
     return {"Authorization": f"Bearer {key}"}

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from draftgate.addresses import mask_url, split_credentials
 from draftgate.backends.worker_config import (
+    LONGEST_PAUSE_S,
     Amount,
     Count,
     Share,
@@ -109,7 +110,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     upstream_api_key_env: Annotated[str, kind("variable")] | None = None
     """Environment variable that holds the API key of the upstreams."""
 
-    upstream_max_pause_s: Annotated[float, Meta(gt=0)] = 30.0
+    upstream_max_pause_s: Annotated[float, Meta(gt=0)] = LONGEST_PAUSE_S
     """Maximum time for which an upstream gets no requests after a refusal (429, 503) or a failed
     probe, in seconds, whatever its Retry-After header says."""
 

@@ -190,10 +190,12 @@ async def test_each_upstream_gets_its_own_key_and_headers(
 
 async def test_a_key_that_cannot_be_read_fails_the_start(tmp_path: Path) -> None:
     """The message names the upstream and the reason."""
+    (tmp_path / "empty").write_text("\n")
     async with upstream(whole) as a:
         for wrong, why in (
             ({"api_key_env": "NOT_SET"}, "the variable NOT_SET is not set"),
             ({"api_key_file": str(tmp_path / "none")}, "No such file"),
+            ({"api_key_file": str(tmp_path / "empty")}, "the key file .* is empty"),
         ):
             a.settings = {"name": "one", **wrong}
             with pytest.raises((StartError, ValueError), match=f"--upstream one=.*{why}"):
