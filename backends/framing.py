@@ -351,7 +351,7 @@ class Calls(Generic[Reply]):
         return number, reply
 
     def settle(self, number: int, reply: Reply) -> None:
-        """Record the reply to a call, unless nobody waits for it."""
+        """Record the reply to a call if its caller still waits."""
         call = self._waiting.pop(number, None)
         if call is not None and not call.done():
             call.set_result(reply)

@@ -50,7 +50,9 @@ class UpstreamModels:
         Raises:
             ModelNotFound: all upstreams list other models.
         """
-        for one in self._upstreams:
-            if not name or one.serves(name):
-                return  # the usual case
+        if not name:
+            return
+        for one in self._upstreams:  # the first one usually has it
+            if one.serves(name):
+                return
         raise ModelNotFound(name, *list(self.described())[:_MOST_NAMES])

@@ -100,9 +100,7 @@ def read_upstreams(value: object) -> object:
     if not isinstance(items, list):
         return value
     found = [_upstream(item) for item in items]
-    addresses = [same_server(str(one["url"])) for one in found]
-    if len(set(addresses)) < len(addresses):
-        raise ValueError("expected distinct addresses")
+    _check_distinct([str(one["url"]) for one in found])
     return found
 
 
@@ -132,9 +130,13 @@ def read_urls(value: object) -> object:
     if not isinstance(items, list):
         return value
     found = [read_server_url(str(item)) for item in items]
-    if len(set(map(same_server, found))) < len(found):
-        raise ValueError("expected distinct addresses")
+    _check_distinct(found)
     return found
+
+
+def _check_distinct(urls: list[str]) -> None:
+    if len(set(map(same_server, urls))) < len(urls):
+        raise ValueError("expected distinct addresses")
 
 
 def read_url(value: object) -> object:

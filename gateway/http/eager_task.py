@@ -38,7 +38,7 @@ class EagerTask:
     def _step(self, _: object) -> None:
         """Run until the coroutine has to wait again. The caller has entered the context."""
         self._waits_for = None
-        _enter_task(self._loop, self)  # type: ignore[arg-type]  # it is no subclass of Task
+        _enter_task(self._loop, self)  # type: ignore[arg-type]  # not a subclass of Task
         try:
             if self._must_cancel:
                 self._must_cancel = False
