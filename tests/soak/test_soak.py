@@ -133,6 +133,7 @@ def wait_until_ready(node: ServedModel) -> None:
 
 def idle_resources(node: ServedModel) -> tuple[float, int]:
     """Return the tasks and open files of an idle node."""
+    time.sleep(SAMPLE_S)  # A node that is just ready has not begun all of its tasks.
     tasks = node.metric("draftgate_event_loop_tasks")
     time.sleep(SAMPLE_S)  # The connection of the metrics request needs time to close.
     return tasks, node.open_files
