@@ -10,9 +10,6 @@ from draftgate.backends.engine.kernels.attention_work import plan_work
 from draftgate.backends.engine.kernels.paged_attention_ref import BlockTables, DraftTrees
 from tests.examples import grid
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 _RANDOM = torch.Generator().manual_seed(1)
 
 

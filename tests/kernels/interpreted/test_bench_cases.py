@@ -7,9 +7,6 @@ import torch
 
 from bench.engine.kernel_cases import Inputs, KernelCase, Sizes, cases
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 _TINY = Sizes(
     sequences=3,
     context=70,

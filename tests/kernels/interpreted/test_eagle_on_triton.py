@@ -44,12 +44,6 @@ from tests.engine.tiny_model import (
 )
 from tests.kernels.recorded_graphs import recorded_graphs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    pytest.mark.filterwarnings("ignore:overflow encountered"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered"),
-]
-
 TOKENS = 20
 
 

@@ -29,11 +29,6 @@ from tests.engine.tiny_model import (
 )
 from tests.kernels.recorded_graphs import recorded_graphs
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
-]
-
 
 @pytest.mark.parametrize("vocab", [COMMON, VOCAB + 3])
 def test_device_draws_the_chains_of_the_host(vocab: int) -> None:

@@ -10,12 +10,6 @@ from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Setup, embedding_request, request
 from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 
-# test_gpu_runner.py ignores the same warnings.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
-]
-
 # test_gpu_runner.py tests two layers.
 ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads": 1}
 

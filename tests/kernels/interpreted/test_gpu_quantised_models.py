@@ -29,13 +29,6 @@ from tests.engine.tiny_model import (
     triton_decoder,
 )
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    # Padding rows attend to nothing and compute on uninitialized memory.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
-]
-
 SAME = 1e-4
 FP8_ROWS, FP8_ERROR = 0.7, 0.6
 """Least share of rows within `SAME` in FP8, and largest error of a logit of the others: another

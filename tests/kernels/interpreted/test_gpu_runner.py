@@ -27,13 +27,6 @@ from tests.engine.tiny_model import (
     tiny_weights,
 )
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    # Padding rows attend to nothing and compute on uninitialized memory.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
-]
-
 # A single layer is enough for tests of the schedule of steps.
 ONE_LAYER = {"num_layers": 1, "windows": (None,), "num_heads": 2, "num_kv_heads": 1}
 

@@ -8,9 +8,6 @@ import torch
 from draftgate.backends.engine.kernels import merge_splits_ref
 from draftgate.backends.engine.kernels.merge_splits import merge_splits
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 _PARTIALS = torch.tensor([[0, 1], [1, 2], [0, 0], [3, 9], [12, 8], [20, 20]], dtype=torch.int32)
 
 

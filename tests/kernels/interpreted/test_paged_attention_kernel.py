@@ -17,9 +17,6 @@ from draftgate.backends.engine.kv_pool import KvPool
 from tests.examples import grid
 from tests.kernels.attention_cases import WORK, AttentionCase, attention_case, comb
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 # A chunk, a decode, a verification, an empty (padding) sequence, a verification that starts in one
 # split and ends in the next, the first token of a sequence, and a whole prompt.
 _QUERY_LENS = [20, 1, 5, 0, 4, 1, 18]
@@ -67,7 +64,6 @@ def test_windows_equal_the_reference(window: int) -> None:
 
 
 # The exponential of a score far below the bound is infinite, as expected.
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 @pytest.mark.parametrize("softcap", [0.4, 50.0])
 def test_bounded_scores_equal_the_reference(softcap: float) -> None:
     """Scores are bounded before their mask and their softmax, also far beyond the bound."""

@@ -20,9 +20,6 @@ from tests.kernels.attention_cases import (
     star,
 )
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
-
 
 def _mixed() -> AttentionCase:
     """Return trees of all kinds among a chunk, a decode and padding.

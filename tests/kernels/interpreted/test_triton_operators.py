@@ -18,14 +18,6 @@ from tests.engine.tiny_model import (
     triton_decoder,
 )
 
-# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
-# Attention leaves padding rows undefined, and they may overflow later.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
-    pytest.mark.filterwarnings("ignore:overflow encountered"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered"),
-]
-
 # A single layer is enough if all layers are alike.
 ONE_LAYER = {"num_layers": 1, "windows": (None,)}
 CONFIGS = {
