@@ -185,10 +185,10 @@ class Reader:
 
     def limit_buffers(self) -> None:
         """Limit the buffers of the connection, so that little is sent ahead of the reader."""
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         self._transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        connection = self._transport.get_extra_info("socket")
+        connection = _open_socket(self._transport)
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
 
@@ -244,7 +244,7 @@ class Reader:
         """Return the TCP statistics, or None if the path is hidden or the system has none."""
         if self.hidden or self._transport is None:
             return None
-        connection = self._transport.get_extra_info("socket")
+        connection = _open_socket(self._transport)
         return None if connection is None else tcp_info(connection)
 
     def _sample(self, now_s: float, unsent_bytes: int, waiting: int) -> _Sample:
@@ -324,10 +324,17 @@ def _checked(reader: Reader, now_s: float) -> float:
         return HEALTHY_INTERVAL_S
 
 
+def _open_socket(transport: Any) -> Any:
+    """Return the socket of a transport, or None if it is closed or the transport has none."""
+    connection = transport.get_extra_info("socket")
+    # uvloop keeps the object of a closed socket. Most of its methods raise ValueError.
+    return None if connection is None or connection.fileno() < 0 else connection
+
+
 def _queued_bytes(transport: Any) -> int:
     """Return the unacknowledged bytes in the kernel's send queue, or 0 if unknown."""
-    connection = transport.get_extra_info("socket")
-    if connection is None or connection.fileno() < 0:
+    connection = _open_socket(transport)
+    if connection is None:
         return 0
     count = array.array("i", [0])
     try:

@@ -6,14 +6,19 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from itertools import count
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import uvloop
 
 from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http import readers
+from draftgate.gateway.http.direct import Request
+from draftgate.gateway.http.requests.headers import CLIENT_RATE_HEADER
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -164,3 +169,46 @@ async def test_fast_reader_keeps_the_full_pace(node: Listening, scripted: Script
     assert "end" in await reading
     assert paces(scripted) == []
     reader.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_reader_of_a_closed_connection_is_checked_without_an_error(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """All checks of a reader work until its stream has ended, also after the connection closed."""
+    seconds = count()
+    watched = readers.Readers(lambda: float(next(seconds)))
+
+    async def check_closed(connection: asyncio.Transport) -> list[float]:
+        request = SimpleNamespace(transport=connection, headers={CLIENT_RATE_HEADER: "20"})
+        reader = readers.Reader(cast("Request", request), watched)
+        reader.watch(None, sent_tokens=lambda: 1)
+        open_s = reader.check(watched.now_s())
+        connection.abort()
+        intervals_s = [open_s]
+        for _ in range(3):
+            await asyncio.sleep(0)
+            reader.limit_buffers()
+            intervals_s.append(reader.check(watched.now_s()))
+        reader.left()
+        return intervals_s
+
+    async def connect() -> list[float]:
+        accepted: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
+
+        class Accepting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted.set_result(cast("asyncio.Transport", transport))
+
+        server = await asyncio.get_running_loop().create_server(Accepting, "127.0.0.1", 0)
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                return await check_closed(await accepted)
+            finally:
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert min(runner.run(connect())) > 0
