@@ -35,7 +35,7 @@ from aiohttp import web
 from draftgate.backends.errors import BackendError
 from draftgate.backends.registry import backend_factory
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import ModelPlan, plan_models
+from draftgate.gateway.config.models import FORWARDING, ModelPlan, plan_models
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.last_requests import answer_last_requests
@@ -124,14 +124,14 @@ def build_fleets(config: ServeConfig) -> list[tuple[ModelPlan, Fleet]]:
     Raises:
         ValueError: settings contradict each other.
     """
-    if config.upstream and config.backend in {"engine", "sim"}:
-        raise ValueError(f"--upstream needs --backend openai or peer, not {config.backend}")
-    if config.no_worker and (config.join is None or config.upstream):
-        raise ValueError("--no-worker needs --join, and cannot be combined with --upstream")
+    if config.no_worker and config.join is None:
+        raise ValueError("--no-worker needs --join")
+    if config.no_worker and config.backend in FORWARDING:
+        raise ValueError(f"--no-worker cannot be combined with --backend {config.backend}")
     if config.backend == "peer" and config.join is not None:
         raise ValueError("--backend peer cannot be combined with --join: use --no-worker --join")
     return [
-        (plan, Fleet(lambda: backend_factory(config.backend), plan.worker_configs()))
+        (plan, Fleet(partial(backend_factory, plan.config.backend), plan.worker_configs()))
         for plan in plan_models(config)
     ]
 
@@ -145,8 +145,7 @@ def build_node(config: ServeConfig) -> Node:
     try:
         tracing = open_tracing(config.otlp_endpoint, os.environ)
         store = open_store(config.join, config.pool)
-        (_, fleet), *more = build_fleets(config)
-        return Node(config, fleet, store, tracing, more)
+        return Node(config, build_fleets(config), store, tracing)
     except ValueError as error:
         raise StartError(str(error)) from error
 

@@ -20,11 +20,10 @@ from draftgate.gateway.process import resident_bytes
 def banner(where: Listening) -> str:
     """Return the address, the served model and an example request."""
     node = where.node
-    described = _models(node) if node.fleet.token_ids else _upstreams(node)
     lines = [
         ("API", f"{where.url}/v1"),
         ("live page", f"{where.url}/"),
-        *described,
+        *(_upstreams(node) if node.models[0].forwards else _models(node)),
         *_chat(where),
         ("stop", "Ctrl-C waits for open streams; press it twice to stop immediately"),
     ]
@@ -63,12 +62,15 @@ def _completes_code(node: Node) -> bool:
 def _chats(node: Node) -> bool:
     """Return whether the first model follows instructions, as far as its chat template shows."""
     first = node.models[0]
-    known = node.fleet.token_ids and first.is_known and not _completes_code(node)
+    known = first.is_known and not (first.forwards or _completes_code(node))
     return known and first.served.tokenizer.tool_template is not None
 
 
 def _about(model: ModelService, node: Node) -> Iterator[tuple[str, str]]:
-    """Yield the lines about a model."""
+    """Yield the lines about a model, or about the upstreams."""
+    if model.forwards:
+        yield "upstreams", _addresses(model)
+        return
     yield "model", _described(model, node)
     defaults = model.served.defaults().given()
     if defaults:
@@ -96,14 +98,18 @@ def _memory(cards: Sequence[ModelCard]) -> Iterator[tuple[str, str]]:
 
 
 def _upstreams(node: Node) -> list[tuple[str, str]]:
-    addresses = [
-        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not respond)")
-        for worker in node.fleet.workers
-    ]
+    model = node.models[0]
     return [
-        ("model", node.models[0].name or "unknown until an upstream responds"),
-        ("upstreams", ", ".join(addresses)),
+        ("model", model.name or "unknown until an upstream responds"),
+        ("upstreams", _addresses(model)),
     ]
+
+
+def _addresses(model: ModelService) -> str:
+    return ", ".join(
+        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not respond)")
+        for worker in model.fleet.workers
+    )
 
 
 _Example: TypeAlias = tuple[str, Mapping[str, object]]

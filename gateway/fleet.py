@@ -444,6 +444,6 @@ def _outage(workers: Sequence[FleetWorker]) -> str | None:
     if not workers or any(worker.backend.failure is None for worker in workers):
         return None
     reasons = (str(worker.backend.failure) for worker in workers)
-    if workers[0].pause is not None:
-        reasons = (f"upstream {number}: {reason}" for number, reason in enumerate(reasons, 1))
+    if workers[0].pause is not None:  # upstreams, each of which has a name
+        reasons = (f"{worker.worker_id}: {worker.backend.failure}" for worker in workers)
     return "; ".join(dict.fromkeys(reasons))

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from draftgate.backends.engine.served import loading_phase
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.models import FORWARDING, plan_models
 from draftgate.gateway.logs import log
 
 BAR_DELAY_S: Final = 0.5
@@ -40,8 +41,15 @@ async def loading_shown(
         console: the terminal for the bar, or None for stderr. Stdout holds the command's output.
     """
     console = console or Console(stderr=True)
-    first = config.model or ", ".join(one.shown for one in config.upstream) or "the shipped model"
-    what = ", ".join([first, *config.models, *config.embedders])
+    own = config.backend not in FORWARDING
+    what = ", ".join(
+        [
+            *([config.model or "the shipped model"] if own else []),
+            *config.models,
+            *config.embedders,
+            *(one.shown for one in config.upstream),
+        ]
+    )
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"
     single = not (config.models or config.embedders)  # several models are in different phases
@@ -51,7 +59,7 @@ async def loading_shown(
             yield
         return
     begin_s = time.perf_counter()
-    workers = len(config.worker_configs())
+    workers = sum(len(plan.worker_configs()) for plan in plan_models(config))
     if config.no_worker:
         log(logging.INFO, "waiting for a worker", pool=config.pool)
     else:

@@ -35,6 +35,7 @@ from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.live import ActivityMeter, Recent
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.gateway.upstream_models import MOST_NAMES
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
@@ -50,7 +51,6 @@ class NodeParts:
         flows: the flows, whose hops may need different models.
         reach: a function that returns the backend for a worker of another node, or None if the node
             does not search for such workers.
-        files: files of records, which the heartbeat of the first model writes.
     """
 
     store: Store
@@ -59,11 +59,10 @@ class NodeParts:
     policy: SpeculationPolicy
     flows: Flows
     reach: Reach | None
-    files: Sequence[JsonLinesFile] = ()
 
 
 class ModelService:
-    """A model that a node serves, on its own workers and on those of other nodes.
+    """A model that a node serves on its own workers and those of other nodes, or its upstreams.
 
     Models share nothing but the devices of their workers, the flows of clients, and the state of
     the node. Each has its own queue, quotas, metrics and failover.
@@ -84,6 +83,7 @@ class ModelService:
         *,
         model_id: str | None = None,
         first_worker: int = 0,
+        files: Sequence[JsonLinesFile] = (),
     ) -> None:
         """Build the components without starting them.
 
@@ -91,6 +91,7 @@ class ModelService:
             quotas: quotas by tenant.
             model_id: name of the model in the pool, or None if its first worker determines it.
             first_worker: number of its first own worker among those of the node.
+            files: files of records, which its heartbeat writes.
 
         Raises:
             ValueError: a policy does not exist.
@@ -116,10 +117,9 @@ class ModelService:
         )
         queue = self.dispatcher.queue
         self.members = None
-        if parts.reach is not None:
+        if parts.reach is not None and not config.upstream:
             changed = queue.dispatch_waiting
             self.members = Members(fleet, parts.store, parts.reach, changed, model_id)
-        files = parts.files if model_id is None else ()
         self.heartbeat = Heartbeat(
             fleet, parts.store, self.dispatcher, files, self.members, first_worker
         )
@@ -149,9 +149,25 @@ class ModelService:
         """The name that clients use, or an empty string while unknown."""
         if self._served is not None:
             return self._served.name
-        if self.fleet.token_ids:
+        if not self.forwards:
             return ""
         return self.config.first_name or self.fleet.card.model_id
+
+    @property
+    def forwards(self) -> bool:
+        """Whether the workers, once started, take whole requests, as upstreams do."""
+        return not self.fleet.token_ids
+
+    def may_forward(self, name: str) -> bool:
+        """Return whether an upstream lists a model, or has not sent its list yet."""
+        return self.fleet.upstream_models.may_serve(name)
+
+    @property
+    def listed_names(self) -> list[str]:
+        """The names for errors that list the models of the node."""
+        if self.forwards and not self.config.served_model_name:
+            return list(self.fleet.upstream_models.described())[:MOST_NAMES]
+        return [self.name] if self.is_known else []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,7 +182,7 @@ class ModelService:
             Unavailable: no worker has loaded the model.
             NotOffered: the model belongs to an upstream.
         """
-        if not self.fleet.token_ids:
+        if self.forwards:
             raise NotOffered("this node only forwards requests to an upstream, which has the model")
         if self._served is None:
             self._lifecycle.require_ready()
@@ -179,7 +195,7 @@ class ModelService:
     @property
     def is_known(self) -> bool:
         """Whether clients can use the model, or its upstreams."""
-        return self._served is not None or not self.fleet.token_ids
+        return self._served is not None or self.forwards
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -198,7 +214,7 @@ class ModelService:
         await self.fleet.start(prefix, self._first_worker)
         if self.members is not None:
             await self.members.first()
-        if self.fleet.token_ids:
+        if not self.forwards:
             self._served = self._described()
             self._log_defaults()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)

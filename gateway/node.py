@@ -27,7 +27,7 @@ from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import ModelPlan
+from draftgate.gateway.config.models import FORWARDING, ModelPlan
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
@@ -77,16 +77,14 @@ class Node:
     def __init__(
         self,
         config: ServeConfig,
-        fleet: Fleet,
+        fleets: Sequence[tuple[ModelPlan, Fleet]],
         store: Store,
         tracing: Tracing,
-        more: Sequence[tuple[ModelPlan, Fleet]] = (),
     ) -> None:
         """Build the components without starting them.
 
         Args:
-            fleet: the workers of `MODEL`.
-            more: further models with their workers.
+            fleets: the models with their workers, `MODEL` first.
 
         Raises:
             ValueError: a policy does not exist, the keys cannot be read, a file cannot be written,
@@ -118,9 +116,9 @@ class Node:
             self.policy,
             self._flows,
             _reach(config),
-            [file for file in (decisions_file, audit_file) if file is not None],
         )
-        self.models = self._own_models(fleet, more)
+        self._files = [file for file in (decisions_file, audit_file) if file is not None]
+        self.models = self._own_models(fleets)
         if (members := self.models[0].members) is not None:
             members.on_other_model = self._add_model
         self._flows.watch = partial(count_flow_event, self.metrics)
@@ -185,11 +183,17 @@ class Node:
         return self.models[0].served
 
     def model_named(self, name: str) -> ModelService | None:
-        """Return the model that clients request by this name or by that of an adapter, or None."""
+        """Return what serves the model or the adapter of this name, or None.
+
+        A model of this node comes before one of the same name at an upstream.
+        """
         for model in self.models:
             if name in {*model.names, model.model_id}:
                 return model
-        return next((model for model in self.models if name in model.fleet.adapters()), None)
+        for model in self.models:
+            if name in model.fleet.adapters() or (model.forwards and model.may_forward(name)):
+                return model
+        return None
 
     @property
     def may_miss_models(self) -> bool:
@@ -232,9 +236,10 @@ class Node:
         if join is not None:
             prefix = await self._advertise(join)
         else:
-            prefix = "" if self.config.upstream else f"w-{secrets.token_hex(4)}"
+            prefix = f"w-{secrets.token_hex(4)}"
         for model in self.models[:]:
-            await model.start(prefix)
+            named = bool(model.config.upstream) and join is None  # by the names of its upstreams
+            await model.start("" if named else prefix)
         await self._find_models()
         await self._join_store()
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
@@ -280,24 +285,23 @@ class Node:
         for model in self.models:
             model.dispatcher.admission.quotas.change(accounts.quotas)
 
-    def _own_models(
-        self, fleet: Fleet, more: Sequence[tuple[ModelPlan, Fleet]]
-    ) -> list[ModelService]:
-        """Return the models that the settings name."""
-        models = [ModelService(self.config, fleet, self._parts, self.accounts.quotas)]
-        number = fleet.size
-        for plan, further in more:
+    def _own_models(self, fleets: Sequence[tuple[ModelPlan, Fleet]]) -> list[ModelService]:
+        """Return the models that the settings name, and the upstreams."""
+        models: list[ModelService] = []
+        number = 0
+        for plan, fleet in fleets:
             models.append(
                 ModelService(
                     plan.config,
-                    further,
+                    fleet,
                     self._parts,
                     self.accounts.quotas,
                     model_id=plan.name,
                     first_worker=number,
+                    files=() if models else self._files,
                 )
             )
-            number += further.size
+            number += fleet.size
         return models
 
     def _add_model(self, model_id: str) -> None:
@@ -382,7 +386,7 @@ def _reach(config: ServeConfig) -> Reach | None:
     Raises:
         ValueError: the peer secret is missing.
     """
-    if config.join is None or config.upstream:
+    if config.join is None or config.backend in FORWARDING:
         return None
     secret, tokenizers = secret_of(config.peer_secret_env), Tokenizers()
 

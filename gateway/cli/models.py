@@ -69,7 +69,7 @@ def prepare_models(config: ServeConfig, default: str | None = None) -> ServeConf
             otherwise the default.
         default: the name of a model, or None for the shipped model.
     """
-    if config.backend not in {"engine", "sim"} or config.no_worker or config.upstream:
+    if config.backend not in {"engine", "sim"} or config.no_worker:
         return config
     if config.model is None and config.backend == "engine":
         pulled = stored_path(KNOWN_MODELS[CHAT_MODEL]) is not None

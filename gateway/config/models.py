@@ -2,7 +2,7 @@
 
 The first model is `MODEL`. `--model` and `--embedder` add further models, which have workers on the
 same devices. Settings that depend on a model, such as its draft model and its adapters, apply to
-`MODEL` alone.
+`MODEL` alone. The models of all upstreams are one plan, the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from draftgate.backends.generation_defaults import AUTO, NONE
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
 
+FORWARDING: Final = ("openai", "peer")
+"""The backends whose workers are the upstreams. A node with another backend has its own workers
+beside its upstreams."""
+
 EMBEDDER_SHARE: Final = 0.05
 """Share of the memory budget for an embedder. An encoder has no KV cache. A decoder keeps the KV of
 a few texts, which 5% of the smallest budget in use, 512 MiB, holds for a model of 1B parameters.
@@ -25,7 +29,7 @@ a few texts, which 5% of the smallest budget in use, 512 MiB, holds for a model 
 
 
 class ModelPlan(NamedTuple):
-    """A model that a node loads.
+    """A model that a node loads, or all models of its upstreams.
 
     Attributes:
         name: the name in the pool, or None for the name of the checkpoint.
@@ -43,11 +47,18 @@ class ModelPlan(NamedTuple):
 
 
 def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
-    """Return the models of a node, `MODEL` first.
+    """Return the models of a node, `MODEL` first and those of upstreams last.
 
     Raises:
         ValueError: the settings contradict each other.
     """
+    if not config.upstream or config.backend in FORWARDING:
+        return _plan_own(config)
+    own = _plan_own(replace(config, upstream=(), upstream_speculates=()))
+    return (*own, ModelPlan(None, _for_upstreams(config)))
+
+
+def _plan_own(config: ServeConfig) -> tuple[ModelPlan, ...]:
     more = [*named_checkpoints(config.models), *named_checkpoints(config.embedders)]
     first = config.first_name or checkpoint_id(config.model)
     names = [first, *(name for name, _ in more)]
@@ -104,7 +115,9 @@ def _check_names(names: Sequence[str]) -> None:
 
 def _check(config: ServeConfig) -> None:
     if config.upstream:
-        raise ValueError("--model and --embedder cannot be combined with --upstream")
+        raise ValueError(
+            f"--model and --embedder cannot be combined with --backend {config.backend}"
+        )
     if config.own_process:
         raise ValueError(
             "--model and --embedder cannot be combined with --own-process, because the models of a "
@@ -119,6 +132,22 @@ def _shares(entries: Sequence[str]) -> dict[str, float]:
 def _of_every_model(generation_config: str) -> str:
     """Return a value of `--generation-config` for a further model, whose file no path names."""
     return generation_config if generation_config in NONE else AUTO
+
+
+def _for_upstreams(config: ServeConfig) -> ServeConfig:
+    """Return the settings of the upstreams of a node that has its own workers, too."""
+    return replace(
+        config,
+        backend="openai",
+        model=None,
+        loras=(),
+        served_model_name=(),
+        record_acceptance=None,
+        no_worker=False,
+        models=(),
+        embedders=(),
+        memory_shares=(),
+    )
 
 
 def _for_model(config: ServeConfig, name: str, path: str) -> ServeConfig:

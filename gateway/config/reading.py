@@ -289,6 +289,10 @@ def effective_config(
             raw, origin = from_file[setting.name], f"{path}: {setting.name}"
         values[setting.name] = raw if origin == "default" else setting.read(raw, origin)
         origins[setting.name] = origin
+    own = ("model", "models", "embedders", "no_worker")
+    if values["upstream"] and origins["backend"] == "default" and not any(map(values.get, own)):
+        # A node that names upstreams and no model of its own only forwards requests.
+        values["backend"], origins["backend"] = "openai", origins["upstream"]
     return EffectiveConfig(ServeConfig(**values), origins)
 
 

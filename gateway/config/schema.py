@@ -42,7 +42,8 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Every setting of a node."""
 
     backend: Annotated[str, kind("backend")] = "engine"
-    """Backend that runs requests: engine, sim, openai, peer, or an installed plugin."""
+    """Backend that runs requests: engine, sim, openai, peer, or an installed plugin. It is openai
+    for --upstream without a model."""
 
     devices: Annotated[tuple[int, ...], kind("indices")] = (0,)
     """Indices of devices, such as 0,1. Each device runs a worker. Repeatable."""
@@ -100,9 +101,9 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     with their KV blocks."""
 
     upstream: Annotated[tuple[UpstreamSettings, ...], kind("upstreams")] = ()
-    """Server that runs requests, for the backends openai and peer: URL or NAME=URL, such as
-    fast=http://gpu-1:8000 or https://USER:PASSWORD@gpu-1. A file may give its models, aliases, key
-    and headers, too. Repeatable."""
+    """Server that runs requests for its models: URL or NAME=URL, such as fast=http://gpu-1:8000 or
+    https://USER:PASSWORD@gpu-1. A file may give its models, aliases, key and headers, too.
+    Repeatable."""
 
     upstream_speculates: Annotated[tuple[str, ...], kind("urls")] = ()
     """An --upstream that drafts for every request (default: read from its metrics). Repeatable."""

@@ -181,7 +181,7 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
         why = f"this node has no worker of the model {name!r} yet"
         raise Starting(why, retry_after_s=RETRY_STARTING_S)
     if model is None:
-        raise ModelNotFound(name, *(model.name for model in node.models if model.is_known))
+        raise ModelNotFound(name, *(one for model in node.models for one in model.listed_names))
     return model
 
 

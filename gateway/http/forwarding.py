@@ -25,7 +25,6 @@ from draftgate.gateway.errors import (
 )
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    NODE,
     READERS,
     REQUEST_ID,
     error_format,
@@ -151,17 +150,19 @@ async def forward(
 
 
 async def pass_on(
-    request: web.Request, convert: Callable[[bytes], bytes] = lambda body: body
+    request: web.Request,
+    model: ModelService,
+    convert: Callable[[bytes], bytes] = lambda body: body,
 ) -> web.StreamResponse:
     """Respond through an upstream to a request that generates nothing, such as `/v1/models`.
 
     Args:
+        model: the upstreams.
         convert: a function that returns the body for the client. It gets that of a success.
 
     Raises:
         GatewayError: no upstream responds, and the client has not received anything.
     """
-    model = request.app[NODE].models[0]  # a node with upstreams has one model
     with model.dispatcher.counted():
         _, body, offer = await _read(request, model, ANONYMOUS)
         wanted = of_headers(request, read_stated).service

@@ -93,12 +93,12 @@ class WatchedEndpoint:
                     model = await requested_model(request, node, self.task)
                     watch.use(model.request_series)
                 request[QUOTAS] = model.dispatcher.admission.quotas
-                if model.fleet.token_ids:
-                    self._check_task(model)
-                    response = await self.respond(request, model, watch)
-                else:
+                if model.forwards:
                     generates = self.task is Task.GENERATE
                     response = await forward(request, model, watch, generates=generates)
+                else:
+                    self._check_task(model)
+                    response = await self.respond(request, model, watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from draftgate.gateway.app import Signals, StartError
 from draftgate.gateway.cluster.snapshots import SharedSnapshots
 from draftgate.gateway.config import ConfigError, ServeConfig
+from draftgate.gateway.config.models import FORWARDING
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
 from draftgate.gateway.processes.messages import Notice, Order
@@ -310,7 +311,8 @@ def plan_processes(config: ServeConfig, stores: Path) -> ProcessPlan:
     Raises:
         ConfigError: the settings do not allow several processes.
     """
-    if config.join is not None and not (config.no_worker or config.upstream):
+    forwards = config.backend in FORWARDING
+    if config.join is not None and not (config.no_worker or forwards):
         raise ConfigError(
             "--processes with --join needs --no-worker: start the workers of the pool separately"
         )
@@ -321,10 +323,12 @@ def plan_processes(config: ServeConfig, stores: Path) -> ProcessPlan:
         )
     shared = replace(single, join=f"{SCHEME}{stores}", peer_secret_env=SECRET_ENV)
     fronts = tuple(_front(shared, number) for number in range(config.processes))
-    if config.upstream:
+    if forwards:
         return ProcessPlan(None, fronts)
     worker = replace(
         shared,
+        upstream=(),
+        upstream_speculates=(),
         host=_LOOPBACK,
         port=0,
         advertise=None,

@@ -175,11 +175,11 @@ async def running(
         settings["devices"] = tuple(range(len(backends)))
         settings["models"] = tuple(f"{name}=unused" for name in further)
     config = ServeConfig(**settings)
-    (_, fleet), *more = build_fleets(config)
+    fleets = build_fleets(config)
     if backends:
-        fleet = scripted_fleet(config, backends)
-        more = [(plan, scripted_fleet(plan.config, [further[plan.name]])) for plan, _ in more]
-    node = Node(config, fleet, store or MemoryStore(), tracing or Tracing(), more)
+        scripted = {None: backends, **{name: [one] for name, one in further.items()}}
+        fleets = [(plan, scripted_fleet(plan.config, scripted[plan.name])) for plan, _ in fleets]
+    node = Node(config, fleets, store or MemoryStore(), tracing or Tracing())
     async with listening(node) as gateway:
         try:
             if start:

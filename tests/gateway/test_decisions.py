@@ -18,6 +18,7 @@ from draftgate.backends.types import (
     SpeculationOutcome,
 )
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.models import ModelPlan
 from draftgate.gateway.dispatch.decisions import (
     KEPT,
     KEPT_MOVES_OF_RUN,
@@ -130,7 +131,8 @@ def test_damaged_file_is_reported_with_its_line(tmp_path: Path) -> None:
 async def test_dispatcher_records_the_inputs_of_each_decision(scripted: ScriptedBackend) -> None:
     """The dispatcher records one decision with its inputs for each prompt."""
     config = ServeConfig(speculation="fixed:4")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
+    fleets = [(ModelPlan(None, config), scripted_fleet(config, [scripted]))]
+    node = Node(config, fleets, MemoryStore(), Tracing())
     await node.start()
     prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
     job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
@@ -180,7 +182,8 @@ async def test_outcomes_of_a_tenant_are_inputs_of_its_next_decision(
     """The outcomes of a tenant's requests are inputs of its next decision at the same
     temperature."""
     config = ServeConfig(speculation="auto")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
+    fleets = [(ModelPlan(None, config), scripted_fleet(config, [scripted]))]
+    node = Node(config, fleets, MemoryStore(), Tracing())
     await node.start()
     job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5, n=2, tenant="a")
     outcome = SpeculationOutcome(10, 40, 30, (0, 0, 5, 0, 5))
@@ -204,7 +207,8 @@ async def test_forced_tokens_are_not_counted_as_accepted_drafts(scripted: Script
     """The statistics exclude tokens that a grammar forces, because any draft of them is
     accepted."""
     config = ServeConfig(speculation="auto")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
+    fleets = [(ModelPlan(None, config), scripted_fleet(config, [scripted]))]
+    node = Node(config, fleets, MemoryStore(), Tracing())
     await node.start()
     job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5)
     forced = replace(job, grammar=GrammarSpec(GrammarKind.REGEX, "aaaa"))

@@ -13,6 +13,7 @@ import pytest
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.models import ModelPlan
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import InvalidRequest
@@ -29,7 +30,7 @@ async def started(scripted: ScriptedBackend, join: str | None = None) -> Node:
     """Return a started node without HTTP."""
     config = ServeConfig(speculation="fixed:4", join=join)
     fleet = scripted_fleet(config, [scripted])
-    made = Node(config, fleet, MemoryStore(), Tracing())
+    made = Node(config, [(ModelPlan(None, config), fleet)], MemoryStore(), Tracing())
     await made.start()
     return made
 

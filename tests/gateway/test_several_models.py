@@ -228,7 +228,10 @@ def test_the_settings_of_a_further_model() -> None:
         ({"models": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
         ({"loras": (f"{SHIPPED_MODEL_ID}=b",)}, "two models or adapters have the name"),
         ({"models": ("a=b",), "own_process": True}, "--own-process"),
-        ({"models": ("a=b",), "upstream": at("http://localhost:1")}, "--upstream"),
+        (
+            {"backend": "openai", "models": ("a=b",), "upstream": at("http://localhost:1")},
+            "--model and --embedder cannot be combined with --backend openai",
+        ),
         ({"memory_shares": ("x=0.5",)}, "--memory-share needs --model"),
         ({"models": ("a=b",), "memory_shares": ("x=0.5",)}, "'x' is none of"),
         ({"models": ("a=b",), "memory_shares": ("a=1.5",)}, "at most 1"),

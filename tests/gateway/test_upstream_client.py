@@ -343,7 +343,15 @@ async def test_load_of_an_upstream_without_metrics() -> None:
     ("settings", "message"),
     [
         ({"backend": "openai"}, "needs --upstream URL"),
-        ({"backend": "sim", "upstream": at("http://x")}, "--upstream needs --backend openai"),
+        (
+            {
+                "backend": "openai",
+                "upstream": at("http://x"),
+                "join": "redis://localhost",
+                "no_worker": True,
+            },
+            "--no-worker cannot be combined with --backend openai",
+        ),
         (
             {"backend": "openai", "upstream": at("http://x"), "upstream_api_key_env": "NOT_SET_X"},
             "the variable NOT_SET_X is not set",

@@ -161,7 +161,7 @@ async def test_ready_and_workers_show_pauses(status: int, ready: int) -> None:
         assert response.status_code == 200
         (paused,) = response.json()["workers"]
         assert paused["status"] == "paused"
-        assert f"upstream 1: it responded with status {status}" in paused["reason"]
+        assert f"it responded with status {status}" in paused["reason"]
         assert "20.0 s" in paused["reason"]
         listed = (await http.get("/workers")).json()["workers"]
         assert [worker["status"] for worker in listed] == ["paused", "ok"]

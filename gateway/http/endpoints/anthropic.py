@@ -33,9 +33,10 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     Raises:
         GatewayError, RequestRejected: the body is malformed or not supported.
     """
-    if not request.app[NODE].fleet.token_ids:
-        return await pass_on_count(request)
-    served = (await requested_model(request, request.app[NODE])).served
+    model = await requested_model(request, request.app[NODE])
+    if model.forwards:
+        return await pass_on_count(request, model)
+    served = model.served
     body = await read_body(request)
     parse = partial(parse_count_tokens, body, served, Sender(new_id()))
     return json_response(MessageTokensReply(await count_tokens(parse, PARAMS, len(body))))

@@ -34,7 +34,7 @@ async def health(request: web.Request) -> web.Response:
     workers.
     """
     node = request.app[NODE]
-    workers = [_described(worker, number) for number, (_, worker) in enumerate(node.workers(), 1)]
+    workers = [_described(worker) for _, worker in node.workers()]
     reply = HealthReply(node.state.value, node.in_flight, workers)
     if node.lifecycle.failure is None:
         return json_response(reply)
@@ -52,7 +52,7 @@ async def ready(request: web.Request) -> web.Response:
     state = node.state
     if state is NodeState.STARTING:
         return json_response(ReadyReply(state.value, round(node.progress, 3)), 503)
-    described = [_described(worker, number) for number, (_, worker) in enumerate(node.workers(), 1)]
+    described = [_described(worker) for _, worker in node.workers()]
     out = [one for one in described if one.reason is not UNSET] or UNSET
     outage = outage_of(node)
     if state is NodeState.READY and outage is not None:  # the outage may end
@@ -80,16 +80,16 @@ def _hung(fleet: Fleet) -> str | None:
     return "no worker completes a step" if all(w.hung for w in fleet.serving) else None
 
 
-def _described(worker: FleetWorker, number: int) -> WorkerHealth:
+def _described(worker: FleetWorker) -> WorkerHealth:
     failure, pause = worker.backend.failure, worker.pause
     found = WorkerHealth(worker.worker_id, worker.status)
     if failure is not None:
-        found.reason = failure if pause is None else f"upstream {number}: {failure}"
+        found.reason = failure
     elif worker.hung:
         found.reason = "the worker completes no step"
     elif pause is not None:
         found.reason = (
-            f"upstream {number}: it responded with status {pause.status}, and gets no requests for "
+            f"it responded with status {pause.status}, and gets no requests for "
             f"{pause.remaining_s:.1f} s unless a probe succeeds"
         )
     return found

@@ -17,6 +17,7 @@ from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
 from draftgate.gateway.http.requests.validation import ParsedRequest
+from draftgate.gateway.model_service import ModelService
 
 PATH: Final = "/v1/responses/input_tokens"
 
@@ -27,9 +28,10 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     Raises:
         GatewayError, RequestRejected: the body is malformed or not supported.
     """
-    if not request.app[NODE].fleet.token_ids:
-        return await pass_on_count(request)
-    served = (await requested_model(request, request.app[NODE])).served
+    model = await requested_model(request, request.app[NODE])
+    if model.forwards:
+        return await pass_on_count(request, model)
+    served = model.served
     body = await read_body(request)
     previous = await find_previous(request)
 
@@ -41,9 +43,9 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     return json_response(InputTokensReply(tokens))
 
 
-async def pass_on_count(request: web.Request) -> web.StreamResponse:
+async def pass_on_count(request: web.Request, model: ModelService) -> web.StreamResponse:
     """Respond through an upstream to a request that counts tokens, as `pass_on` does."""
-    return await pass_on(request)
+    return await pass_on(request, model)
 
 
 async def count_tokens(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -33,7 +33,6 @@ from draftgate.gateway.http.replies.anthropic_models import (
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import (
     DetokenizeReply,
-    ModelList,
     ModelReply,
     TokenizeReply,
 )
@@ -45,6 +44,7 @@ from draftgate.gateway.http.requests.tools import offered_tools
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.upstream_models import MOST_NAMES
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
@@ -53,19 +53,18 @@ _upstream_model_decoder: Final = msgspec.json.Decoder(UpstreamModel)
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
-    """List the models of this node and of its pool, or the models of the upstream."""
+    """List the models of this node, of its pool and of its upstreams."""
     node, anthropic = request.app[NODE], is_anthropic(request)
     limit = query_number(request, "limit", DEFAULT_MODELS, MOST_MODELS) if anthropic else 0
-    if _uses_upstream_names(node):
-        found = node.fleet.upstream_models.described()
-        if not found:  # no list is known, and an upstream explains why
-            return await pass_on(request, convert=partial(_upstream_page, request, limit))
-        listed = msgspec.json.encode({"object": "list", "data": list(found.values())})
-        return json_response(_upstream_page(request, limit, listed))
-    models = [one for model in _known(node) for one in _described(model)]
+    listed = list(_listed(node).values())
+    if not listed:  # no list is known, and an upstream explains why
+        convert = partial(_upstream_page, request, limit)
+        return await pass_on(request, node.models[-1], convert)
     if anthropic:
-        return json_response(model_page(models, request.query, limit))
-    return json_response(ModelList(models))
+        return json_response(
+            model_page([_in_both_forms(one) for one in listed], request.query, limit)
+        )
+    return json_response(msgspec.json.encode({"object": "list", "data": listed}))
 
 
 async def get_model(request: web.Request) -> web.StreamResponse:
@@ -74,21 +73,34 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     Raises:
         ModelNotFound: the node serves other models.
     """
-    node = request.app[NODE]
-    if _uses_upstream_names(node):
-        listed, name = node.fleet.upstream_models.described(), request.match_info["model"]
-        if not listed:
-            return await pass_on(request, convert=partial(_upstream_model, request))
-        node.fleet.upstream_models.check(name)
-        if name not in listed:  # an upstream without a list may have it
-            return await pass_on(request, convert=partial(_upstream_model, request))
-        return json_response(_upstream_model(request, msgspec.json.encode(listed[name])))
-    requested, models = request.match_info["model"], _known(node)
-    replies = {one.id: one for model in models for one in _described(model)}
-    if requested not in replies:
-        raise ModelNotFound(requested, *replies)
-    found = replies[requested]
-    return json_response(message_model(found) if is_anthropic(request) else found)
+    node, name = request.app[NODE], request.match_info["model"]
+    listed = _listed(node)
+    if (found := listed.get(name)) is not None:
+        return json_response(
+            encode(message_model(_in_both_forms(found)) if is_anthropic(request) else found)
+        )
+    upstreams = node.models[-1]
+    if _uses_upstream_names(upstreams) and upstreams.may_forward(name):  # one has no list yet
+        return await pass_on(request, upstreams, partial(_upstream_model, request))
+    raise ModelNotFound(name, *list(listed)[:MOST_NAMES])
+
+
+def _listed(node: Node) -> dict[str, ModelReply | Mapping[str, Any]]:
+    """Return the models of this node as it describes them, and those of upstreams as they do."""
+    found: dict[str, ModelReply | Mapping[str, Any]] = {}
+    for model in _known(node):
+        if _uses_upstream_names(model):
+            listed = model.fleet.upstream_models.described()
+        else:
+            listed = {one.id: one for one in _described(model)}
+        for name, one in listed.items():
+            found.setdefault(name, one)  # where requests for this name go
+    return found
+
+
+def _in_both_forms(model: ModelReply | Mapping[str, Any]) -> ModelReply | UpstreamModel:
+    """Return the fields of a model that the formats of OpenAI and Anthropic have."""
+    return model if isinstance(model, ModelReply) else msgspec.convert(model, UpstreamModel)
 
 
 def _upstream_page(request: web.Request, limit: int, body: bytes) -> bytes:
@@ -112,9 +124,9 @@ def _upstream_model(request: web.Request, body: bytes) -> bytes:
         return body
 
 
-def _uses_upstream_names(node: Node) -> bool:
-    """Return whether clients use the upstream's own names of models."""
-    return not (node.fleet.token_ids or node.config.served_model_name)
+def _uses_upstream_names(model: ModelService) -> bool:
+    """Return whether clients use the upstreams' own names of models."""
+    return model.forwards and not model.config.served_model_name
 
 
 def _known(node: Node) -> list[ModelService]:
@@ -131,7 +143,7 @@ def _known(node: Node) -> list[ModelService]:
 def _described(model: ModelService) -> list[ModelReply]:
     """Return the entries of a model and of its adapters."""
     card = model.fleet.card
-    if not model.fleet.token_ids:
+    if model.forwards:
         # The card's root would show the upstream's address.
         return [
             ModelReply(name, card.created_s, model.name, card.max_model_len) for name in model.names
@@ -168,9 +180,10 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, work: Callable[[bytes, ServedModel], msgspec.Struct]
 ) -> web.StreamResponse:
-    if not request.app[NODE].fleet.token_ids:
-        return await pass_on(request)
-    served = (await requested_model(request, request.app[NODE])).served
+    model = await requested_model(request, request.app[NODE])
+    if model.forwards:
+        return await pass_on(request, model)
+    served = model.served
     body = await read_body(request)
     return json_response(await offload_if_long(lambda: encode(work(body, served)), len(body)))
 

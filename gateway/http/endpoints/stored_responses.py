@@ -101,7 +101,7 @@ def _page(stored: bytes, order: str, after: str | None, limit: int) -> InputItem
 
 
 def _check_offered(request: web.Request) -> None:
-    if not request.app[NODE].fleet.token_ids:
+    if all(model.forwards for model in request.app[NODE].models):
         raise NotOffered(
             "this node only forwards requests to upstreams, which store the responses themselves"
         )
