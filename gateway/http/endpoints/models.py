@@ -89,6 +89,7 @@ def _listed(node: Node) -> dict[str, ModelReply | Mapping[str, Any]]:
     """Return the models of this node as it describes them, and those of upstreams as they do."""
     found: dict[str, ModelReply | Mapping[str, Any]] = {}
     for model in _known(node):
+        listed: Mapping[str, ModelReply | Mapping[str, Any]]
         if _uses_upstream_names(model):
             listed = model.fleet.upstream_models.described()
         else:
