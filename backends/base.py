@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from draftgate.backends.kv_transfer.exchange import BlockCount
@@ -162,6 +163,7 @@ class UpstreamCall(NamedTuple):
         sequences: number of choices that it generates.
         request_id: the id that the upstream gets, or empty for none.
         model: the name of the model in the body, or an empty string without one.
+        renamed: the body with each other name that an upstream has for the model, by this name.
     """
 
     method: str
@@ -171,6 +173,7 @@ class UpstreamCall(NamedTuple):
     sequences: int = 1
     request_id: str = ""
     model: str = ""
+    renamed: Mapping[str, bytes] = MappingProxyType({})
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -258,6 +261,10 @@ class Upstream(WorkerHandle, Protocol):
     @property
     def models(self) -> Mapping[str, Mapping[str, Any]] | None:
         """Descriptions of its models, as in `/v1/models`, by name, or None while unknown."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of its models, with the name that it has for each of them."""
 
     def serves(self, model: str) -> bool:
         """Return whether it has a model of this name, as far as is known."""

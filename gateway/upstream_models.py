@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from draftgate.gateway.errors import ModelNotFound
@@ -20,10 +20,15 @@ class UpstreamModels:
 
     def __init__(self) -> None:
         self._upstreams: Sequence[Any] = ()  # those that have `models`
+        self._own_names: dict[str, set[str]] = {}  # by alias
 
     def watch(self, backends: Iterable[Any]) -> None:
         """Use the models of those backends that are upstreams."""
         self._upstreams = [one for one in backends if hasattr(one, "serves")]
+        self._own_names = {}
+        for one in self._upstreams:
+            for alias, name in one.aliases.items():
+                self._own_names.setdefault(alias, set()).add(name)
 
     @property
     def longest_context(self) -> int:
@@ -50,6 +55,10 @@ class UpstreamModels:
             if one.serves(name):
                 return True
         return False
+
+    def own_names(self, name: str) -> Collection[str]:
+        """Return the upstreams' own names of a model that has this alias at some of them."""
+        return self._own_names.get(name, ())
 
     def check(self, name: str) -> None:
         """Check that an upstream may serve a model, or that the request names none.

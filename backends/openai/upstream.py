@@ -18,7 +18,7 @@ from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
-from draftgate.backends.openai.exchange import HttpExchange, with_values
+from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
 from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
@@ -39,6 +39,7 @@ class OpenAIUpstream:
         card: describes the first model that it offers, without a name until it was reached.
         models: the models that clients may use, by name, as its latest list describes them, or None
             until a list was read. An alias is described as its model.
+        aliases: further names for clients, with the upstream's own name of each model.
     """
 
     recovers = True
@@ -65,6 +66,7 @@ class OpenAIUpstream:
         if settings is None:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url, credentials = split_credentials(read_server_url(settings.url))
+        self.aliases = settings.aliases
         self._settings = settings
         self._headers = {
             "Accept-Encoding": "identity",
@@ -143,8 +145,10 @@ class OpenAIUpstream:
         begin_s = self._clock()
         running = self._load.running(self._sent, begin_s)
         try:
+            name = self.aliases.get(call.model)
+            body = call.body if name is None else call.renamed[name]
             response = await self._connections.request(
-                call.method, call.path, self._named(call), call.headers, call.request_id
+                call.method, call.path, body, call.headers, call.request_id
             )
         except BaseException as error:
             self._sent -= call.sequences
@@ -183,7 +187,7 @@ class OpenAIUpstream:
         """Offer the models of a list that clients may use, with the aliases."""
         if not listed:
             return
-        only, aliases = self._settings.models, self._settings.aliases
+        only, aliases = self._settings.models, self.aliases
         found = {name: one for name, one in listed.items() if not only or name in only}
         found |= {
             alias: {**listed[name], "id": alias, "parent": name}
@@ -195,11 +199,6 @@ class OpenAIUpstream:
             for first in map(listed_model, list(found.values())[:1]):
                 sizes = first.max_model_len, None, first.created_s
                 self.card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
-
-    def _named(self, call: UpstreamCall) -> bytes:
-        """Return the body of a call with the upstream's own name of its model."""
-        name = self._settings.aliases.get(call.model)
-        return call.body if name is None else with_values(call.body, {"model": name})
 
     def _end(
         self, call: UpstreamCall, begin_s: float, running: int, exchange: HttpExchange

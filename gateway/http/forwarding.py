@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -71,6 +72,9 @@ WHOLE_BYTES: Final = 1 << 20
 """A whole response up to this size is sent once it is complete. The client then gets an error
 instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
 
+_NOT_RENAMED: Final[Mapping[str, bytes]] = MappingProxyType({})
+"""The bodies of most requests, whose model has one name at all upstreams."""
+
 _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
 _FLOW: Final = (FLOW_HEADER, FLOW_DEADLINE_HEADER)
@@ -115,18 +119,19 @@ async def forward(
     wanted = stated.service
     account = request[ACCOUNT]
     if isinstance(request, DirectRequest) and len(request.body) <= _INLINE_BYTES:
-        fields, body, offer = _read_fields(request.body, model, account)
+        received = _read_fields(request.body, model, account)
     else:
-        fields, body, offer = await _read(request, model, account)
+        received = await _read(request, model, account)
+    fields = received.fields
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
-    entry = _entry(account, body, fields, stated, offer)
+    entry = _entry(account, received, fields, stated)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
     sent = ForwardedRequest(
         model.forwarder,
-        _call(request, body, service, wanted, offer, sequences=choices),
+        _call(request, received, service, wanted, sequences=choices),
         entry,
         RequestView(
             fields.prompt_tokens,
@@ -164,9 +169,9 @@ async def pass_on(
         GatewayError: no upstream responds, and the client has not received anything.
     """
     with model.dispatcher.counted():
-        _, body, offer = await _read(request, model, ANONYMOUS)
+        received = await _read(request, model, ANONYMOUS)
         wanted = of_headers(request, read_stated).service
-        call = _call(request, body, wanted, wanted, offer, sequences=0)
+        call = _call(request, received, wanted, wanted, sequences=0)
         sent = ForwardedRequest(model.forwarder, call)
         await sent.start()
         sending = _send_whole(request, sent, convert=convert)
@@ -321,33 +326,45 @@ def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
 
 
-async def _read(
-    request: Request, model: ModelService, account: Account
-) -> tuple[ForwardedFields, bytes, str]:
-    """Return the fields of a request, and its body and the name of its model for the upstream."""
+class _Received(NamedTuple):
+    """A request as the gateway forwards it.
+
+    Attributes:
+        body: the body for an upstream that has no other name of the model.
+        model: the name of the model, or empty without one.
+        renamed: the body with each other name of the model (`UpstreamCall`).
+    """
+
+    fields: ForwardedFields
+    body: bytes
+    model: str
+    renamed: Mapping[str, bytes]
+
+
+async def _read(request: Request, model: ModelService, account: Account) -> _Received:
+    """Return the request for the upstream, read in a thread if it is large."""
     body = await read_body(request)
     if len(body) <= _INLINE_BYTES:
         return _read_fields(body, model, account)
     return await offload(_read_fields, body, model, account)
 
 
-def _read_fields(
-    body: bytes, model: ModelService, account: Account
-) -> tuple[ForwardedFields, bytes, str]:
+def _read_fields(body: bytes, model: ModelService, account: Account) -> _Received:
     fleet = model.fleet
     fields = read_fields(body, fleet.upstream_models.longest_context)
     if not body:
-        return fields, body, ""
+        return _Received(fields, body, "", _NOT_RENAMED)
     names = (model.config.served_model_name, fleet.card.model_id)
     changed = changed_fields(fields, names, account)
     offer = str(changed.get("model", fields.model or fleet.card.model_id))
     fleet.upstream_models.check(offer)
-    return fields, rewrite_body(body, changed), offer
+    renamed = _NOT_RENAMED
+    if own := fleet.upstream_models.own_names(offer):
+        renamed = {name: rewrite_body(body, {**changed, "model": name}) for name in own}
+    return _Received(fields, rewrite_body(body, changed), offer, renamed)
 
 
-def _entry(
-    account: Account, body: bytes, fields: ForwardedFields, stated: Stated, offer: str
-) -> Entry:
+def _entry(account: Account, received: _Received, fields: ForwardedFields, stated: Stated) -> Entry:
     """Return the entry of a request at admission, within the bounds of its account."""
     wanted, priority = stated.service, fields.priority
     service = account.capped(replace(wanted, priority=priority) if priority else wanted)
@@ -356,22 +373,21 @@ def _entry(
     most_tokens = prompt * fields.n + output * choices
     return Entry(
         new_id(),
-        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s, offer),),
+        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s, received.model),),
         output,
         service,
         account.name,
         account.share,
-        fingerprint(account.name, body),
+        fingerprint(account.name, received.body),
         stated.retries,
     )
 
 
 def _call(
     request: Request,
-    body: bytes,
+    received: _Received,
     service: ServiceLevel,
     wanted: ServiceLevel,
-    offer: str,
     *,
     sequences: int,
 ) -> UpstreamCall:
@@ -379,7 +395,6 @@ def _call(
 
     Args:
         service, wanted: the service level of the account, and that of the client.
-        offer: the name of the model, or empty without one.
     """
     headers = of_headers(request, _passed_on)
     if service.ttft_s is not None and service.ttft_s != wanted.ttft_s:
@@ -391,7 +406,16 @@ def _call(
     else:
         path, mark, query = request.rel_url.raw_path_qs.partition("?")
         path = f"{path.rstrip('/')}{mark}{query}"
-    return UpstreamCall(request.method, path, headers, body, sequences, request[REQUEST_ID], offer)
+    return UpstreamCall(
+        request.method,
+        path,
+        headers,
+        received.body,
+        sequences,
+        request[REQUEST_ID],
+        received.model,
+        received.renamed,
+    )
 
 
 def _passed_on(headers: Mapping[str, str]) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from asyncio.events import Handle
@@ -31,8 +32,9 @@ from draftgate.gateway.http import generation
 from draftgate.gateway.http.endpoints import models
 from draftgate.gateway.http.generation import INLINE_BODY_BYTES
 from draftgate.gateway.http.replies import rendering
-from draftgate.gateway.http.requests import validation
+from draftgate.gateway.http.requests import forwarded, validation
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running
+from tests.gateway.upstreams import forwarding, refusal, upstream, whole
 
 MEGABYTE = 1 << 20
 TEXT = ("def f(x):\n    return x + 1\n" * (MEGABYTE // 26))[:MEGABYTE]
@@ -284,3 +286,25 @@ async def test_grammars_are_compiled_in_a_thread(monkeypatch: pytest.MonkeyPatch
             backend.emit(await backend.submitted.get(), "{}", last=True)
             await response.aread()
     assert found.names() == {"_compile"}
+
+
+async def test_alias_in_a_large_body_is_replaced_once_and_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A body of a megabyte is written once for all attempts, with the model's name at upstreams."""
+    found = ThreadWatch(monkeypatch)
+    found.wrap(forwarded, "with_values", lambda *values: max(map(_size, values)))
+    async with upstream(refusal(503)) as a, upstream(whole) as b:
+        for one in (a, b):
+            one.settings["aliases"] = {"chat": "theirs"}
+        async with forwarding(a, b) as gateway, client(gateway) as http:
+            for _ in range(2):
+                response = await http.post(
+                    "/v1/completions", json={"model": "chat", "prompt": TEXT}
+                )
+                assert response.status_code == 200
+    assert len(a.bodies) == 1
+    assert len(b.bodies) == 2
+    assert {json.loads(body)["model"] for body in (*a.bodies, *b.bodies)} == {"theirs"}
+    assert found.names() == {"with_values"}
+    assert len(found.large) == 2
