@@ -49,6 +49,7 @@ class Piece:
         source: the characters. Characters in no other attribute are framing, such as tags and keys.
         content: the characters that the piece adds to the content of the response.
         name: name of a function whose call begins with this piece.
+        call_id: the id of this call, or empty if the text has none.
         arguments: the characters that the piece adds to the arguments of the last call.
     """
 
@@ -56,6 +57,7 @@ class Piece:
     content: str = ""
     name: str = ""
     arguments: str = ""
+    call_id: str = ""
 
 
 class _Mode(Enum):

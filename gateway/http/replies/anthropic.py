@@ -54,6 +54,52 @@ class MessageRendering(Rendering):
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
         self._parser = OutputParser(parsed)
+        self._writer = MessageWriter(parsed.job.request_id, parsed.served.name)
+
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Return the JSON of the whole response, as `Rendering.response` describes."""
+        for choice in choices:
+            self._read("".join(choice.texts), choice)
+        self._finish()
+        return self._writer.whole(usage, metrics)
+
+    def chunk(
+        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
+    ) -> bytes:
+        """Return the events of a delta, as `Rendering.chunk` describes."""
+        self._writer.begin(usage)
+        self._read(delta.text, delta)
+        return self._writer.take_events()
+
+    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
+        """Return the events after the last delta, as `Rendering.ending` describes."""
+        self._writer.begin(usage)
+        self._finish()
+        return self._writer.end(usage, metrics)
+
+    def failure(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the event of an error, as `Rendering.failure` describes."""
+        return error_event(error, request_id, ErrorFormat.ANTHROPIC)
+
+    def _read(self, text: str, end: Delta | WholeChoice) -> None:
+        self._writer.note_end(end.finish_reason, end.stop_text)
+        self._writer.add(self._parser.add(text))
+
+    def _finish(self) -> None:
+        self._writer.add(self._parser.finish(cut=self._writer.is_cut))
+
+
+class MessageWriter:
+    """The message of one response, in Anthropic's format, and the events of its stream."""
+
+    def __init__(self, request_id: str, model: str) -> None:
+        """Begin a message without blocks.
+
+        Args:
+            request_id: the id from which those of the message and of its calls are made.
+        """
+        self.model = model
+        self._request_id = request_id
         self._blocks: list[Block] = []
         self._block_is_open = False
         self._arguments = ""  # of the last call
@@ -62,38 +108,64 @@ class MessageRendering(Rendering):
         self._has_begun = False
         self._events: list[bytes] = []  # not yet returned
 
-    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
-        """Return the JSON of the whole response, as `Rendering.response` describes."""
-        for choice in choices:
-            self._read("".join(choice.texts), choice)
-        self._finish()
-        reply = self._reply(usage)
-        reply.stop_reason, reply.stop_sequence = self._stop_reason, self._stop_text or None
-        reply.metrics = metrics
-        return encode(reply)
+    @property
+    def is_cut(self) -> bool:
+        """Whether `max_tokens` cut the output short."""
+        return self._finish_reason is FinishReason.LENGTH
 
-    def chunk(
-        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
-    ) -> bytes:
-        """Return the events of a delta, as `Rendering.chunk` describes."""
-        self._begin(usage)
-        self._read(delta.text, delta)
-        return self._take_events()
+    def begin(self, usage: OptionalUsage) -> None:
+        """Add the first event, unless there is one.
 
-    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
-        """Return the events after the last delta, as `Rendering.ending` describes."""
-        self._begin(usage)
-        self._finish()
+        Args:
+            usage: the tokens so far.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            self._emit("message_start", message=self._reply(usage))
+
+    def note_end(self, reason: FinishReason | None, stop_text: str) -> None:
+        """Note what has ended the output, or None and an empty text before its end."""
+        self._finish_reason, self._stop_text = reason, stop_text
+
+    def add(self, output: Output) -> None:
+        """Add output, which may begin and end blocks."""
+        reasoning, pieces = output
+        if reasoning:
+            self._add_thinking(reasoning)
+        for piece in pieces:
+            if piece.content:
+                self._add_text(piece.content)
+            elif piece.name:
+                calls = sum(isinstance(block, ToolUseBlock) for block in self._blocks)
+                called = piece.call_id or call_id(f"{self._request_id}/0", calls)
+                self._begin_block(ToolUseBlock(called, piece.name, {}))
+                self._arguments = ""
+            elif piece.arguments:
+                self._arguments += piece.arguments
+                self._emit_delta("input_json_delta", partial_json=piece.arguments)
+
+    def take_events(self) -> bytes:
+        """Return the events that were not returned yet."""
+        taken, self._events = b"".join(self._events), []
+        return taken
+
+    def end(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """End the last block, and return the last events."""
+        self._close_block()
         stop = MessageEventDelta(
             stop_reason=self._stop_reason, stop_sequence=self._stop_text or None
         )
         self._emit("message_delta", delta=stop, usage=_usage(usage), metrics=metrics)
         self._emit("message_stop")
-        return self._take_events()
+        return self.take_events()
 
-    def failure(self, error: GatewayError, request_id: str) -> bytes:
-        """Return the event of an error, as `Rendering.failure` describes."""
-        return error_event(error, request_id, ErrorFormat.ANTHROPIC)
+    def whole(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """End the last block, and return the JSON of the message."""
+        self._close_block()
+        reply = self._reply(usage)
+        reply.stop_reason, reply.stop_sequence = self._stop_reason, self._stop_text or None
+        reply.metrics = metrics
+        return encode(reply)
 
     @property
     def _stop_reason(self) -> str:
@@ -104,18 +176,9 @@ class MessageRendering(Rendering):
         called = any(isinstance(block, ToolUseBlock) for block in self._blocks)
         return "tool_use" if called else "end_turn"
 
-    def _begin(self, usage: OptionalUsage) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._emit("message_start", message=self._reply(usage))
-
     def _reply(self, usage: OptionalUsage) -> MessageReply:
-        name, model = self.response_id, self._parsed.served.name
-        return MessageReply(name, model, self._blocks, None, None, _usage(usage))
-
-    def _take_events(self) -> bytes:
-        taken, self._events = b"".join(self._events), []
-        return taken
+        name = f"{MessageRendering.id_prefix}{self._request_id}"
+        return MessageReply(name, self.model, self._blocks, None, None, _usage(usage))
 
     def _emit(self, kind: str, **fields: Any) -> None:
         """Add an event, encoded immediately because blocks change later."""
@@ -128,30 +191,6 @@ class MessageRendering(Rendering):
     def _emit_delta(self, kind: str, **fields: str) -> None:
         """Add an event about the content of the last block."""
         self._emit_in_block("delta", delta=MessageEventDelta(kind, **fields))
-
-    def _read(self, text: str, end: Delta | WholeChoice) -> None:
-        self._finish_reason, self._stop_text = end.finish_reason, end.stop_text
-        self._add(self._parser.add(text))
-
-    def _finish(self) -> None:
-        self._add(self._parser.finish(cut=self._finish_reason is FinishReason.LENGTH))
-        self._close_block()
-
-    def _add(self, output: Output) -> None:
-        reasoning, pieces = output
-        if reasoning:
-            self._add_thinking(reasoning)
-        for piece in pieces:
-            if piece.content:
-                self._add_text(piece.content)
-            elif piece.name:
-                calls = sum(isinstance(block, ToolUseBlock) for block in self._blocks)
-                called = call_id(f"{self._parsed.job.request_id}/0", calls)
-                self._begin_block(ToolUseBlock(called, piece.name, {}))
-                self._arguments = ""
-            elif piece.arguments:
-                self._arguments += piece.arguments
-                self._emit_delta("input_json_delta", partial_json=piece.arguments)
 
     def _add_thinking(self, thinking: str) -> None:
         self._open(ThinkingBlock).thinking += thinking

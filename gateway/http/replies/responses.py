@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from msgspec import UNSET, structs
 
+from draftgate.backends.sampling_params import SamplingParams
 from draftgate.backends.types import Delta, FinishReason, TokenLogprob
 from draftgate.gateway.errors import GatewayError, TooMany
 from draftgate.gateway.http.replies.logprobs import token_logprobs
@@ -47,7 +48,7 @@ from draftgate.gateway.http.requests.responses import (
 )
 from draftgate.gateway.http.requests.schemas import TextFormat
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.tools.parsing import call_id
+from draftgate.gateway.tools.parsing import Piece, call_id
 
 SERVER_ERROR: Final = "server_error"
 """OpenAI's code of all responses that a failure of the server ended."""
@@ -60,12 +61,11 @@ class ResponseRendering(Rendering):
 
     def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         super().__init__(parsed, created_s)
-        self._reason: FinishReason | None = None
-        self._final: ResponseReply | None = None
-        self._items: list[Item] = []
-        self._item_is_open = False
-        self._events: list[bytes] = []  # not yet returned
-        self._sent = 0
+        assert isinstance(parsed.body, ResponsesBody)
+        self._writer = ResponseWriter(
+            parsed.job.request_id, parsed.served.name, parsed.body, parsed.job.sampling, created_s
+        )
+        self._writer.stored = self.stored
         self._parser = OutputParser(parsed)
         self._undecided: list[TokenLogprob] = []  # of tokens that may belong to reasoning
 
@@ -81,66 +81,28 @@ class ResponseRendering(Rendering):
         self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
     ) -> bytes:
         """Return the events of a delta, as `Rendering.chunk` describes."""
-        self._begin_response()
-        self._reason = delta.finish_reason
+        self._writer.begin()
+        self._writer.reason = delta.finish_reason
         if delta.text or delta.logprobs:
             self._read(delta.text, delta.logprobs)
-        return self._take_events()
+        return self._writer.take_events()
 
     def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
         """Return the events after the last delta, as `Rendering.ending` describes."""
-        self._begin_response()
-        self._emit(f"response.{self._status}", response=self._finished((), usage, metrics))
-        return self._take_events() + DONE
+        self._writer.begin()
+        self._finished((), usage, metrics)
+        return self._writer.end(usage, metrics)
 
     def failure(self, error: GatewayError, request_id: str) -> bytes:
         """Return the events of an error, as `Rendering.failure` describes."""
-        self._begin_response()
-        self.stored = False
-        failed = self._reply("failed")
-        code = error.code if isinstance(error, TooMany) else SERVER_ERROR
-        failed.error = ResponseFailure(code, error.message, error.type, **error.retry_field())
-        self._emit("response.failed", response=failed)
-        return self._take_events() + DONE
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
-
-    def _take_events(self) -> bytes:
-        taken, self._events = b"".join(self._events), []
-        return taken
-
-    def _emit(self, kind: str, **fields: Any) -> None:
-        """Add an event, encoded immediately because items change later."""
-        self._events.append(event(encode(ResponseEvent(kind, self._sent, **fields)), kind))
-        self._sent += 1
-
-    def _emit_at_item(self, kind: str, **fields: Any) -> None:
-        """Add an event about the last item."""
-        self._emit(kind, output_index=len(self._items) - 1, **fields)
-
-    def _emit_in_item(self, kind: str, **fields: Any) -> None:
-        """Add an event about the content of the last item."""
-        self._emit_at_item(kind, item_id=self._items[-1].id, **fields)
-
-    def _begin_response(self) -> None:
-        if not self._sent:
-            begun = self._reply("in_progress")
-            self._emit("response.created", response=begun)
-            self._emit("response.in_progress", response=begun)
+        self._writer.stored = self.stored = False
+        return self._writer.fail(error)
 
     def _read(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         output = self._parser.add(text)
         entries = self._of_content(logprobs)
-        if not entries:
-            self._add(output)
-            return
         # Requests with log probabilities have no tools.
-        reasoning, pieces = output
-        self._add_reasoning(reasoning)
-        content = "".join(piece.content for piece in pieces)
-        self._add_text(content, token_logprobs(entries, self._parsed))
+        self._writer.add(output, token_logprobs(entries, self._parsed) if entries else None)
 
     def _of_content(self, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Return the entries of content tokens, which follow the token that ends the reasoning."""
@@ -155,6 +117,142 @@ class ResponseRendering(Rendering):
         ends = [index for index, entry in enumerate(known) if entry.token_id == end]
         return known[ends[0] + 1 :] if ends else known
 
+    def _finished(
+        self, choices: Choices, usage: OptionalUsage, metrics: OptionalMetrics
+    ) -> ResponseReply:
+        """Return the response in its final state, which does not change in later calls."""
+        writer = self._writer
+        if not writer.has_ended:
+            for choice in choices:
+                writer.reason = choice.finish_reason
+                self._read("".join(choice.texts), choice.logprobs)
+            writer.add(self._parser.finish(cut=writer.reason is FinishReason.LENGTH))
+        writer.stored = self.stored
+        return writer.finished(usage, metrics)
+
+
+class ResponseWriter:
+    """One response in OpenAI's format of `/v1/responses`, and the events of its stream.
+
+    Attributes:
+        model: the name of the model.
+        reason: what has ended the output, or None before its end.
+        stored: whether the response is stored, or is to be stored at its end.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        body: ResponsesBody,
+        sampling: SamplingParams,
+        created_s: int,
+    ) -> None:
+        """Begin a response without items.
+
+        Args:
+            request_id: the id from which those of the response, its items and its calls are made.
+            body, sampling: the request, of which the response repeats fields.
+            created_s: Unix time in seconds.
+        """
+        self.model = model
+        self.reason: FinishReason | None = None
+        self.stored = False
+        self._request_id = request_id
+        self._body = body
+        self._sampling = sampling
+        self._created_s = created_s
+        self._final: ResponseReply | None = None
+        self._items: list[Item] = []
+        self._item_is_open = False
+        self._events: list[bytes] = []  # not yet returned
+        self._sent = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the response has its final state."""
+        return self._final is not None
+
+    def begin(self) -> None:
+        """Add the first events, unless there are some."""
+        if not self._sent:
+            begun = self._reply("in_progress")
+            self._emit("response.created", response=begun)
+            self._emit("response.in_progress", response=begun)
+
+    def add(self, output: Output, logprobs: list[TokenLogprobReply] | None = None) -> None:
+        """Add output, which may begin and end items.
+
+        Args:
+            logprobs: the log probabilities of the content, if the response has them and no calls.
+        """
+        reasoning, pieces = output
+        self._add_reasoning(reasoning)
+        if logprobs is not None:
+            self._add_text("".join(piece.content for piece in pieces), logprobs)
+            return
+        for piece in pieces:
+            if piece.content:
+                self._add_text(piece.content, [])
+            elif piece.name:
+                self._begin_call(piece)
+            elif piece.arguments:
+                item = self._items[-1]
+                assert isinstance(item, FunctionCallItem)
+                item.arguments += piece.arguments
+                self._emit_in_item("response.function_call_arguments.delta", delta=piece.arguments)
+
+    def take_events(self) -> bytes:
+        """Return the events that were not returned yet."""
+        taken, self._events = b"".join(self._events), []
+        return taken
+
+    def end(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """Finish the response, and return the last events."""
+        finished = self.finished(usage, metrics)
+        self._emit(f"response.{self._status}", response=finished)
+        return self.take_events() + DONE
+
+    def fail(self, error: GatewayError) -> bytes:
+        """End the response with an error, and return the last events."""
+        self.begin()
+        failed = self._reply("failed")
+        code = error.code if isinstance(error, TooMany) else SERVER_ERROR
+        failed.error = ResponseFailure(code, error.message, error.type, **error.retry_field())
+        self._emit("response.failed", response=failed)
+        return self.take_events() + DONE
+
+    def finished(self, usage: OptionalUsage, metrics: OptionalMetrics) -> ResponseReply:
+        """Finish the items and return the response, which does not change in later calls."""
+        if self._final is None:
+            if not self._items:
+                self._begin_message()
+            self._close_item(self._status)
+            self._final = whole = self._reply(self._status)
+            if whole.status == "incomplete":
+                whole.incomplete_details = IncompleteDetails("max_output_tokens")
+            whole.usage = None if usage is UNSET else _usage(usage)
+            whole.metrics = metrics
+        self._final.store = self.stored
+        return self._final
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self.reason is FinishReason.LENGTH else "completed"
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        """Add an event, encoded immediately because items change later."""
+        self._events.append(event(encode(ResponseEvent(kind, self._sent, **fields)), kind))
+        self._sent += 1
+
+    def _emit_at_item(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last item."""
+        self._emit(kind, output_index=len(self._items) - 1, **fields)
+
+    def _emit_in_item(self, kind: str, **fields: Any) -> None:
+        """Add an event about the content of the last item."""
+        self._emit_at_item(kind, item_id=self._items[-1].id, **fields)
+
     def _add_reasoning(self, text: str) -> None:
         if not text:
             return
@@ -165,20 +263,6 @@ class ResponseRendering(Rendering):
             self._emit_in_item("response.content_part.added", content_index=0, part=item.content[0])
         item.content[0].text += text
         self._emit_in_item("response.reasoning_text.delta", content_index=0, delta=text)
-
-    def _add(self, output: Output) -> None:
-        reasoning, pieces = output
-        self._add_reasoning(reasoning)
-        for piece in pieces:
-            if piece.content:
-                self._add_text(piece.content, [])
-            elif piece.name:
-                self._begin_call(piece.name)
-            elif piece.arguments:
-                item = self._items[-1]
-                assert isinstance(item, FunctionCallItem)
-                item.arguments += piece.arguments
-                self._emit_in_item("response.function_call_arguments.delta", delta=piece.arguments)
 
     def _add_text(self, text: str, logprobs: list[TokenLogprobReply]) -> None:
         item = self._items[-1] if self._item_is_open else None
@@ -195,10 +279,10 @@ class ResponseRendering(Rendering):
         self._emit_in_item("response.content_part.added", content_index=0, part=item.content[0])
         return item
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, piece: Piece) -> None:
         calls = sum(isinstance(item, FunctionCallItem) for item in self._items)
-        called = call_id(f"{self._parsed.job.request_id}/0", calls)
-        item = FunctionCallItem(self._item_id("fc"), "in_progress", called, name, "")
+        called = piece.call_id or call_id(f"{self._request_id}/0", calls)
+        item = FunctionCallItem(self._item_id("fc"), "in_progress", called, piece.name, "")
         self._begin_item(item, item)
 
     def _begin_item(self, item: Item, shown: Item) -> None:
@@ -206,13 +290,6 @@ class ResponseRendering(Rendering):
         self._item_is_open = True
         self._items.append(item)
         self._emit_at_item("response.output_item.added", item=shown)
-
-    def _finish_items(self) -> None:
-        """Close the last item, after adding an empty message to an empty response."""
-        self._add(self._parser.finish(cut=self._reason is FinishReason.LENGTH))
-        if not self._items:
-            self._begin_message()
-        self._close_item(self._status)
 
     def _close_item(self, status: str) -> None:
         if not self._item_is_open:
@@ -235,35 +312,16 @@ class ResponseRendering(Rendering):
         self._emit_at_item("response.output_item.done", item=item)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._parsed.job.request_id}_{len(self._items)}"
-
-    def _finished(
-        self, choices: Choices, usage: OptionalUsage, metrics: OptionalMetrics
-    ) -> ResponseReply:
-        """Return the response in its final state, which does not change in later calls."""
-        if self._final is None:
-            for choice in choices:
-                self._reason = choice.finish_reason
-                self._read("".join(choice.texts), choice.logprobs)
-            self._finish_items()
-            self._final = whole = self._reply(self._status)
-            if whole.status == "incomplete":
-                whole.incomplete_details = IncompleteDetails("max_output_tokens")
-            whole.usage = None if usage is UNSET else _usage(usage)
-            whole.metrics = metrics
-        self._final.store = self.stored
-        return self._final
+        return f"{prefix}_{self._request_id}_{len(self._items)}"
 
     def _reply(self, status: str) -> ResponseReply:
         """Return the response in its present state, which repeats fields of the request."""
-        body = self._parsed.body
-        assert isinstance(body, ResponsesBody)
-        sampling = self._parsed.job.sampling
+        body, sampling = self._body, self._sampling
         return ResponseReply(
-            id=self.response_id,
+            id=f"{ResponseRendering.id_prefix}{self._request_id}",
             created_at=self._created_s,
             completed_at=int(time.time()) if status == "completed" else None,
-            model=self._parsed.served.name,
+            model=self.model,
             status=status,
             output=list(self._items),
             instructions=body.instructions,

@@ -193,29 +193,44 @@ def parse_messages(body: bytes, served: ServedModel, sender: Sender) -> ParsedRe
         InvalidRequest: the request is malformed.
         RequestRejected: the model's template rejects the messages.
     """
-    wire = decode(body, _messages_decoder)
-    if wire.max_tokens is None:
-        raise invalid("max_tokens", "must be given")
-    if wire.stop and wire.stop_sequences:
-        raise invalid("stop", "cannot be combined with stop_sequences, which has the same meaning")
-    stop = wire.stop or wire.stop_sequences
-    parsed = _parse(wire, served, sender, stop=stop, max_tokens=wire.max_tokens)
+    parsed = _parse(*read_messages(body), served, sender)
     # The first event of a stream has the usage so far.
     return replace(parsed, include_usage=True, continuous_usage=True)
 
 
 def parse_count_tokens(body: bytes, served: ServedModel, sender: Sender) -> ParsedRequest:
     """Return the parsed form of the body of `/v1/messages/count_tokens`, as `parse_messages`."""
-    return _parse(decode(body, _count_decoder), served, sender)
+    return _parse(*read_count_tokens(body), served, sender)
+
+
+def read_messages(body: bytes) -> tuple[ChatBody, Mapping[str, str]]:
+    """Return the chat that a body of `/v1/messages` is equivalent to, and its names of parameters.
+
+    Raises:
+        InvalidRequest: the request is malformed.
+    """
+    wire = decode(body, _messages_decoder)
+    if wire.max_tokens is None:
+        raise invalid("max_tokens", "must be given")
+    if wire.stop and wire.stop_sequences:
+        raise invalid("stop", "cannot be combined with stop_sequences, which has the same meaning")
+    return _chat(wire, stop=wire.stop or wire.stop_sequences, max_tokens=wire.max_tokens)
+
+
+def read_count_tokens(body: bytes) -> tuple[ChatBody, Mapping[str, str]]:
+    """Return the chat of a body of `/v1/messages/count_tokens`, as `read_messages` does."""
+    return _chat(decode(body, _count_decoder))
 
 
 def _parse(
-    wire: CountTokensBody,
-    served: ServedModel,
-    sender: Sender,
-    **fields: Any,
+    chat: ChatBody, names: Mapping[str, str], served: ServedModel, sender: Sender
 ) -> ParsedRequest:
-    """Parse the chat that a body is equivalent to, with further fields of chats."""
+    with RenamedParams(names):
+        return with_grammar_param(parse_decoded_chat(chat, served, sender), names)
+
+
+def _chat(wire: CountTokensBody, **fields: Any) -> tuple[ChatBody, Mapping[str, str]]:
+    """Return the chat that a body is equivalent to, with further fields of chats."""
     messages, paths = _messages(wire)
     output, choice = wire.output_config or OutputConfig(), wire.tool_choice
     if output.format is not None and wire.response_format is not None:
@@ -239,8 +254,7 @@ def _parse(
         names["stop"] = "stop_sequences"
     if wire.response_format is None:
         names |= dict.fromkeys(FORMAT_PARAMS, "output_config.format")
-    with RenamedParams({**paths, **names}):
-        return with_grammar_param(parse_decoded_chat(chat, served, sender), names)
+    return chat, {**paths, **names}
 
 
 def _messages(wire: CountTokensBody) -> tuple[list[Message], Mapping[str, str]]:

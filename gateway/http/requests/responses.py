@@ -205,21 +205,9 @@ def parse_responses(
         InvalidRequest: the request is malformed.
         RequestRejected: the model's template rejects the messages.
     """
-    wire = decode(body, _decoder)
+    wire, chat, names = read_responses(body, earlier)
     served = served.named(wire.model)
-    check_ranges(wire)
-    _check_metadata(wire.metadata or {})
-    messages, paths = _messages(wire, earlier)
-    chat = ChatBody(
-        messages=messages,
-        max_completion_tokens=wire.max_output_tokens,
-        response_format=_format(wire),
-        tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
-        tool_choice=_tool_choice(wire.tool_choice),
-        reasoning_effort=None if wire.reasoning is None else wire.reasoning.effort,
-        logprobs=LOGPROBS in (wire.include or ()) or bool(wire.top_logprobs),
-        **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
-    )
+    messages = chat.messages or []
 
     def parse(some: list[Message]) -> ParsedRequest:
         one = structs.replace(chat, messages=some)
@@ -235,9 +223,7 @@ def parse_responses(
             return False
         return len(parsed.job.prompts[0]) <= most
 
-    own_format = wire.response_format is None
-    names = dict.fromkeys(FORMAT_PARAMS, "text.format") if own_format else {}
-    with RenamedParams({**paths, **names}):
+    with RenamedParams(names):
         if wire.truncation == "auto":
             template_messages(messages, served)  # checks also the turns to drop
             messages = drop_oldest_turns(messages, fits)
@@ -246,6 +232,36 @@ def parse_responses(
         param = "top_logprobs" if wire.top_logprobs else "include"
         raise Unsupported(param, " together with tools")
     return replace(with_grammar_param(parsed, names), include_usage=True, body=wire)
+
+
+def read_responses(
+    body: bytes, earlier: Sequence[InputItem] = ()
+) -> tuple[ResponsesBody, ChatBody, Mapping[str, str]]:
+    """Return a body of `/v1/responses`, the equivalent chat, and its names of parameters.
+
+    Args:
+        earlier: the items of the conversation that the request continues.
+
+    Raises:
+        InvalidRequest: the request is malformed.
+    """
+    wire = decode(body, _decoder)
+    check_ranges(wire)
+    _check_metadata(wire.metadata or {})
+    messages, paths = _messages(wire, earlier)
+    chat = ChatBody(
+        messages=messages,
+        max_completion_tokens=wire.max_output_tokens,
+        response_format=_format(wire),
+        tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
+        tool_choice=_tool_choice(wire.tool_choice),
+        reasoning_effort=None if wire.reasoning is None else wire.reasoning.effort,
+        logprobs=LOGPROBS in (wire.include or ()) or bool(wire.top_logprobs),
+        **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
+    )
+    own_format = wire.response_format is None
+    names = dict.fromkeys(FORMAT_PARAMS, "text.format") if own_format else {}
+    return wire, chat, {**paths, **names}
 
 
 def _messages(
