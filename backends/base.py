@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
@@ -154,6 +154,47 @@ class KvEndpoint(Protocol):
         """
 
 
+class CallTranslation(Protocol):
+    """A request in the form for upstreams that do not have its endpoint.
+
+    Attributes:
+        path: the path of the other endpoint.
+    """
+
+    path: ClassVar[str]
+
+    def is_missing(self, status: int, body: bytes) -> bool:
+        """Return whether a response means that an upstream does not have the endpoint."""
+
+    async def translate(self, model: str, *, continuous_usage: bool) -> bytes:
+        """Return the body for the other endpoint.
+
+        Args:
+            model: the upstream's name of the model.
+            continuous_usage: whether the upstream can report the usage in each chunk of a stream.
+        """
+
+    def convert(self, body: bytes) -> bytes:
+        """Return the whole response for the client.
+
+        Raises:
+            Exception: the upstream's response has another form.
+        """
+
+    def read_events(self, events: bytes) -> bytes:
+        """Return the client's events for complete events of the upstream, possibly none.
+
+        Raises:
+            Exception: an event has another form, or is an error.
+        """
+
+    def end_events(self) -> bytes:
+        """Return the events after those of a complete stream."""
+
+    def name_param(self, param: str) -> str:
+        """Return the client's name of a parameter of the other endpoint."""
+
+
 class UpstreamCall(NamedTuple):
     """A client's request in the form that an upstream receives.
 
@@ -164,6 +205,7 @@ class UpstreamCall(NamedTuple):
         request_id: the id that the upstream gets, or empty for none.
         model: the name of the model in the body, or an empty string without one.
         renamed: the body with each other name that an upstream has for the model, by this name.
+        translation: the form for upstreams without the endpoint, or None if there is no other form.
     """
 
     method: str
@@ -174,6 +216,7 @@ class UpstreamCall(NamedTuple):
     request_id: str = ""
     model: str = ""
     renamed: Mapping[str, bytes] = MappingProxyType({})
+    translation: CallTranslation | None = None
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -216,12 +259,14 @@ class Exchange(Protocol):
         headers: HTTP headers, except those of the connection and the encoding.
         streaming: whether the response is a stream of events.
         body: the whole body if it has arrived, or None. `read` must be called if it is None.
+        translated: whether it is the response to `UpstreamCall.translation`.
     """
 
     status: int
     headers: Mapping[str, str]
     streaming: bool
     body: bytes | None
+    translated: bool
 
     @property
     def outputs(self) -> int:

@@ -208,6 +208,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             `upstream_concurrency`.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
+        chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
+            to try the endpoints.
     """
 
     url: str
@@ -220,6 +222,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     speculates: bool | None = None
     concurrency: Count | None = None
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
+    chats_only: bool | None = None
 
     @property
     def shown(self) -> str:

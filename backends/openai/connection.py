@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from functools import lru_cache
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, cast
 
 import httptools
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDictProxy
 
 from draftgate.backends.connection_errors import ConnectionFailed
+from draftgate.backends.openai.response_head import MOST_HEADS, Fields, Head, read_head
 
 _MOST_HEAD_BYTES: Final = 64 << 10
 """Maximum size of the head of a response in bytes, of which a gateway passes on most."""
@@ -23,13 +23,7 @@ _MOST_HEAD_BYTES: Final = 64 << 10
 _MOST_KNOWN_BYTES: Final = 8 << 10
 """Maximum size of a head that is kept, which bounds the memory of all of them."""
 
-MOST_HEADS: Final = 256
-"""Number of known heads. Heads with a date are new every second."""
-
 _LENGTH: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,6})\r\n")
-
-_Fields: TypeAlias = tuple[tuple[bytes, bytes], ...]
-"""The names and the values of headers."""
 
 MOST_UNREAD_BYTES: Final = 128 << 10
 """Bytes of a body from which the upstream has to wait for the reader of the response."""
@@ -45,66 +39,6 @@ class ConnectionPool(Protocol):
     def remove(self, connection: Connection) -> None:
         """Forget a closed connection."""
         ...
-
-
-_OF_GATEWAY: Final = frozenset({
-    # of the connection (RFC 9110, section 7.6.1), or set by the gateway itself
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade", b"content-length", b"date", b"server",
-    # the body is decoded
-    b"content-encoding",
-    b"set-cookie",
-})  # fmt: skip
-"""Headers that no client of the gateway gets."""
-
-
-@lru_cache(maxsize=256)
-def _name(name: bytes) -> tuple[bytes, str | None]:
-    """Return the name of a header in lower case, and the name for clients, or None."""
-    lower = name.lower()
-    # The gateway itself decides which pages may read its responses.
-    is_passed = lower not in _OF_GATEWAY and not lower.startswith(b"access-control-")
-    return lower, name.decode("latin-1") if is_passed else None
-
-
-class Head(NamedTuple):
-    """The head of a response, which responses with equal fields share.
-
-    Attributes:
-        headers: the headers for a client of the gateway, without regard to upper and lower case.
-        content_type: the type of the body in lower case, without parameters.
-        length: the length of the body, or None if the head does not contain it.
-        ends_with_connection: whether only the end of the connection ends the body.
-        coding: the coding of the body.
-    """
-
-    headers: CIMultiDictProxy[str]
-    content_type: str
-    length: int | None
-    ends_with_connection: bool
-    coding: bytes
-
-
-@lru_cache(maxsize=MOST_HEADS)
-def _read_head(fields: _Fields) -> Head:
-    """Return the head with some fields."""
-    passed, content_type, length, coding = [], "", None, b"identity"
-    ends_with_connection = True
-    for name, value in fields:
-        lower, passed_name = _name(name)
-        if passed_name is not None:
-            text = value.decode("utf-8", "surrogateescape")
-            passed.append((passed_name, text))
-            if lower == b"content-type":
-                content_type = text.partition(";")[0].strip().lower()
-        elif lower == b"content-length":
-            length, ends_with_connection = int(value), False
-        elif lower == b"transfer-encoding":
-            ends_with_connection = False
-        elif lower == b"content-encoding":
-            coding = value.strip().lower()
-    headers = CIMultiDictProxy(CIMultiDict(passed))
-    return Head(headers, content_type, length, ends_with_connection, coding)
 
 
 _known: Final[dict[tuple[bytes, bytes], Head]] = {}
@@ -196,6 +130,17 @@ class Response:
                 raise ValueError(f"the body exceeds {most_bytes} bytes")
         return bytes(body)
 
+    async def wait_for_body(self, most_bytes: int) -> bytes:
+        """Return the whole body, which can be read again.
+
+        Raises:
+            OSError, ValueError: as in `read`.
+        """
+        body = await self.read(most_bytes)
+        if body:
+            self._blocks.insert(0, body)
+        return body
+
     def close(self) -> None:
         """Close the connection, unless the body has arrived and the connection is free again."""
         if not self.is_complete:
@@ -207,9 +152,9 @@ class Response:
         if body:
             self._blocks.append(body)
 
-    def begin(self, status: int, fields: _Fields) -> None:
+    def begin(self, status: int, fields: Fields) -> None:
         """Read the head."""
-        self.head = head = _read_head(fields)
+        self.head = head = read_head(fields)
         coding = head.coding
         if coding in {b"gzip", b"x-gzip", b"deflate"}:  # against the request's Accept-Encoding
             self._decoder = zlib.decompressobj(32 + zlib.MAX_WBITS)

@@ -43,7 +43,7 @@ class HttpExchange:
 
     __slots__ = (
         "_clock", "_end", "_head", "_response", "_tail", "_usage", "body", "first_s", "headers",
-        "last_s", "scan", "status", "streaming",
+        "last_s", "scan", "status", "streaming", "translated",
     )  # fmt: skip
 
     def __init__(
@@ -51,12 +51,16 @@ class HttpExchange:
         response: Response,
         clock: Callable[[], float],
         end: Callable[[HttpExchange], None],
+        *,
+        translated: bool = False,
     ) -> None:
         """Use a response of which nothing has been read.
 
         Args:
             end: a function that is called once at the end.
+            translated: whether the request was translated (`Exchange`).
         """
+        self.translated = translated
         self.status = response.status
         head = response.head
         self.headers = head.headers

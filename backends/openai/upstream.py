@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -13,9 +14,15 @@ from typing import Any, Final, TypeAlias
 from aiohttp import BasicAuth
 
 from draftgate.addresses import read_server_url, split_credentials
-from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
+from draftgate.backends.base import (
+    BYTES_PER_TOKEN,
+    CallTranslation,
+    UpstreamCall,
+    UpstreamPause,
+)
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
+from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
@@ -28,6 +35,15 @@ from draftgate.policies.types import WorkerLoad
 
 Models: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Descriptions of models, as an upstream lists them, by name."""
+
+_MISSING: Final = frozenset({404, 405, 501})
+"""Statuses of servers without an endpoint."""
+
+_MOST_ERROR_BYTES: Final = 64 << 10
+
+_REPORTING_USAGE: Final = frozenset({"vllm", "sglang", "draftgate"})
+"""The owners of models, as lists name them, whose servers can report the usage in each chunk of a
+stream. Other servers may refuse a request with this option."""
 
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
@@ -79,6 +95,7 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
         self._sent = 0  # sequences
+        self._missing: set[str] = set()  # paths that it does not have, until it may have restarted
         self.card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
         self.models: Models | None = None
         self._connections: Connections | None = None
@@ -145,21 +162,23 @@ class OpenAIUpstream:
         begin_s = self._clock()
         running = self._load.running(self._sent, begin_s)
         try:
-            name = self.aliases.get(call.model)
-            body = call.body if name is None else call.renamed[name]
-            response = await self._connections.request(
-                call.method, call.path, body, call.headers, call.request_id
-            )
+            translation = call.translation
+            if translation is None:
+                translated, response = False, await self._request(call, self._connections)
+            else:
+                translated, response = await self._offer_forms(call, translation, self._connections)
         except BaseException as error:
             self._sent -= call.sequences
             if not isinstance(error, OSError):  # TimeoutError is one
                 raise
             reason = public_reason(error)
             timeout = isinstance(error, TimeoutError)
+            self._missing.clear()
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
         self._pauses.note_answer(response, self._clock())
-        return HttpExchange(response, self._clock, partial(self._end, call, begin_s, running))
+        end = partial(self._end, call, begin_s, running)
+        return HttpExchange(response, self._clock, end, translated=translated)
 
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
@@ -169,6 +188,7 @@ class OpenAIUpstream:
         if failure is None:
             self._pauses.note_probe(self._clock())
         else:
+            self._missing.clear()
             self._pauses.breaker.failed(failure.reason, self._clock(), timeout=failure.timeout)
 
     async def poll(self) -> None:
@@ -199,6 +219,42 @@ class OpenAIUpstream:
             for first in map(listed_model, list(found.values())[:1]):
                 sizes = first.max_model_len, None, first.created_s
                 self.card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
+
+    async def _request(self, call: UpstreamCall, connections: Connections) -> Response:
+        """Send a call with the upstream's own name of the model."""
+        name = self.aliases.get(call.model)
+        body = call.body if name is None else call.renamed[name]
+        return await connections.request(
+            call.method, call.path, body, call.headers, call.request_id
+        )
+
+    async def _offer_forms(
+        self, call: UpstreamCall, translation: CallTranslation, connections: Connections
+    ) -> tuple[bool, Response]:
+        """Send a call in the form that the upstream has an endpoint for.
+
+        Returns:
+            Whether this is the translation, and the response.
+        """
+        path, _, _ = call.path.partition("?")
+        if not (self._settings.chats_only or path in self._missing):
+            response = await self._request(call, connections)
+            if self._settings.chats_only is not None or response.status not in _MISSING:
+                return False, response
+            body = b""
+            with suppress(ValueError):  # a longer body is not that of an unknown path
+                body = await response.wait_for_body(_MOST_ERROR_BYTES)
+            if not translation.is_missing(response.status, body):
+                return False, response
+            response.close()
+            self._missing.add(path)
+        name = self.aliases.get(call.model, call.model)
+        listed = (self.models or {}).get(call.model, {})
+        body = await translation.translate(
+            name, continuous_usage=listed.get("owned_by") in _REPORTING_USAGE
+        )
+        headers, path = call.headers, translation.path
+        return True, await connections.request("POST", path, body, headers, call.request_id)
 
     def _end(
         self, call: UpstreamCall, begin_s: float, running: int, exchange: HttpExchange

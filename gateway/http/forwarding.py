@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from http import HTTPStatus
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,6 +19,7 @@ from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoin
 from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
 from draftgate.gateway.errors import (
     ErrorFormat,
+    GatewayError,
     UpstreamBroken,
     UpstreamRejection,
     as_gateway_error,
@@ -31,16 +31,13 @@ from draftgate.gateway.http.context import (
     error_format,
     fingerprint,
     new_id,
-    read_body,
     request_id_of,
 )
 from draftgate.gateway.http.direct import DirectRequest, Request, Response, of_headers
+from draftgate.gateway.http.received import INLINE_BYTES, Received, read_received, read_request
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
-    changed_fields,
-    read_fields,
-    rewrite_body,
 )
 from draftgate.gateway.http.requests.headers import (
     CLIENT_RATE_HEADER,
@@ -53,6 +50,7 @@ from draftgate.gateway.http.requests.headers import (
 )
 from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
+from draftgate.gateway.http.translation.translations import ChatTranslation, Translation
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
@@ -63,17 +61,9 @@ from draftgate.policies.values import replace
 
 T = TypeVar("T")
 
-_INLINE_BYTES: Final = 256 << 10
-"""Larger bodies are parsed in a thread, because no callback may hold the event loop for longer than
-5 ms. A body of 1 MB takes 7 ms, or 13 ms with a model name to replace. (Zen 4, two busy cores,
-2026-11-21.)"""
-
 WHOLE_BYTES: Final = 1 << 20
 """A whole response up to this size is sent once it is complete. The client then gets an error
 instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
-
-_NOT_RENAMED: Final[Mapping[str, bytes]] = MappingProxyType({})
-"""The bodies of most requests, whose model has one name at all upstreams."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
@@ -103,12 +93,18 @@ class _UpstreamError(UpstreamBroken):
 
 
 async def forward(
-    request: Request, model: ModelService, watch: RequestWatch, *, generates: bool = True
+    request: Request,
+    model: ModelService,
+    watch: RequestWatch,
+    *,
+    generates: bool = True,
+    translate: type[ChatTranslation] | None = None,
 ) -> Response:
     """Send a request to an upstream, and forward the response to the client.
 
     Args:
         generates: False for embeddings and scores, which have a prompt and no output.
+        translate: the translation for upstreams that have only chats, or None without one.
 
     Raises:
         GatewayError: no upstream responds, and the client has not received anything.
@@ -118,10 +114,10 @@ async def forward(
     stated = of_headers(request, read_stated)
     wanted = stated.service
     account = request[ACCOUNT]
-    if isinstance(request, DirectRequest) and len(request.body) <= _INLINE_BYTES:
-        received = _read_fields(request.body, model, account)
+    if isinstance(request, DirectRequest) and len(request.body) <= INLINE_BYTES:
+        received = read_received(request.body, model, account)
     else:
-        received = await _read(request, model, account)
+        received = await read_request(request, model, account)
     fields = received.fields
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
@@ -129,9 +125,15 @@ async def forward(
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
+    call = _call(request, received, service, wanted, sequences=choices)
+    failure: Callable[[GatewayError, str], bytes]
+    failure = partial(error_event, wanted=error_format(request))
+    if translate is not None:
+        translation = translate(request.path, received.body, entry.request_id, failure)
+        call, failure = call._replace(translation=translation), translation.failure
     sent = ForwardedRequest(
         model.forwarder,
-        _call(request, received, service, wanted, sequences=choices),
+        call,
         entry,
         RequestView(
             fields.prompt_tokens,
@@ -149,7 +151,7 @@ async def forward(
             return await _ended(sent, watch, _send_whole(request, sent, watch))
     events = EventStream(request, request.app[READERS])
     whole = None
-    async with OneEnding(events, watch, partial(error_event, wanted=error_format(request))):
+    async with OneEnding(events, watch, failure):
         whole = await _ended(sent, watch, _send_events(request, sent, events, watch))
     return events.response if whole is None else whole
 
@@ -158,20 +160,24 @@ async def pass_on(
     request: web.Request,
     model: ModelService,
     convert: Callable[[bytes], bytes] = lambda body: body,
+    translate: type[Translation] | None = None,
 ) -> web.StreamResponse:
     """Respond through an upstream to a request that generates nothing, such as `/v1/models`.
 
     Args:
         model: the upstreams.
         convert: a function that returns the body for the client. It gets that of a success.
+        translate: the translation for upstreams without the endpoint, or None without one.
 
     Raises:
         GatewayError: no upstream responds, and the client has not received anything.
     """
     with model.dispatcher.counted():
-        received = await _read(request, model, ANONYMOUS)
+        received = await read_request(request, model, ANONYMOUS)
         wanted = of_headers(request, read_stated).service
         call = _call(request, received, wanted, wanted, sequences=0)
+        if translate is not None:
+            call = call._replace(translation=translate(request.path.rstrip("/"), call.body))
         sent = ForwardedRequest(model.forwarder, call)
         await sent.start()
         sending = _send_whole(request, sent, convert=convert)
@@ -250,9 +256,11 @@ async def _send_whole(
     if body is None:
         body, is_whole = await sent.read_begin(WHOLE_BYTES)
         if not is_whole:
+            if sent.translation is not None:
+                raise UpstreamBroken(f"the upstream's response exceeds {WHOLE_BYTES} bytes")
             return await _send_large(request, sent, body, watch)
     if sent.is_error:
-        body = _in_own_form(request, sent.status, body)
+        body = _in_own_form(request, sent, body)
         headers = {name: value for name, value in headers.items() if name.lower() != "content-type"}
         headers["Content-Type"] = "application/json"
     elif watch is not None and watch.span.recording:
@@ -261,6 +269,10 @@ async def _send_whole(
         watch.answered(scan)
     elif convert is not None:
         body = convert(body)
+    if sent.translation is not None and not sent.is_error:
+        is_long = len(body) > INLINE_BYTES
+        translate = sent.translation.convert
+        body = await offload(translate, body) if is_long else translate(body)
     return await send_whole(request, body, headers, sent.status)
 
 
@@ -288,11 +300,13 @@ async def _send_large(
     return response
 
 
-def _in_own_form(request: Request, status: int, body: bytes) -> bytes:
+def _in_own_form(request: Request, sent: ForwardedRequest, body: bytes) -> bytes:
     """Return an error of the upstream unchanged, or in the form of the API if it has another."""
-    wanted, found = error_format(request), read_error(body)
+    wanted, found, status = error_format(request), read_error(body), sent.status
     is_openai = wanted is ErrorFormat.OPENAI
-    if is_openai and found.has_openai_form:
+    if sent.translation is not None and found.param is not None:
+        found = found._replace(param=sent.translation.name_param(found.param))
+    elif is_openai and found.has_openai_form:
         return body
     if not is_openai and found.has_anthropic_form:
         named = {**msgspec.json.decode(body), "request_id": request_id_of(request)}
@@ -311,7 +325,7 @@ async def _error_after_comments(request: Request, sent: ForwardedRequest) -> Ups
     if body is None:
         body, _ = await sent.read_begin(WHOLE_BYTES)
     if sent.is_error or read_error(body).has_openai_form:
-        found = msgspec.json.decode(_in_own_form(request, sent.status, body))
+        found = msgspec.json.decode(_in_own_form(request, sent, body))
         return _UpstreamError(msgspec.json.encode(_with_retry(found, sent.headers)))
     return UpstreamBroken(
         f"the upstream responded with status {sent.status} instead of a stream of events"
@@ -326,45 +340,7 @@ def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
 
 
-class _Received(NamedTuple):
-    """A request as the gateway forwards it.
-
-    Attributes:
-        body: the body for an upstream that has no other name of the model.
-        model: the name of the model, or empty without one.
-        renamed: the body with each other name of the model (`UpstreamCall`).
-    """
-
-    fields: ForwardedFields
-    body: bytes
-    model: str
-    renamed: Mapping[str, bytes]
-
-
-async def _read(request: Request, model: ModelService, account: Account) -> _Received:
-    """Return the request for the upstream, read in a thread if it is large."""
-    body = await read_body(request)
-    if len(body) <= _INLINE_BYTES:
-        return _read_fields(body, model, account)
-    return await offload(_read_fields, body, model, account)
-
-
-def _read_fields(body: bytes, model: ModelService, account: Account) -> _Received:
-    fleet = model.fleet
-    fields = read_fields(body, fleet.upstream_models.longest_context)
-    if not body:
-        return _Received(fields, body, "", _NOT_RENAMED)
-    names = (model.config.served_model_name, fleet.card.model_id)
-    changed = changed_fields(fields, names, account)
-    offer = str(changed.get("model", fields.model or fleet.card.model_id))
-    fleet.upstream_models.check(offer)
-    renamed = _NOT_RENAMED
-    if own := fleet.upstream_models.own_names(offer):
-        renamed = {name: rewrite_body(body, {**changed, "model": name}) for name in own}
-    return _Received(fields, rewrite_body(body, changed), offer, renamed)
-
-
-def _entry(account: Account, received: _Received, fields: ForwardedFields, stated: Stated) -> Entry:
+def _entry(account: Account, received: Received, fields: ForwardedFields, stated: Stated) -> Entry:
     """Return the entry of a request at admission, within the bounds of its account."""
     wanted, priority = stated.service, fields.priority
     service = account.capped(replace(wanted, priority=priority) if priority else wanted)
@@ -385,7 +361,7 @@ def _entry(account: Account, received: _Received, fields: ForwardedFields, state
 
 def _call(
     request: Request,
-    received: _Received,
+    received: Received,
     service: ServiceLevel,
     wanted: ServiceLevel,
     *,

@@ -40,6 +40,7 @@ from draftgate.gateway.http.requests.headers import Sender, read_stated
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.sending import send_whole
 from draftgate.gateway.http.stream import EventStream, stream_answer
+from draftgate.gateway.http.translation.translations import ChatTranslation
 from draftgate.gateway.logs import add_about_request
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
@@ -72,12 +73,14 @@ class WatchedEndpoint:
         operation: `gen_ai.operation.name` of its spans.
         task: the task that the model must offer.
         alternative: another task with which it can respond, or None.
+        translate: the translation of requests for upstreams that have only chats, or None.
     """
 
     path: str
     operation: str
     task = Task.GENERATE
     alternative: Task | None = None
+    translate: type[ChatTranslation] | None = None
 
     async def handle(self, request: Request) -> Response:
         """Respond to a request, which counts as in flight until its last byte."""
@@ -95,7 +98,9 @@ class WatchedEndpoint:
                 request[QUOTAS] = model.dispatcher.admission.quotas
                 if model.forwards:
                     generates = self.task is Task.GENERATE
-                    response = await forward(request, model, watch, generates=generates)
+                    response = await forward(
+                        request, model, watch, generates=generates, translate=self.translate
+                    )
                 else:
                     self._check_task(model)
                     response = await self.respond(request, model, watch)
@@ -134,6 +139,7 @@ class Endpoint(WatchedEndpoint):
         parse: Parse,
         rendering: Callable[[ParsedRequest, int], Rendering],
         params: Mapping[str, str] = NO_PARAMS,
+        translate: type[ChatTranslation] | None = None,
     ) -> None:
         """Define an endpoint.
 
@@ -146,6 +152,7 @@ class Endpoint(WatchedEndpoint):
         self.parse = parse
         self.rendering = rendering
         self.params = params
+        self.translate = translate
 
     def parsed(
         self, request: Request, served: ServedModel, watch: RequestWatch

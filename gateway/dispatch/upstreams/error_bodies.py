@@ -10,9 +10,12 @@ others     {"error": "..."}, {"message": "..."}, HTML, plain text, nothing
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+
+_LLAMA_CPP: Final = "file not found"
+"""The message of llama.cpp's server for an unknown path, in lower case."""
 
 
 class UpstreamErrorBody(NamedTuple):
@@ -58,14 +61,23 @@ def read_error(body: bytes) -> UpstreamErrorBody:
     )
 
 
-def is_missing_endpoint(status: int, error: UpstreamErrorBody) -> bool:
+def is_missing_endpoint(status: int, error: UpstreamErrorBody, path: str = "") -> bool:
     """Return whether a response means that the server has no such endpoint.
 
     A message that only repeats the status says nothing about a missing model.
+
+    Args:
+        path: the path of the endpoint, or empty to accept the form of OpenAI's errors only from
+            endpoints. Servers whose errors all have this form name the path that they do not have,
+            except llama.cpp's server.
     """
-    if status not in {404, 405, 501} or error.has_openai_form:
+    if status not in {404, 405, 501}:
         return False
-    return error.message.casefold() in {"", HTTPStatus(status).phrase.casefold()}
+    message = error.message.casefold()
+    if error.has_openai_form:
+        names = path in error.message or message == _LLAMA_CPP
+        return bool(path) and names and not error.has_anthropic_form
+    return message in {"", HTTPStatus(status).phrase.casefold()}
 
 
 def _read_detail(detail: Any) -> UpstreamErrorBody:

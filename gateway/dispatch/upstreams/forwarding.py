@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
+from draftgate.backends.base import CallTranslation, Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.routing import Routed
@@ -92,6 +92,8 @@ class ForwardedRequest:
         is_error: whether the status is an error.
         streaming: whether the response is a stream of events.
         body: the whole body of the response if it has arrived, or None. It is read with `read`.
+        translation: the translation of the request, if the upstream got it, or None. A whole
+            response has to be converted with it.
         worker_id: id of the upstream that responded.
         plan: the decision about speculation, or None without a choice.
     """
@@ -99,7 +101,7 @@ class ForwardedRequest:
     __slots__ = (
         "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_span", "_view",
         "body", "entry", "exchange", "headers", "is_error", "plan", "state", "status", "streaming",
-        "worker", "worker_id",
+        "translation", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -128,6 +130,7 @@ class ForwardedRequest:
         self.worker: FleetWorker | None = None
         self.plan: SpeculationPlan | None = None
         self.exchange: Exchange | None = None
+        self.translation: CallTranslation | None = None
         self._forwarder = forwarder
         self._call = call
         self._view = view
@@ -210,10 +213,24 @@ class ForwardedRequest:
         Raises:
             BackendFailed: the upstream failed.
         """
+        if self.translation is None or not self.streaming:
+            return await self._read_block()
+        return await self._read_translated(self.translation)
+
+    async def _read_block(self) -> bytes:
+        """Return the next bytes that the upstream has sent, as `read` does."""
         first, self._first = self._first, b""
         if first or self.exchange is None:
             return first
         return await self.exchange.read()
+
+    async def _read_translated(self, translation: CallTranslation) -> bytes:
+        """Return the next events of a translated stream, as `read` does."""
+        while block := await self._read_block():
+            if events := translation.read_events(block):
+                return events
+        self.translation = None  # nothing follows
+        return translation.end_events()
 
     async def read_begin(self, least_bytes: int) -> tuple[bytes, bool]:
         """Return the body and True, or False and only its begin of more than some bytes."""
@@ -352,6 +369,7 @@ class ForwardedRequest:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
+        self.translation = call.translation if exchange.translated else None
         self.is_error = exchange.status >= FIRST_ERROR_STATUS
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})

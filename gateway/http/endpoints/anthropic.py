@@ -15,16 +15,20 @@ from draftgate.gateway.http.context import (
     read_body,
     requested_model,
 )
-from draftgate.gateway.http.endpoints.input_tokens import count_tokens, pass_on_count
+from draftgate.gateway.http.endpoints.input_tokens import count_tokens
+from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.anthropic import MessageRendering
 from draftgate.gateway.http.replies.anthropic_shapes import MessageTokensReply
 from draftgate.gateway.http.requests.anthropic import PARAMS, parse_count_tokens, parse_messages
 from draftgate.gateway.http.requests.headers import Sender
+from draftgate.gateway.http.translation.translations import MessageTokenCount, MessageTranslation
 
 COUNT_PATH: Final = f"{MESSAGES_PATH}/count_tokens"
 
-MESSAGES: Final = Endpoint(MESSAGES_PATH, "chat", parse_messages, MessageRendering, PARAMS)
+MESSAGES: Final = Endpoint(
+    MESSAGES_PATH, "chat", parse_messages, MessageRendering, PARAMS, MessageTranslation
+)
 
 
 async def count_message_tokens(request: web.Request) -> web.StreamResponse:
@@ -35,7 +39,7 @@ async def count_message_tokens(request: web.Request) -> web.StreamResponse:
     """
     model = await requested_model(request, request.app[NODE])
     if model.forwards:
-        return await pass_on_count(request, model)
+        return await pass_on(request, model, translate=MessageTokenCount)
     served = model.served
     body = await read_body(request)
     parse = partial(parse_count_tokens, body, served, Sender(new_id()))

@@ -17,7 +17,7 @@ from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
 from draftgate.gateway.http.requests.validation import ParsedRequest
-from draftgate.gateway.model_service import ModelService
+from draftgate.gateway.http.translation.translations import InputTokenCount
 
 PATH: Final = "/v1/responses/input_tokens"
 
@@ -30,7 +30,7 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """
     model = await requested_model(request, request.app[NODE])
     if model.forwards:
-        return await pass_on_count(request, model)
+        return await pass_on(request, model, translate=InputTokenCount)
     served = model.served
     body = await read_body(request)
     previous = await find_previous(request)
@@ -41,11 +41,6 @@ async def count_input_tokens(request: web.Request) -> web.StreamResponse:
 
     tokens = await count_tokens(parse, PARAMS, len(body) + len(previous or b""))
     return json_response(InputTokensReply(tokens))
-
-
-async def pass_on_count(request: web.Request, model: ModelService) -> web.StreamResponse:
-    """Respond through an upstream to a request that counts tokens, as `pass_on` does."""
-    return await pass_on(request, model)
 
 
 async def count_tokens(

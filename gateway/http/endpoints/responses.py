@@ -16,6 +16,7 @@ from draftgate.gateway.http.requests.conversation import conversation, items_of
 from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.http.requests.responses import PARAMS, ResponsesBody, parse_responses
 from draftgate.gateway.http.requests.validation import ParsedRequest
+from draftgate.gateway.http.translation.translations import ResponseTranslation
 from draftgate.gateway.node import Node
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
@@ -48,4 +49,6 @@ class ResponsesEndpoint(Endpoint):
         return partial(store_response, node, parsed) if parsed.conversation else None
 
 
-RESPONSES: Final = ResponsesEndpoint(_PATH, "chat", parse_responses, ResponseRendering, PARAMS)
+RESPONSES: Final = ResponsesEndpoint(
+    _PATH, "chat", parse_responses, ResponseRendering, PARAMS, ResponseTranslation
+)

@@ -79,7 +79,7 @@ class MessageRendering(Rendering):
 
     def failure(self, error: GatewayError, request_id: str) -> bytes:
         """Return the event of an error, as `Rendering.failure` describes."""
-        return error_event(error, request_id, ErrorFormat.ANTHROPIC)
+        return self._writer.fail(error, request_id)
 
     def _read(self, text: str, end: Delta | WholeChoice) -> None:
         self._writer.note_end(end.finish_reason, end.stop_text)
@@ -90,13 +90,14 @@ class MessageRendering(Rendering):
 
 
 class MessageWriter:
-    """The message of one response, in Anthropic's format, and the events of its stream."""
+    """Implements `ReplyWriter` for a message in Anthropic's format."""
 
     def __init__(self, request_id: str, model: str) -> None:
         """Begin a message without blocks.
 
         Args:
             request_id: the id from which those of the message and of its calls are made.
+            model: the name of the model.
         """
         self.model = model
         self._request_id = request_id
@@ -105,6 +106,7 @@ class MessageWriter:
         self._arguments = ""  # of the last call
         self._finish_reason: FinishReason | None = None
         self._stop_text = ""
+        self._is_filtered = False
         self._has_begun = False
         self._events: list[bytes] = []  # not yet returned
 
@@ -114,21 +116,20 @@ class MessageWriter:
         return self._finish_reason is FinishReason.LENGTH
 
     def begin(self, usage: OptionalUsage) -> None:
-        """Add the first event, unless there is one.
-
-        Args:
-            usage: the tokens so far.
-        """
+        """Add the first event, as `ReplyWriter.begin` describes."""
         if not self._has_begun:
             self._has_begun = True
             self._emit("message_start", message=self._reply(usage))
 
-    def note_end(self, reason: FinishReason | None, stop_text: str) -> None:
-        """Note what has ended the output, or None and an empty text before its end."""
+    def note_end(
+        self, reason: FinishReason | None, stop_text: str, *, is_filtered: bool = False
+    ) -> None:
+        """Note what has ended the output, as `ReplyWriter.note_end` describes."""
         self._finish_reason, self._stop_text = reason, stop_text
+        self._is_filtered = is_filtered
 
     def add(self, output: Output) -> None:
-        """Add output, which may begin and end blocks."""
+        """Add output, which may begin and end blocks, as `ReplyWriter.add` describes."""
         reasoning, pieces = output
         if reasoning:
             self._add_thinking(reasoning)
@@ -150,7 +151,7 @@ class MessageWriter:
         return taken
 
     def end(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
-        """End the last block, and return the last events."""
+        """End the last block, and return the last events, as `ReplyWriter.end` describes."""
         self._close_block()
         stop = MessageEventDelta(
             stop_reason=self._stop_reason, stop_sequence=self._stop_text or None
@@ -160,15 +161,21 @@ class MessageWriter:
         return self.take_events()
 
     def whole(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
-        """End the last block, and return the JSON of the message."""
+        """End the last block, and return the message, as `ReplyWriter.whole` describes."""
         self._close_block()
         reply = self._reply(usage)
         reply.stop_reason, reply.stop_sequence = self._stop_reason, self._stop_text or None
         reply.metrics = metrics
         return encode(reply)
 
+    def fail(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the event of an error, as `ReplyWriter.fail` describes."""
+        return error_event(error, request_id, ErrorFormat.ANTHROPIC)
+
     @property
     def _stop_reason(self) -> str:
+        if self._is_filtered:
+            return "refusal"
         if self._stop_text:
             return "stop_sequence"
         if self._finish_reason is FinishReason.LENGTH:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -13,6 +13,7 @@ from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
 from draftgate.gateway.errors import ErrorFormat, GatewayError
 from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
+from draftgate.gateway.http.replies.output import Output
 from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -156,6 +157,49 @@ class Rendering:
             request_id: the id of the request, as in its headers.
         """
         return error_event(error, request_id)
+
+
+class ReplyWriter(Protocol):
+    """Writes a response from output that has been split into reasoning, content and calls.
+
+    Attributes:
+        model: the name of the model.
+    """
+
+    model: str
+
+    def begin(self, usage: OptionalUsage) -> None:
+        """Add the first events, unless there are some.
+
+        Args:
+            usage: the tokens so far, if they are known.
+        """
+
+    def add(self, output: Output) -> None:
+        """Add output."""
+
+    def note_end(
+        self, reason: FinishReason | None, stop_text: str, *, is_filtered: bool = False
+    ) -> None:
+        """Note what has ended the output.
+
+        Args:
+            reason: the reason, or None before the end.
+            stop_text: the stop text that ended the output, or empty.
+            is_filtered: whether a filter for content has ended the output.
+        """
+
+    def take_events(self) -> bytes:
+        """Return the events that were not returned yet."""
+
+    def end(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """Finish the response, and return the last events of its stream."""
+
+    def whole(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """Finish the response, and return its JSON."""
+
+    def fail(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the last events of a stream that ends with an error."""
 
 
 def event(data: bytes, name: str = "") -> bytes:

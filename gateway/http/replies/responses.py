@@ -82,7 +82,7 @@ class ResponseRendering(Rendering):
     ) -> bytes:
         """Return the events of a delta, as `Rendering.chunk` describes."""
         self._writer.begin()
-        self._writer.reason = delta.finish_reason
+        self._writer.note_end(delta.finish_reason, delta.stop_text)
         if delta.text or delta.logprobs:
             self._read(delta.text, delta.logprobs)
         return self._writer.take_events()
@@ -96,7 +96,7 @@ class ResponseRendering(Rendering):
     def failure(self, error: GatewayError, request_id: str) -> bytes:
         """Return the events of an error, as `Rendering.failure` describes."""
         self._writer.stored = self.stored = False
-        return self._writer.fail(error)
+        return self._writer.fail(error, request_id)
 
     def _read(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         output = self._parser.add(text)
@@ -124,19 +124,17 @@ class ResponseRendering(Rendering):
         writer = self._writer
         if not writer.has_ended:
             for choice in choices:
-                writer.reason = choice.finish_reason
+                writer.note_end(choice.finish_reason, choice.stop_text)
                 self._read("".join(choice.texts), choice.logprobs)
-            writer.add(self._parser.finish(cut=writer.reason is FinishReason.LENGTH))
+            writer.add(self._parser.finish(cut=writer.is_cut))
         writer.stored = self.stored
         return writer.finished(usage, metrics)
 
 
 class ResponseWriter:
-    """One response in OpenAI's format of `/v1/responses`, and the events of its stream.
+    """Implements `ReplyWriter` for a response in OpenAI's format of `/v1/responses`.
 
     Attributes:
-        model: the name of the model.
-        reason: what has ended the output, or None before its end.
         stored: whether the response is stored, or is to be stored at its end.
     """
 
@@ -152,12 +150,14 @@ class ResponseWriter:
 
         Args:
             request_id: the id from which those of the response, its items and its calls are made.
+            model: the name of the model.
             body, sampling: the request, of which the response repeats fields.
             created_s: Unix time in seconds.
         """
         self.model = model
-        self.reason: FinishReason | None = None
         self.stored = False
+        self._reason: FinishReason | None = None
+        self._is_filtered = False
         self._request_id = request_id
         self._body = body
         self._sampling = sampling
@@ -173,15 +173,26 @@ class ResponseWriter:
         """Whether the response has its final state."""
         return self._final is not None
 
-    def begin(self) -> None:
-        """Add the first events, unless there are some."""
+    @property
+    def is_cut(self) -> bool:
+        """Whether `max_output_tokens` cut the output short."""
+        return self._reason is FinishReason.LENGTH
+
+    def begin(self, usage: OptionalUsage = UNSET) -> None:
+        """Add the first events, as `ReplyWriter.begin` describes."""
         if not self._sent:
             begun = self._reply("in_progress")
             self._emit("response.created", response=begun)
             self._emit("response.in_progress", response=begun)
 
+    def note_end(
+        self, reason: FinishReason | None, stop_text: str, *, is_filtered: bool = False
+    ) -> None:
+        """Note what has ended the output, as `ReplyWriter.note_end` describes."""
+        self._reason, self._is_filtered = reason, is_filtered
+
     def add(self, output: Output, logprobs: list[TokenLogprobReply] | None = None) -> None:
-        """Add output, which may begin and end items.
+        """Add output, which may begin and end items, as `ReplyWriter.add` describes.
 
         Args:
             logprobs: the log probabilities of the content, if the response has them and no calls.
@@ -208,13 +219,17 @@ class ResponseWriter:
         return taken
 
     def end(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
-        """Finish the response, and return the last events."""
+        """Finish the response, and return the last events, as `ReplyWriter.end` describes."""
         finished = self.finished(usage, metrics)
         self._emit(f"response.{self._status}", response=finished)
         return self.take_events() + DONE
 
-    def fail(self, error: GatewayError) -> bytes:
-        """End the response with an error, and return the last events."""
+    def whole(self, usage: OptionalUsage, metrics: OptionalMetrics) -> bytes:
+        """Finish the response, and return its JSON, as `ReplyWriter.whole` describes."""
+        return encode(self.finished(usage, metrics))
+
+    def fail(self, error: GatewayError, request_id: str) -> bytes:
+        """End the response with an error, as `ReplyWriter.fail` describes."""
         self.begin()
         failed = self._reply("failed")
         code = error.code if isinstance(error, TooMany) else SERVER_ERROR
@@ -230,7 +245,8 @@ class ResponseWriter:
             self._close_item(self._status)
             self._final = whole = self._reply(self._status)
             if whole.status == "incomplete":
-                whole.incomplete_details = IncompleteDetails("max_output_tokens")
+                why = "content_filter" if self._is_filtered else "max_output_tokens"
+                whole.incomplete_details = IncompleteDetails(why)
             whole.usage = None if usage is UNSET else _usage(usage)
             whole.metrics = metrics
         self._final.store = self.stored
@@ -238,7 +254,7 @@ class ResponseWriter:
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self.reason is FinishReason.LENGTH else "completed"
+        return "incomplete" if self.is_cut or self._is_filtered else "completed"
 
     def _emit(self, kind: str, **fields: Any) -> None:
         """Add an event, encoded immediately because items change later."""

@@ -1,0 +1,1 @@
+"""Requests of other APIs as chats, for upstreams that have only chats."""
