@@ -235,6 +235,11 @@ class TokenUsage(NamedTuple):
     output: int
 
 
+DENIED: Final = frozenset({401, 403, 407})
+"""Statuses about the key of the gateway. The upstream does not get the key of the client, which
+would take the status for a verdict on its own key."""
+
+
 class UpstreamPause(NamedTuple):
     """A time during which the gateway must not call an upstream.
 
@@ -242,11 +247,13 @@ class UpstreamPause(NamedTuple):
         remaining_s: remaining seconds, more than 0.
         status: HTTP status for clients meanwhile: 429 if the upstream is overloaded, 503 if it is
             out.
+        denied: the status with which the upstream denied access to this gateway, or 0.
     """
 
     remaining_s: float
     status: int
     reason: str
+    denied: int = 0
 
 
 class Exchange(Protocol):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-import zlib
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 import httptools
 from multidict import CIMultiDictProxy
 
 from draftgate.backends.connection_errors import ConnectionFailed
+from draftgate.backends.openai.body_decoding import CODINGS, BodyDecoder
 from draftgate.backends.openai.response_head import MOST_HEADS, Fields, Head, read_head
 
 _MOST_HEAD_BYTES: Final = 64 << 10
@@ -65,22 +65,22 @@ class Response:
     Attributes:
         status: the status, or 0 before the head has arrived.
         head: the head, once it has arrived.
-        is_complete: whether the last byte of the body has arrived.
+        is_complete: whether the last byte of the body has arrived and is decoded.
     """
 
     __slots__ = (
-        "_blocks", "_connection", "_decoder", "_error", "_reader", "_unread_bytes", "head",
-        "is_complete", "status",
+        "_blocks", "_connection", "_decoder", "_error", "_has_arrived", "_reader", "_unread_bytes",
+        "head", "is_complete", "status",
     )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.head: Head
-        self.is_complete = False
+        self.is_complete = self._has_arrived = False
         self._connection = connection
         self._blocks: list[bytes] = []
         self._unread_bytes = 0
-        self._decoder: Any = None  # of a compressed body
+        self._decoder: BodyDecoder | None = None  # of a compressed body
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -101,6 +101,9 @@ class Response:
             OSError: the connection broke within the body.
         """
         while not self._blocks:
+            if self._decoder is not None and self._decoder.waits:
+                self._decode(self._decoder)
+                continue
             if self._error is not None:
                 raise self._error
             if self.is_complete:
@@ -112,7 +115,7 @@ class Response:
                 self._reader = None
         blocks, self._blocks = self._blocks, []
         self._unread_bytes = 0
-        if not self.is_complete:  # otherwise the connection may have another exchange
+        if not self._has_arrived:  # otherwise the connection may have another exchange
             self._connection.resume()
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
@@ -143,12 +146,13 @@ class Response:
 
     def close(self) -> None:
         """Close the connection, unless the body has arrived and the connection is free again."""
-        if not self.is_complete:
+        if not self._has_arrived:
             self._connection.abort()
 
     def take(self, head: Head, body: bytes) -> None:
         """Take the whole of a successful response."""
         self.status, self.head, self.is_complete = 200, head, True
+        self._has_arrived = True
         if body:
             self._blocks.append(body)
 
@@ -156,8 +160,8 @@ class Response:
         """Read the head."""
         self.head = head = read_head(fields)
         coding = head.coding
-        if coding in {b"gzip", b"x-gzip", b"deflate"}:  # against the request's Accept-Encoding
-            self._decoder = zlib.decompressobj(32 + zlib.MAX_WBITS)
+        if coding in CODINGS:
+            self._decoder = BodyDecoder(coding)
         elif coding != b"identity":
             raise ConnectionFailed("its response cannot be read (unknown Content-Encoding)")
         self.status = status
@@ -166,22 +170,48 @@ class Response:
         """Add bytes of the body, and return whether the upstream has to wait for the reader.
 
         Raises:
-            zlib.error: the body is not compressed as its header says.
+            ConnectionFailed: the body is not compressed as its header says.
         """
-        if self._decoder is not None:
-            block = self._decoder.decompress(block)
+        if self._decoder is None:
+            self._put(block)
+        else:
+            self._decoder.add(block)
+            self._decode(self._decoder)
+        return self._unread_bytes > MOST_UNREAD_BYTES
+
+    def end(self, error: Exception | None = None) -> None:
+        """Record the end of the body, or why it ends early."""
+        self._has_arrived, self._error = error is None, error
+        if self._decoder is None:
+            self.is_complete = self._has_arrived
+        else:
+            self._end_decoded(self._decoder)
+        if self._reader is not None:
+            self._wake(self._reader)
+
+    def _put(self, block: bytes) -> None:
+        """Keep decoded bytes for the reader."""
         if block:
             self._blocks.append(block)
             self._unread_bytes += len(block)
             if self._reader is not None:
                 self._wake(self._reader)
-        return self._unread_bytes > MOST_UNREAD_BYTES
 
-    def end(self, error: Exception | None = None) -> None:
-        """Record the end of the body, or why it ends early."""
-        self.is_complete, self._error = error is None, error
-        if self._reader is not None:
-            self._wake(self._reader)
+    def _decode(self, decoder: BodyDecoder) -> None:
+        """Decode received bytes until the reader has to take some."""
+        while decoder.waits and self._unread_bytes <= MOST_UNREAD_BYTES:
+            self._put(decoder.take(MOST_UNREAD_BYTES))
+        self._end_decoded(decoder)
+
+    def _end_decoded(self, decoder: BodyDecoder) -> None:
+        """Note the end of a body that has arrived, once all of it is decoded."""
+        if self._has_arrived and not decoder.waits and self._error is None:
+            try:
+                decoder.check_end()
+            except ConnectionFailed as error:
+                self._error = error
+            else:
+                self.is_complete = True
 
     def _wake(self, reader: asyncio.Future[None]) -> None:
         self._reader = None
@@ -237,6 +267,16 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether the next request can be sent."""
         return not self._transport.is_closing()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request was sent, and the sender has not got its response."""
+        return self._waiter is not None
+
+    @property
+    def received_bytes(self) -> int:
+        """Number of bytes of the present response so far."""
+        return self._head_bytes
 
     def resume(self) -> None:
         """Read on, if the upstream has waited for the reader."""

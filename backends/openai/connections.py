@@ -91,6 +91,20 @@ class Connections:
         for connection in tuple(self._open):
             connection.abort(ConnectionFailed(reason))
 
+    @property
+    def received_bytes(self) -> int:
+        """Number of bytes that open connections have received, apart from the shortest responses.
+
+        The number changes while any response arrives.
+        """
+        return sum(connection.received_bytes for connection in self._open)
+
+    def abandon_waiting(self, reason: str) -> None:
+        """Close the connections of requests of whose responses nothing has arrived."""
+        for connection in tuple(self._open):
+            if connection.waits:
+                connection.abort(ConnectionFailed(reason))
+
     async def request(
         self,
         method: str,

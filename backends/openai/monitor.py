@@ -143,7 +143,7 @@ class UpstreamMonitor:
                     reason = f"/v1/models responded with status {response.status}"
                     return ProbeFailure(reason, timeout=False)
                 if response.status == 200:
-                    entries = _entries(json.loads(await response.read(_MOST_BYTES)))
+                    entries = await _read_list(response)
                     found = {one["id"]: one for one in entries}
                     if found and found != self.models:
                         self.model, self.models = listed_model(entries[0]), found
@@ -164,6 +164,18 @@ async def _read_page(response: Response) -> EngineMetrics | None:
     if len(page) <= _INLINE_BYTES:
         return read_metrics(text)
     return await asyncio.to_thread(read_metrics, text)
+
+
+async def _read_list(response: Response) -> list[dict[str, Any]]:
+    """Return the entries of a list of models.
+
+    Raises:
+        OSError, ValueError, RecursionError: the list cannot be read.
+    """
+    page = await response.read(_MOST_BYTES)
+    if len(page) <= _INLINE_BYTES:
+        return _entries(json.loads(page))
+    return _entries(await asyncio.to_thread(json.loads, page))
 
 
 def _entries(listing: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-from draftgate.backends.base import UpstreamPause
+from draftgate.backends.base import DENIED, UpstreamPause
 from draftgate.backends.header_numbers import header_count
 from draftgate.backends.openai.connection import Response
 from draftgate.policies.resilience.breaker import Breaker, Patience
@@ -23,6 +23,9 @@ exceeds `--upstream-max-pause-s`."""
 
 _REFUSALS: Final = (429, 503)
 
+_FORBIDDEN: Final = 403
+_MOST_DOUBLINGS: Final = 10
+
 
 class Pauses:
     """The pauses of one upstream.
@@ -30,6 +33,10 @@ class Pauses:
     A pause that the upstream requests is bounded, because one wrong response must not switch a
     healthy upstream off. A successful probe ends it early. If the upstream then refuses the next
     requests, probes say nothing about its load, and the next pause lasts until its end.
+
+    An upstream that denies access gets pauses that double with each denial. Probes do not end them,
+    because most servers need no key for `/health`. A single 403 causes no pause, because it may
+    concern one request only.
 
     Times are seconds of one monotonic clock.
 
@@ -53,6 +60,7 @@ class Pauses:
         self._until_s = 0.0
         self.requested = False
         self._probes_count = True  # whether a successful probe ends a requested pause
+        self._denials = 0  # in a row
 
     def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
         """Return the rest of a pause, or None if the gateway may call the upstream.
@@ -85,14 +93,34 @@ class Pauses:
         """Record a response, which may request a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()
-        if response.status not in _REFUSALS:
+        status = response.status
+        if status in DENIED:
+            self._note_denial(status, now_s)
+            return
+        self._denials = 0
+        if status not in _REFUSALS:
             self._probes_count = True
             return
         asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        until_s = now_s + min(DEFAULT_PAUSE_S if asked_s is None else asked_s, self._longest_s)
+        self._begin(DEFAULT_PAUSE_S if asked_s is None else asked_s, status, now_s)
+
+    def _note_denial(self, status: int, now_s: float) -> None:
+        """Begin a pause after a denial, unless the request was sent before the present pause."""
+        if now_s < self._until_s:
+            return
+        self._denials += 1
+        if status == _FORBIDDEN and self._denials == 1:
+            return
+        seconds = DEFAULT_PAUSE_S * 2.0 ** min(self._denials - 1, _MOST_DOUBLINGS)
+        self._probes_count = False
+        self._begin(seconds, 503, now_s, denied=status)
+
+    def _begin(self, seconds: float, status: int, now_s: float, *, denied: int = 0) -> None:
+        """Begin a pause, unless a longer one has begun."""
+        until_s = now_s + min(seconds, self._longest_s)
         if until_s >= self._until_s:
-            reason = f"{self._url} responded with status {response.status}"
-            self._until_s, self._pause = until_s, UpstreamPause(0.0, response.status, reason)
+            reason = f"{self._url} responded with status {denied or status}"
+            self._until_s, self._pause = until_s, UpstreamPause(0.0, status, reason, denied)
             self.requested = True
 
 

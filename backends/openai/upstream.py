@@ -20,10 +20,10 @@ from draftgate.backends.base import (
     UpstreamCall,
     UpstreamPause,
 )
-from draftgate.backends.connection_errors import public_reason
+from draftgate.backends.connection_errors import ConnectionFailed, public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connection import Response
-from draftgate.backends.openai.connections import Connections
+from draftgate.backends.openai.connections import DEAD_S, Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
@@ -38,6 +38,12 @@ Models: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 _MISSING: Final = frozenset({404, 405, 501})
 """Statuses of servers without an endpoint."""
+
+_OK: Final = 200
+
+SILENCE_S: Final = float(DEAD_S)
+"""Seconds without any byte, also without responses to probes, after which waiting requests are
+given up. This is also the patience with a machine that acknowledges nothing."""
 
 _MOST_ERROR_BYTES: Final = 64 << 10
 
@@ -95,6 +101,8 @@ class OpenAIUpstream:
         self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
         self._sent = 0  # sequences
+        self._alive_s = clock()  # the last time at which it sent anything, as far as is known
+        self._received_bytes = 0
         self._missing: set[str] = set()  # paths that it does not have, until it may have restarted
         self.card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
         self.models: Models | None = None
@@ -167,6 +175,9 @@ class OpenAIUpstream:
                 translated, response = False, await self._request(call, self._connections)
             else:
                 translated, response = await self._offer_forms(call, translation, self._connections)
+            if response.head.content_type == "text/html" and response.status == _OK:
+                response.close()
+                raise ConnectionFailed("it responded with an HTML page")
         except BaseException as error:
             self._sent -= call.sequences
             if not isinstance(error, OSError):  # TimeoutError is one
@@ -176,20 +187,37 @@ class OpenAIUpstream:
             self._missing.clear()
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
-        self._pauses.note_answer(response, self._clock())
+        self._alive_s = self._clock()
+        self._pauses.note_answer(response, self._alive_s)
         end = partial(self._end, call, begin_s, running)
         return HttpExchange(response, self._clock, end, translated=translated)
 
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
         assert self._monitor is not None
+        assert self._connections is not None
         failure = await self._monitor.probe()
         self._offer(self._monitor.models)
+        now_s = self._clock()
         if failure is None:
-            self._pauses.note_probe(self._clock())
-        else:
-            self._missing.clear()
-            self._pauses.breaker.failed(failure.reason, self._clock(), timeout=failure.timeout)
+            self._alive_s = now_s
+            self._pauses.note_probe(now_s)
+            return
+        self._missing.clear()
+        self._pauses.breaker.failed(failure.reason, now_s, timeout=failure.timeout)
+        if failure.timeout:
+            self._note_silence(self._connections, now_s)
+
+    def _note_silence(self, connections: Connections, now_s: float) -> None:
+        """Give up requests that wait for an upstream from which nothing has come for long.
+
+        Another upstream may run them. An overloaded upstream still sends some bytes.
+        """
+        received = connections.received_bytes
+        if received != self._received_bytes:
+            self._received_bytes, self._alive_s = received, now_s
+        elif now_s - self._alive_s >= SILENCE_S:
+            connections.abandon_waiting(f"it sent nothing for {now_s - self._alive_s:.0f} s")
 
     async def poll(self) -> None:
         """Read the metrics of the upstream, if it has any."""

@@ -16,6 +16,7 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
+from draftgate.gateway.dispatch.upstreams.forwarder import WHOLE_BYTES
 from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
 from draftgate.gateway.errors import (
     ErrorFormat,
@@ -60,10 +61,6 @@ from draftgate.policies.types import RequestView, ServiceLevel
 from draftgate.policies.values import replace
 
 T = TypeVar("T")
-
-WHOLE_BYTES: Final = 1 << 20
-"""A whole response up to this size is sent once it is complete. The client then gets an error
-instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")

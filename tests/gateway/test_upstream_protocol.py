@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,18 +30,31 @@ def in_chunks(body: bytes, size: int) -> bytes:
 
 
 PACKED = gzip.compress(BODY)
+RAW = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+CODED = {
+    "gzip": (b"gzip", PACKED),
+    "parts": (b"gzip", gzip.compress(BODY[:100]) + gzip.compress(BODY[100:])),
+    "padded": (b"gzip", PACKED + b"\0\0"),
+    "deflate": (b"deflate", zlib.compress(BODY)),
+    "raw": (b"deflate", RAW.compress(BODY) + RAW.flush()),
+}
+"""Bodies in the codings of HTTP, with what servers make of them."""
+
 RESPONSES = {
     "length": HEAD + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY),
     "chunks": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + in_chunks(BODY, 100),
     "interim": b"HTTP/1.1 100 Continue\r\nX-Old: 1\r\n\r\n"
     + (HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY)),
-    "gzip": HEAD
-    + b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
-    + in_chunks(PACKED, 20),
+    **{
+        kind: HEAD
+        + b"Content-Encoding: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % coding
+        + in_chunks(body, 20)
+        for kind, (coding, body) in CODED.items()
+    },
     "end": HEAD + b"\r\n" + BODY,
     "old": b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY),
 }
-REUSED = {"length", "chunks", "interim", "gzip"}
+REUSED = {"length", "chunks", "interim", *CODED}
 """The responses after which the connection can be used again."""
 
 
@@ -341,3 +355,42 @@ def test_connections_work_on_both_event_loops(loop: Callable[[], Any]) -> None:
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(scene())
+
+
+@pytest.mark.parametrize("kind", sorted(CODED))
+async def test_compressed_body_without_its_end_is_incomplete(kind: str) -> None:
+    """A compressed body that lacks its end is an error, although the message itself is whole."""
+    coding, body = CODED[kind]
+    body = body[: len(body) // 2]
+    sent = await send()
+    head = HEAD + b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n"
+    sent.receive(head % (coding, len(body)) + body)
+    response = await sent.response
+    assert response.body is None
+    with pytest.raises(ConnectionFailed, match=r"incomplete|cannot be read"):
+        await response.read(1 << 20)
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+async def test_small_body_that_becomes_huge_is_decoded_as_it_is_read(coding: bytes) -> None:
+    """A body of 64 KB that stands for 64 MB needs little memory, whether or not it is read, and
+    its connection serves the next request meanwhile."""
+    huge = 64 << 20
+    pack = gzip.compress if coding == b"gzip" else zlib.compress
+    body = pack(bytes(huge))
+    sent = await send()
+    head = HEAD + b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n"
+    sent.receive(head % (coding, len(body)) + body)
+    response = await sent.response
+    assert sent.pool._take_idle(0.0) is not None
+    total = 0
+    while block := await response.read_any():
+        assert len(block) <= 2 * MOST_UNREAD_BYTES
+        total += len(block)
+    assert total == huge
+    assert not sent.wire.closed
+    again = await send()
+    again.receive(head % (coding, len(body)) + body)
+    response = await again.response
+    with pytest.raises(ValueError, match="exceeds"):
+        await response.read(1 << 20)

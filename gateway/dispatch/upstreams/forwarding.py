@@ -13,13 +13,25 @@ from enum import Enum, auto
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import CallTranslation, Exchange, TokenUsage, Upstream, UpstreamCall
+from draftgate.backends.base import (
+    DENIED,
+    CallTranslation,
+    Exchange,
+    TokenUsage,
+    Upstream,
+    UpstreamCall,
+)
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
-from draftgate.gateway.dispatch.upstreams.forwarder import UNAVAILABLE, Forwarder
+from draftgate.gateway.dispatch.upstreams.forwarder import (
+    UNAVAILABLE,
+    Forwarder,
+    denied_access,
+    read_first,
+)
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnavailable
@@ -35,10 +47,6 @@ UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
 """The header of a response with the name of its upstream, if there are several."""
 
 _FIRST_REDIRECT: Final = 300
-
-DENIED: Final = frozenset({401, 403, 407})
-"""Statuses about the key of the gateway. The upstream does not get the key of the client, which
-would take the status for a verdict on its own key."""
 
 _TOO_MANY: Final = 429
 _BAD_GATEWAY: Final = 502
@@ -364,7 +372,7 @@ class ForwardedRequest:
         self.exchange = exchange = await upstream.forward(call)
         if exchange.body is None:
             try:
-                self._first = await exchange.read()
+                self._first = await read_first(exchange)
             except UpstreamFailed as error:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
@@ -406,11 +414,7 @@ class ForwardedRequest:
                 status is not 429.
         """
         if self.status in DENIED:
-            # The reason of the upstream may quote a part of the key.
-            raise UpstreamBroken(
-                "the upstream is misconfigured: it denied this gateway access with status "
-                f"{self.status}; the operator must check --upstream-api-key-env"
-            )
+            raise denied_access(self.status)
         retry_after_s = self._forwarder.retry_after_s(self._call.model)
         if self.status == _TOO_MANY:
             theirs = self.headers.items()

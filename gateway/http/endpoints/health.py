@@ -87,6 +87,11 @@ def _described(worker: FleetWorker) -> WorkerHealth:
         found.reason = failure
     elif worker.hung:
         found.reason = "the worker completes no step"
+    elif pause is not None and pause.denied:
+        found.reason = (
+            f"upstream {number}: it denied this gateway access with status {pause.denied}, and "
+            f"gets no requests for {pause.remaining_s:.1f} s"
+        )
     elif pause is not None:
         found.reason = (
             f"it responded with status {pause.status}, and gets no requests for "

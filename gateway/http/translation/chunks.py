@@ -11,7 +11,7 @@ from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.types import FinishReason
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.errors import GatewayError, UpstreamRejection
-from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, ResponseMetrics
 from draftgate.gateway.http.replies.output import Output
 from draftgate.gateway.http.replies.shapes import (
     CompletionTokensDetails,
@@ -87,6 +87,9 @@ _FINISHES: Final = {
     "content_filter": FinishReason.STOP,
 }
 
+_NO_METRICS: Final = (UNSET, Raw(b"null"))
+"""The field `metrics` of servers without metrics. vLLM sends null."""
+
 _STATUSES: Final = {"invalid_request_error": 400, "rate_limit_error": 429}
 """The HTTP statuses of errors within a stream, by their type. Others are failures."""
 
@@ -97,7 +100,7 @@ class Chunk(Struct):
     Attributes:
         model: the name of the model, or empty without one.
         is_filtered: whether a filter of the upstream has ended the output.
-        metrics: the JSON of `metrics`, which Draftgate sends.
+        metrics: the field `metrics` of Draftgate, which the client gets as it was received.
         error: the error that ends the stream in place of output, or None.
     """
 
@@ -127,7 +130,9 @@ class ChunkReader:
             chat = _chat.decode(data)
         except (ValueError, RecursionError):
             raise UpstreamFailed("its response is not a chat") from None
-        metrics = cast("OptionalMetrics", chat.metrics)  # encoded as received
+        metrics: OptionalMetrics = UNSET
+        if chat.metrics not in _NO_METRICS:
+            metrics = cast("ResponseMetrics", chat.metrics)
         chunk = Chunk(("", []), chat.model or "", None, "", False, _usage(chat.usage), metrics)
         if chat.error is not None:
             chunk.error = _error(data)

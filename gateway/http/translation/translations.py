@@ -104,7 +104,11 @@ class Translation:
         raise NotImplementedError
 
     def end_events(self) -> bytes:
-        """Return the events after those of a complete stream."""
+        """Return the events after those of a complete stream.
+
+        Raises:
+            UpstreamFailed, GatewayError: as in `read_events`.
+        """
         raise NotImplementedError
 
     def name_param(self, param: str) -> str:
@@ -199,6 +203,7 @@ class ChatTranslation(Translation):
         self._failure = failure
         self._writer: ReplyWriter  # once the request has been read
         self._has_begun = False
+        self._error: Exception | None = None  # raised once the events before it have been sent
         self._chunks = ChunkReader()
         self._usage: OptionalUsage = UNSET
         self._metrics: OptionalMetrics = UNSET
@@ -215,11 +220,26 @@ class ChatTranslation(Translation):
         return self._writer.whole(self._usage, self._metrics)
 
     def read_events(self, events: bytes) -> bytes:
-        """Return events, as `Translation.read_events` describes."""
-        return b"".join(map(self._events_of, split_events(events)))
+        """Return events, as `Translation.read_events` describes.
+
+        The events before one that is an error are returned first.
+        """
+        if self._error is not None:
+            raise self._error
+        found = bytearray()
+        try:
+            for data in split_events(events):
+                found += self._events_of(data)
+        except (UpstreamFailed, GatewayError) as error:
+            if not found:
+                raise
+            self._error = error
+        return bytes(found)
 
     def end_events(self) -> bytes:
         """Return the last events, as `Translation.end_events` describes."""
+        if self._error is not None:
+            raise self._error
         self._writer.begin(self._usage)
         return self._writer.end(self._usage, self._metrics)
 
