@@ -52,6 +52,10 @@ _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
+class _Abandoned(ConnectionFailed):
+    """The gateway no longer waits for the response."""
+
+
 class Connections:
     """The connections to one upstream."""
 
@@ -103,7 +107,7 @@ class Connections:
         """Close the connections of requests of whose responses nothing has arrived."""
         for connection in tuple(self._open):
             if connection.waits:
-                connection.abort(ConnectionFailed(reason))
+                connection.abort(_Abandoned(reason))
 
     async def request(
         self,
@@ -276,6 +280,8 @@ def _lines(headers: Collection[tuple[str, str]]) -> str:
 
 def _is_stale(error: OSError, seconds: float) -> bool:
     """Return whether a reused connection failed because the server had already closed it."""
+    if isinstance(error, _Abandoned):
+        return False
     if isinstance(error, ConnectionFailed) and error.has_begun:
         return False  # a part of a head has arrived
     return seconds < STALE_S or error.errno == errno.ETIMEDOUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -101,6 +102,69 @@ async def raw_upstream(fault: Callable[[int, int], Fault]) -> AsyncIterator[RawU
     """Run a server whose reaction to the n-th request of a connection is `fault(connection, n)`."""
     upstream = RawUpstream(fault)
     server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0)
+    upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield upstream
+    finally:
+        server.close()
+        for writer in upstream.writers:
+            writer.close()
+
+
+@dataclass
+class ByteUpstream:
+    """A server that responds to each `POST` with the bytes of a test, and to probes as usual.
+
+    Attributes:
+        response: the bytes of each response.
+        closes: whether the connection ends after them.
+        reads_body: whether the server reads a request before it responds.
+        mute: whether it responds to nothing, not even to probes.
+        begun: the number of `POST` requests that arrived.
+        answered: the connection of each response.
+    """
+
+    response: bytes
+    closes: bool = True
+    reads_body: bool = True
+    mute: bool = False
+    url: str = ""
+    begun: int = 0
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    answered: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if not head.startswith(b"POST"):
+                    if not self.mute:
+                        writer.write(_probed(head))
+                    continue
+                self.begun += 1
+                if self.reads_body:
+                    length = re.search(rb"(?i)content-length: (\d+)", head)
+                    await reader.readexactly(int(length[1]) if length else 0)
+                self.answered.append(writer)
+                writer.write(self.response)
+                await writer.drain()
+                if self.closes:
+                    break
+            writer.close()
+
+
+def _probed(head: bytes) -> bytes:
+    """Return the response to a probe."""
+    body = MODELS if b" /v1/models " in head else b""
+    status = b"404 Not Found" if b" /metrics " in head else b"200 OK"
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+@asynccontextmanager
+async def byte_upstream(response: bytes, **fields: bool) -> AsyncIterator[ByteUpstream]:
+    """Run a server that responds with these bytes."""
+    upstream = ByteUpstream(response, **fields)
+    server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, limit=32 << 20)
     upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield upstream

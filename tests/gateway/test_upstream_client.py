@@ -151,7 +151,8 @@ async def test_counts_of_tokens_are_forwarded_or_404(gateway: Listening) -> None
 
     async with upstream(missing) as engine, forwarding(engine) as bare, client(bare) as http:
         for path in ("/tokenize", "/v1/responses/input_tokens"):
-            response = await http.post(path, json={"prompt": "a", "input": "a"})
+            name = "prompt" if path == "/tokenize" else "input"
+            response = await http.post(path, json={name: "a"})
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "not_found"
         assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404

@@ -46,6 +46,16 @@ NAMELESS = (
 BODY = {"model": "theirs", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
 
 
+def body_for(path: str, *, stream: bool = False) -> dict[str, object]:
+    """Return a valid body for a path, whose request may be translated to a chat."""
+    if "/messages" in path:
+        most = {} if path.endswith("count_tokens") else {"max_tokens": 9}
+        return {"model": "theirs", "messages": BODY["messages"], "stream": stream, **most}
+    if "/responses" in path:
+        return {"model": "theirs", "input": "x", "stream": stream}
+    return {**BODY, "stream": stream}
+
+
 def respond(status: int, body: bytes, content_type: str = "text/html") -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         return web.Response(status=status, body=body, headers={"Content-Type": content_type})
@@ -78,7 +88,7 @@ async def test_missing_endpoint_is_named_in_the_form_of_the_api(path: str, statu
                 continue  # no server sends this text with another status
             engine.handler = respond(status, text)
             for streamed in (False, True):
-                response = await http.post(path, json={**BODY, "stream": streamed})
+                response = await http.post(path, json=body_for(path, stream=streamed))
                 assert response.status_code == status
                 assert response.headers["content-type"] == "application/json"
                 message = error_of(path, response.content)["message"]
@@ -124,7 +134,7 @@ async def test_other_forms_keep_their_message(
     """The error has the message and the parameter of the upstream, in the form of the API."""
     handler = respond(422, json.dumps(sent).encode(), "application/json")
     async with upstream(handler) as engine, forwarding(engine) as gateway, client(gateway) as http:
-        response = await http.post(path, json=BODY)
+        response = await http.post(path, json=body_for(path))
     assert response.status_code == 422
     error = error_of(path, response.content)
     assert error["message"] == message
@@ -171,7 +181,7 @@ async def test_error_after_comments_has_the_form_of_the_api(
         upstream(handler) as engine,
         forwarding(engine) as gateway,
         client(gateway) as http,
-        http.stream("POST", path, json={**BODY, "stream": True}) as response,
+        http.stream("POST", path, json=body_for(path, stream=True)) as response,
     ):
         received = b""
         async for piece in response.aiter_bytes():
@@ -194,7 +204,9 @@ async def test_clients_raise_their_own_exceptions() -> None:
                 await api.messages.create(
                     model="theirs", max_tokens=1, messages=[{"role": "user", "content": "x"}]
                 )
-        assert len(engine.requests) == 2
+        chats = "/v1/chat/completions"  # tried in place of the missing endpoints
+        paths = [one.path for one in engine.requests]
+        assert paths == ["/v1/responses", chats, "/v1/messages", chats]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +236,7 @@ async def test_a_key_that_an_upstream_refuses_is_not_that_of_the_client(
         forwarding(engine, log_level="warning") as gateway,
         client(gateway) as http,
     ):
-        response = await http.post(path, json={**BODY, "stream": streamed})
+        response = await http.post(path, json=body_for(path, stream=streamed))
     assert response.status_code == 502
     message = error_of(path, response.content)["message"]
     assert f"status {status}" in message

@@ -51,7 +51,9 @@ class ScriptedUpstream:
         status: the HTTP status of `/health`.
         owner: the field `owned_by` of the server's models.
         models: the names of the server's models.
+        listing: the body of `/v1/models`, or None for a list of `models`.
         metrics: the metrics page, or an empty text for a server without metrics.
+        silent: the paths whose requests never get a response.
         requests: the requests that the server received, without probes.
         bodies: the bodies of these requests.
         left: the path of each request whose client disconnected before the end of the response.
@@ -63,7 +65,9 @@ class ScriptedUpstream:
     status: int = 200
     owner: str = "somebody"
     models: tuple[str, ...] = ("theirs",)
+    listing: bytes | None = None
     metrics: str = ""
+    silent: set[str] = field(default_factory=set)
     settings: dict[str, Any] = field(default_factory=dict)
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -71,10 +75,14 @@ class ScriptedUpstream:
     arrived: asyncio.Queue[web.Request] = field(default_factory=asyncio.Queue)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path in self.silent:
+            return await asyncio.get_running_loop().create_future()
         if request.path == "/health":
             return web.Response(status=self.status)
         if request.path == "/metrics":
             return web.Response(status=200 if self.metrics else 404, text=self.metrics)
+        if request.path == "/v1/models" and self.listing is not None:
+            return web.Response(body=self.listing, content_type="application/json")
         if request.path == "/v1/models":
             shared = {"max_model_len": 99, "created": 5, "owned_by": self.owner}
             listed = [{"id": name, **shared} for name in self.models]

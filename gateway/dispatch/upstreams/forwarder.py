@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from draftgate.backends.base import Exchange, UpstreamPause
+from draftgate.backends.errors import UpstreamFailed
 from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import View
@@ -25,6 +26,7 @@ _MOST_CALLS: Final = 2
 connection."""
 
 UNAVAILABLE: Final = 503
+FIRST_ERROR_STATUS: Final = 400
 
 WHOLE_BYTES: Final = 1 << 20
 """A whole response up to this size is sent once it is complete. The client then gets an error
@@ -135,10 +137,15 @@ async def read_first(exchange: Exchange) -> bytes:
     """Return the first bytes of a stream, or a whole response unless it is large.
 
     Another upstream can still respond if a whole response breaks off.
+
+    Raises:
+        UpstreamFailed: the response is incomplete, or has no body although it is a success.
     """
     first = await exchange.read()
-    if exchange.streaming or not first:
+    if exchange.streaming or exchange.status >= FIRST_ERROR_STATUS:
         return first
+    if not first:
+        raise UpstreamFailed("its response is empty")
     begin = bytearray(first)
     while len(begin) <= WHOLE_BYTES and (block := await exchange.read()):
         begin += block

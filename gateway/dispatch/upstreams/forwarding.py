@@ -27,6 +27,7 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.dispatch.upstreams.forwarder import (
+    FIRST_ERROR_STATUS,
     UNAVAILABLE,
     Forwarder,
     denied_access,
@@ -42,7 +43,6 @@ from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 
-FIRST_ERROR_STATUS: Final = 400
 UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
 """The header of a response with the name of its upstream, if there are several."""
 
@@ -370,7 +370,7 @@ class ForwardedRequest:
             call = call._replace(headers={**call.headers, **span.propagation()})
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         self.exchange = exchange = await upstream.forward(call)
-        if exchange.body is None:
+        if not exchange.body:
             try:
                 self._first = await read_first(exchange)
             except UpstreamFailed as error:
