@@ -302,12 +302,13 @@ STREAM = b"".join(CHUNKS)
     st.sampled_from([MessageTranslation, ResponseTranslation]),
     st.lists(st.integers(1, len(STREAM) - 1), max_size=40, unique=True),
     st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"", b"id: 7\nevent: chunk\n", b": note\n"]),
 )
 def test_events_do_not_depend_on_the_pieces_of_a_stream(
-    kind: type[ChatTranslation], places: list[int], line_end: bytes
+    kind: type[ChatTranslation], places: list[int], line_end: bytes, fields: bytes
 ) -> None:
-    """A stream in any pieces, with any line ends and comments between events, gives the same."""
-    stream = STREAM.replace(b"\n", line_end)
+    """A stream in any pieces, with any line ends and further fields of events, gives the same."""
+    stream = STREAM.replace(b"data:", fields + b"data:").replace(b"\n", line_end)
     cuts = [0, *sorted(place for place in places if place < len(stream)), len(stream)]
     pieces = [stream[a:b] for a, b in pairwise(cuts)]
     expected = events_of(kind, [STREAM])

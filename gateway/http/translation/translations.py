@@ -42,7 +42,7 @@ INLINE_BYTES: Final = 32 << 10
 than 5 ms."""
 
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
-_EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r){2,}")
+_EVENT_END: Final = re.compile(rb"(?>\r\n|\n|\r){2,}")  # atomic, because CRLF is one end
 _ONLY_CHATS: Final = "the upstream has only chats"
 
 
