@@ -266,14 +266,19 @@ class Exchange(Protocol):
         headers: HTTP headers, except those of the connection and the encoding.
         streaming: whether the response is a stream of events.
         body: the whole body if it has arrived, or None. `read` must be called if it is None.
-        translated: whether it is the response to `UpstreamCall.translation`.
     """
 
     status: int
     headers: Mapping[str, str]
     streaming: bool
     body: bytes | None
-    translated: bool
+
+    @property
+    def translation(self) -> CallTranslation | None:
+        """`UpstreamCall.translation` if the upstream got it, or None.
+
+        Streams then have the client's events, and the caller converts a whole response.
+        """
 
     @property
     def outputs(self) -> int:

@@ -102,7 +102,9 @@ class Response:
         """
         while not self._blocks:
             if self._decoder is not None and self._decoder.waits:
-                self._decode(self._decoder)
+                if block := self._decoded(self._decoder):
+                    self._blocks.append(block)
+                self._end_decoded(self._decoder)
                 continue
             if self._error is not None:
                 raise self._error
@@ -172,11 +174,14 @@ class Response:
         Raises:
             ConnectionFailed: the body is not compressed as its header says.
         """
-        if self._decoder is None:
-            self._put(block)
-        else:
+        if self._decoder is not None:
             self._decoder.add(block)
-            self._decode(self._decoder)
+            block = self._decoded(self._decoder)
+        if block:
+            self._blocks.append(block)
+            self._unread_bytes += len(block)
+            if self._reader is not None:
+                self._wake(self._reader)
         return self._unread_bytes > MOST_UNREAD_BYTES
 
     def end(self, error: Exception | None = None) -> None:
@@ -189,19 +194,13 @@ class Response:
         if self._reader is not None:
             self._wake(self._reader)
 
-    def _put(self, block: bytes) -> None:
-        """Keep decoded bytes for the reader."""
-        if block:
-            self._blocks.append(block)
-            self._unread_bytes += len(block)
-            if self._reader is not None:
-                self._wake(self._reader)
-
-    def _decode(self, decoder: BodyDecoder) -> None:
+    def _decoded(self, decoder: BodyDecoder) -> bytes:
         """Decode received bytes until the reader has to take some."""
-        while decoder.waits and self._unread_bytes <= MOST_UNREAD_BYTES:
-            self._put(decoder.take(MOST_UNREAD_BYTES))
-        self._end_decoded(decoder)
+        found, size = list[bytes](), self._unread_bytes
+        while decoder.waits and size <= MOST_UNREAD_BYTES:
+            found.append(decoder.take(MOST_UNREAD_BYTES))
+            size += len(found[-1])
+        return b"".join(found)
 
     def _end_decoded(self, decoder: BodyDecoder) -> None:
         """Note the end of a body that has arrived, once all of it is decoded."""

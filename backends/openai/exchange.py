@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from draftgate.backends.base import TokenUsage
+from draftgate.backends.base import CallTranslation, TokenUsage
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.connection import Response
@@ -39,11 +39,14 @@ class HttpExchange:
     Attributes:
         scan: scan of the events, or None without a stream.
         first_s, last_s: times of the first and the last output of a stream, by the clock.
+        translation: None, unless it is a `TranslatedExchange`.
     """
+
+    translation: CallTranslation | None = None
 
     __slots__ = (
         "_clock", "_end", "_head", "_response", "_tail", "_usage", "body", "first_s", "headers",
-        "last_s", "scan", "status", "streaming", "translated",
+        "last_s", "scan", "status", "streaming",
     )  # fmt: skip
 
     def __init__(
@@ -51,16 +54,12 @@ class HttpExchange:
         response: Response,
         clock: Callable[[], float],
         end: Callable[[HttpExchange], None],
-        *,
-        translated: bool = False,
     ) -> None:
         """Use a response of which nothing has been read.
 
         Args:
             end: a function that is called once at the end.
-            translated: whether the request was translated (`Exchange`).
         """
-        self.translated = translated
         self.status = response.status
         head = response.head
         self.headers = head.headers
@@ -152,3 +151,41 @@ class HttpExchange:
             if self.first_s is None:
                 self.first_s = self.last_s
         return passing
+
+
+class TranslatedExchange(HttpExchange):
+    """An exchange whose stream consists of the events of the client's API.
+
+    The receiver of a whole response converts it.
+    """
+
+    __slots__ = ("_has_ended", "_translated")
+
+    def __init__(
+        self,
+        response: Response,
+        clock: Callable[[], float],
+        end: Callable[[HttpExchange], None],
+        translation: CallTranslation,
+    ) -> None:
+        """Use a response to a translated request, as `HttpExchange` does."""
+        super().__init__(response, clock, end)
+        self._translated = translation
+        self._has_ended = False
+
+    @property
+    def translation(self) -> CallTranslation:  # type: ignore[override]
+        """The translation of the request, which the upstream got."""
+        return self._translated
+
+    async def read(self) -> bytes:
+        """Return the next bytes of the body, or nothing at its end."""
+        while block := await super().read():
+            if self.scan is None:
+                return block
+            if events := self._translated.read_events(block):
+                return events
+        if self.scan is None or self._has_ended:
+            return b""
+        self._has_ended = True
+        return self._translated.end_events()

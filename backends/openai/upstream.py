@@ -25,7 +25,7 @@ from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import DEAD_S, Connections
 from draftgate.backends.openai.events import StreamEnding
-from draftgate.backends.openai.exchange import HttpExchange
+from draftgate.backends.openai.exchange import HttpExchange, TranslatedExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
 from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
@@ -172,9 +172,13 @@ class OpenAIUpstream:
         try:
             translation = call.translation
             if translation is None:
-                translated, response = False, await self._request(call, self._connections)
+                response = await self._connections.request(
+                    call.method, call.path, self._body(call), call.headers, call.request_id
+                )
             else:
-                translated, response = await self._offer_forms(call, translation, self._connections)
+                translation, response = await self._offer_forms(
+                    call, translation, self._connections
+                )
             if response.head.content_type == "text/html" and response.status == _OK:
                 response.close()
                 raise ConnectionFailed("it responded with an HTML page")
@@ -190,7 +194,9 @@ class OpenAIUpstream:
         self._alive_s = self._clock()
         self._pauses.note_answer(response, self._alive_s)
         end = partial(self._end, call, begin_s, running)
-        return HttpExchange(response, self._clock, end, translated=translated)
+        if translation is None:
+            return HttpExchange(response, self._clock, end)
+        return TranslatedExchange(response, self._clock, end, translation)
 
     async def probe(self) -> None:
         """Probe the upstream, and record the result."""
@@ -248,32 +254,31 @@ class OpenAIUpstream:
                 sizes = first.max_model_len, None, first.created_s
                 self.card = ModelCard(first.model_id, self.url, *sizes, _CAPABILITIES)
 
-    async def _request(self, call: UpstreamCall, connections: Connections) -> Response:
-        """Send a call with the upstream's own name of the model."""
+    def _body(self, call: UpstreamCall) -> bytes:
+        """Return the body of a call with the upstream's own name of the model."""
         name = self.aliases.get(call.model)
-        body = call.body if name is None else call.renamed[name]
-        return await connections.request(
-            call.method, call.path, body, call.headers, call.request_id
-        )
+        return call.body if name is None else call.renamed[name]
 
     async def _offer_forms(
         self, call: UpstreamCall, translation: CallTranslation, connections: Connections
-    ) -> tuple[bool, Response]:
+    ) -> tuple[CallTranslation | None, Response]:
         """Send a call in the form that the upstream has an endpoint for.
 
         Returns:
-            Whether this is the translation, and the response.
+            The translation if it was sent, or else None, and the response.
         """
         path, _, _ = call.path.partition("?")
         if not (self._settings.chats_only or path in self._missing):
-            response = await self._request(call, connections)
+            response = await connections.request(
+                call.method, call.path, self._body(call), call.headers, call.request_id
+            )
             if self._settings.chats_only is not None or response.status not in _MISSING:
-                return False, response
+                return None, response
             body = b""
             with suppress(ValueError):  # a longer body is not that of an unknown path
                 body = await response.wait_for_body(_MOST_ERROR_BYTES)
             if not translation.is_missing(response.status, body):
-                return False, response
+                return None, response
             response.close()
             self._missing.add(path)
         name = self.aliases.get(call.model, call.model)
@@ -282,7 +287,7 @@ class OpenAIUpstream:
             name, continuous_usage=listed.get("owned_by") in _REPORTING_USAGE
         )
         headers, path = call.headers, translation.path
-        return True, await connections.request("POST", path, body, headers, call.request_id)
+        return translation, await connections.request("POST", path, body, headers, call.request_id)
 
     def _end(
         self, call: UpstreamCall, begin_s: float, running: int, exchange: HttpExchange

@@ -74,7 +74,7 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)
     outputs: int = 0
     error_sent: bool = False
-    translated: bool = False
+    translation: None = None
     ends: int = 0
     left: int = 2
 

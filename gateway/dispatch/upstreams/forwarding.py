@@ -221,24 +221,10 @@ class ForwardedRequest:
         Raises:
             BackendFailed: the upstream failed.
         """
-        if self.translation is None or not self.streaming:
-            return await self._read_block()
-        return await self._read_translated(self.translation)
-
-    async def _read_block(self) -> bytes:
-        """Return the next bytes that the upstream has sent, as `read` does."""
         first, self._first = self._first, b""
         if first or self.exchange is None:
             return first
         return await self.exchange.read()
-
-    async def _read_translated(self, translation: CallTranslation) -> bytes:
-        """Return the next events of a translated stream, as `read` does."""
-        while block := await self._read_block():
-            if events := translation.read_events(block):
-                return events
-        self.translation = None  # nothing follows
-        return translation.end_events()
 
     async def read_begin(self, least_bytes: int) -> tuple[bytes, bool]:
         """Return the body and True, or False and only its begin of more than some bytes."""
@@ -377,7 +363,7 @@ class ForwardedRequest:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
-        self.translation = call.translation if exchange.translated else None
+        self.translation = exchange.translation
         self.is_error = exchange.status >= FIRST_ERROR_STATUS
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
