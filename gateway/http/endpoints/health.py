@@ -89,8 +89,8 @@ def _described(worker: FleetWorker) -> WorkerHealth:
         found.reason = "the worker completes no step"
     elif pause is not None and pause.denied:
         found.reason = (
-            f"upstream {number}: it denied this gateway access with status {pause.denied}, and "
-            f"gets no requests for {pause.remaining_s:.1f} s"
+            f"it denied this gateway access with status {pause.denied}, and gets no requests for "
+            f"{pause.remaining_s:.1f} s"
         )
     elif pause is not None:
         found.reason = (
