@@ -13,10 +13,13 @@ from aiohttp import web
 from draftgate.backends.base import UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.backends.header_numbers import header_count, header_text
+from draftgate.backends.prompt_blocks import PromptBlocks
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.errors import (
     ErrorFormat,
     UpstreamBroken,
@@ -49,6 +52,11 @@ from draftgate.gateway.http.requests.headers import (
     TTFT_HEADER,
     Stated,
     read_stated,
+)
+from draftgate.gateway.http.requests.upstream_prompts import (
+    INLINE_BYTES,
+    encode_forwarded,
+    session_id,
 )
 from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
@@ -120,6 +128,15 @@ async def forward(
         fields, body, offer = await _read(request, model, account)
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
+    prompt = None
+    if generates and len(model.fleet.workers) > 1:
+        session = session_id(request.path, body, account.name, stated.session, fields.cache_key)
+        tokenizer = model.fleet.upstream_models.tokenizer(offer)
+        blocks = None if tokenizer is None else await _encode(request.path, body, tokenizer)
+        if blocks is not None:
+            fields = replace(fields, prompt_tokens=len(blocks.token_ids))
+        if session or blocks is not None:
+            prompt = ForwardedPrompt(offer, blocks, session)
     entry = _entry(account, body, fields, stated, offer)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
@@ -137,6 +154,7 @@ async def forward(
             service,
         ),
         watch.span,
+        prompt,
     )
     if not fields.stream:
         await sent.start()
@@ -319,6 +337,13 @@ def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     if delay_s is None:
         return found
     return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
+
+
+async def _encode(path: str, body: bytes, tokenizer: Tokenizer) -> PromptBlocks | None:
+    """Return the tokens of a body's prompt, or None if only the upstream can encode it."""
+    if len(body) <= INLINE_BYTES:
+        return encode_forwarded(path, body, tokenizer)
+    return await offload(encode_forwarded, path, body, tokenizer)
 
 
 async def _read(
