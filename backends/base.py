@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
+from draftgate.backends.prompt_blocks import PromptBlocks
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.routing.types import CachedPrefix
 from draftgate.policies.types import WorkerLoad
 
 
@@ -325,6 +327,17 @@ class Upstream(WorkerHandle, Protocol):
 
     def serves(self, model: str) -> bool:
         """Return whether it has a model of this name, as far as is known."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of its models, or None if it is not configured."""
+
+    def cached(self, prompt: PromptBlocks, model: str) -> CachedPrefix | None:
+        """Return what it has cached of a prompt by its events, or None if that is not known.
+
+        Args:
+            model: the name by which the client calls the model.
+        """
 
     async def forward(self, call: UpstreamCall) -> Exchange:
         """Forward a request, and return the response, which the caller ends.

@@ -188,6 +188,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     this machine are peers)."""
 
 
+ZmqAddress: TypeAlias = Annotated[str, Meta(pattern=r"^(tcp://[^\s*/]+:\d{1,5}|ipc://\S+)$")]
+"""The address of a ZeroMQ socket, to which the gateway connects."""
+
 LONGEST_PAUSE_S: Final = 30.0
 """Default of the longest pause of an upstream."""
 
@@ -210,6 +213,11 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             failed probe, or None for the setting `upstream_max_pause_s`.
         chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
             to try the endpoints.
+        tokenizer: directory with the `tokenizer.json` of its models, with which the gateway encodes
+            prompts to find out which servers have them cached.
+        kv_events: address of the ZeroMQ socket that publishes its KV cache events, such as
+            `tcp://host:5557`. It requires `tokenizer`.
+        kv_events_replay: address of the socket that repeats these events.
     """
 
     url: str
@@ -223,6 +231,9 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     concurrency: Count | None = None
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
     chats_only: bool | None = None
+    tokenizer: str | None = None
+    kv_events: ZmqAddress | None = None
+    kv_events_replay: ZmqAddress | None = None
 
     @property
     def shown(self) -> str:

@@ -110,7 +110,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         priority = wanted.priority if first is None else max(wanted.priority, first)
         if priority == wanted.priority and ttft_s == wanted.ttft_s and tpot_s == wanted.tpot_s:
             return wanted
-        return ServiceLevel(ttft_s, tpot_s, priority)
+        return ServiceLevel(ttft_s, tpot_s, priority, wanted.expected_tokens)
 
 
 ANONYMOUS: Final = Account("", first_priority=None, role=Role.OPERATOR)

@@ -58,6 +58,7 @@ _EXTRAS: Final = {
     "safetensors": "engine",
     "triton": "cuda",
     "huggingface_hub": "hub",
+    "zmq": "kv-events",
 }
 """The extra that installs a package, for packages that only some features need."""
 

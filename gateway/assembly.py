@@ -23,6 +23,7 @@ from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
@@ -177,4 +178,6 @@ def build_forwarder(
         metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
 
     pools = UpstreamPools(fleet, policy, decisions, on_decision)
-    return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, on_retry)
+    prefixes = UpstreamPrefixes(loop_time_s, partial(metrics.add, metric.PREDICTED_CACHED_TOKENS))
+    queue, admission = dispatcher.queue, dispatcher.admission
+    return Forwarder(fleet, queue, admission, pools, budget, prefixes, on_retry)

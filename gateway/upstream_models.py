@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import ModelNotFound
 
 MOST_NAMES: Final = 8
@@ -21,6 +22,7 @@ class UpstreamModels:
     def __init__(self) -> None:
         self._upstreams: Sequence[Any] = ()  # those that have `models`
         self._own_names: dict[str, set[str]] = {}  # by alias
+        self._encoding: Sequence[Any] = ()  # those of them with a tokenizer
 
     def watch(self, backends: Iterable[Any]) -> None:
         """Use the models of those backends that are upstreams."""
@@ -29,6 +31,19 @@ class UpstreamModels:
         for one in self._upstreams:
             for alias, name in one.aliases.items():
                 self._own_names.setdefault(alias, set()).add(name)
+        self._encoding = [one for one in self._upstreams if getattr(one, "tokenizer", None)]
+
+    def tokenizer(self, name: str) -> Tokenizer | None:
+        """Return the tokenizer of a model, or None if no upstream with this model has one.
+
+        Args:
+            name: the name of the model, or empty for any.
+        """
+        for one in self._encoding:
+            if not name or one.serves(name):
+                found: Tokenizer = one.tokenizer
+                return found
+        return None
 
     @property
     def longest_context(self) -> int:

@@ -24,7 +24,8 @@ from draftgate.gateway.http.requests.inventory import (
     TOKENS,
     FieldLists,
 )
-from draftgate.gateway.telemetry.metric_definitions import METRICS, MetricDefinition
+from draftgate.gateway.telemetry.metric_definitions import METRICS
+from draftgate.gateway.telemetry.metric_form import MetricDefinition
 from draftgate.gateway.telemetry.metrics import shown_name
 
 _SETTINGS = """\

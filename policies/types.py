@@ -55,11 +55,13 @@ class ServiceLevel:
             target.
         tpot_s: longest mean time per further token in seconds, or None without a target.
         priority: priority class, where lower values go first and 0 is usual (as in vLLM).
+        expected_tokens: number of output tokens that the client expects of each choice, or None.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     priority: int = 0
+    expected_tokens: int | None = None
 
     @property
     def has_targets(self) -> bool:
@@ -210,6 +212,8 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
         adapter_waiting: part of `waiting` that waits for LoRA adapters.
         drafts_lose: whether drafts have cost it more time than they may, so that it drafts nothing
             (`speculation.savings`).
+        cached_blocks: number of blocks with known prefixes in an upstream's memory, as far as it
+            reports them, in use or not.
     """
 
     running: int
@@ -234,6 +238,7 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     urgent: int = 0
     adapter_waiting: int = 0
     drafts_lose: bool = False
+    cached_blocks: int = 0
 
     @property
     def kv_total_tokens(self) -> int:

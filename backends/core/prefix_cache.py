@@ -37,10 +37,22 @@ def extend_chain(
     Args:
         owner: whose requests share the blocks (`GenerationRequest.cache_owner`).
     """
-    parent = hashes[-1] if hashes else _digest(owner.encode())
+    parent = hashes[-1] if hashes else chain_root(owner)
+    extend_chain_after(parent, hashes, token_ids, len(hashes) * block_size, block_size)
+
+
+def chain_root(owner: str) -> bytes:
+    """Return the hash before the first block of a chain."""
+    return _digest(owner.encode())
+
+
+def extend_chain_after(
+    parent: bytes, hashes: list[bytes], token_ids: Sequence[int], begin: int, block_size: int
+) -> None:
+    """Append the hashes of the full blocks of `token_ids[begin:]`, which follow a hash."""
     end = len(token_ids) // block_size * block_size
-    for begin in range(len(hashes) * block_size, end, ARRAY_BLOCKS * block_size):
-        tokens = array("q", token_ids[begin : min(begin + ARRAY_BLOCKS * block_size, end)])
+    for first in range(begin, end, ARRAY_BLOCKS * block_size):
+        tokens = array("q", token_ids[first : min(first + ARRAY_BLOCKS * block_size, end)])
         data, block_bytes = tokens.tobytes(), block_size * tokens.itemsize
         for start in range(0, len(data), block_bytes):
             parent = _digest(parent + data[start : start + block_bytes])

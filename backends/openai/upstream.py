@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -21,16 +21,21 @@ from draftgate.backends.base import (
     UpstreamPause,
 )
 from draftgate.backends.connection_errors import ConnectionFailed, public_reason
-from draftgate.backends.errors import UpstreamUnreachable
+from draftgate.backends.errors import CheckpointError, UpstreamUnreachable
+from draftgate.backends.openai.block_index import BlockIndex
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import DEAD_S, Connections
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange, TranslatedExchange
+from draftgate.backends.openai.kv_events import EventLog, KvEventSubscriber
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
 from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
+from draftgate.backends.prompt_blocks import PromptBlocks
+from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import LONGEST_PAUSE_S, UpstreamSettings, WorkerConfig
+from draftgate.policies.routing.types import CachedPrefix
 from draftgate.policies.types import WorkerLoad
 
 Models: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -100,6 +105,12 @@ class OpenAIUpstream:
         self._poll_s = poll_s
         self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
+        self.tokenizer = _tokenizer(settings)
+        self._cache = EventLog(BlockIndex())
+        self._events: KvEventSubscriber | None = None
+        if settings.kv_events is not None:
+            replay = settings.kv_events_replay
+            self._events = KvEventSubscriber(self._cache, settings.kv_events, replay)
         self._sent = 0  # sequences
         self._alive_s = clock()  # the last time at which it sent anything, as far as is known
         self._received_bytes = 0
@@ -150,7 +161,9 @@ class OpenAIUpstream:
             await self.poll()
         else:
             self._pauses.breaker.refuse(failure.reason, self._clock())
-        loops = (self._probe_forever(), self._poll_forever())
+        loops = [self._probe_forever(), self._poll_forever()]
+        if self._events is not None:
+            loops.append(self._events.run())
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def stop(self) -> None:
@@ -161,6 +174,17 @@ class OpenAIUpstream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._connections is not None:
             self._connections.close()
+
+    def cached(self, prompt: PromptBlocks, model: str) -> CachedPrefix | None:
+        """Return what its index has of a prompt, or None if events may be missing."""
+        log = self._cache
+        if not log.is_current or prompt.tokenizer is not self.tokenizer:
+            return None
+        name = self._settings.aliases.get(model, model)
+        listed = self._monitor.models if self._monitor is not None else None
+        # vLLM lists an adapter with its base model as parent.
+        adapter = name if (listed or {}).get(name, {}).get("parent") else ""
+        return CachedPrefix(log.index.cached_tokens(prompt, adapter), log.index.is_complete)
 
     async def forward(self, call: UpstreamCall) -> HttpExchange:
         """Forward a request, and return the response, whose end closes its connection if early."""
@@ -233,6 +257,7 @@ class OpenAIUpstream:
         if metrics is not None:
             # The metrics may or may not include requests that began or ended meanwhile.
             self._load.update(metrics, max(sent, self._sent), self._clock())
+        self._load.set_cached_blocks(len(self._cache.index) if self._cache.is_current else 0)
         slots = await self._monitor.slots()
         if slots is not None:
             self._load.set_slots(slots)
@@ -319,6 +344,31 @@ class OpenAIUpstream:
             await asyncio.sleep(self._poll_s)
             if self.pause is None:
                 await self.poll()
+
+
+def _tokenizer(settings: UpstreamSettings) -> Tokenizer | None:
+    """Return the tokenizer of the upstream's models, if it is configured.
+
+    Raises:
+        ValueError: it is missing although the events of the cache need it, or cannot be loaded.
+    """
+    if settings.tokenizer is None:
+        if settings.kv_events is not None:
+            raise ValueError(
+                f"--upstream {settings.shown}: kv_events requires tokenizer, a directory with "
+                "tokenizer.json"
+            )
+        return None
+    try:
+        return _loaded(settings.tokenizer)
+    except CheckpointError as error:
+        raise ValueError(f"--upstream {settings.shown}: tokenizer: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _loaded(directory: str) -> Tokenizer:
+    """Return a tokenizer, which upstreams with the same models share."""
+    return Tokenizer(Path(directory))
 
 
 def _authorization(

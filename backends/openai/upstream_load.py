@@ -136,6 +136,7 @@ class UpstreamLoad:
             drafts: whether the upstream is declared to speculate, or None to use reports.
         """
         self.drafts = bool(drafts)
+        self._cached_blocks = 0
         self.speed = ObservedSpeed()
         self._declared_drafts = drafts
         self._declared_sequences = max_sequences
@@ -168,6 +169,12 @@ class UpstreamLoad:
         """Set the number of slots that the upstream reports outside its metrics."""
         self._slots = slots
         self._known = {}
+
+    def set_cached_blocks(self, blocks: int) -> None:
+        """Set the number of blocks in its cache, by its events."""
+        if blocks != self._cached_blocks:
+            self._cached_blocks = blocks
+            self._known = {}
 
     def learning(self) -> ObservedSpeed:
         """Return the speed, which the caller changes."""
@@ -222,6 +229,7 @@ class UpstreamLoad:
             others=others,
             draft_tokens=drafted,
             age_s=age_s if fresh else None,
+            cached_blocks=self._cached_blocks,
         )
 
     def _drafting(self, metrics: EngineMetrics, running: int) -> tuple[float, float, float]:

@@ -229,6 +229,7 @@ BENCHES: Final = {
     "edge": "bench.edge.command",
     "cpu": "bench.cpu.command",
     "moves": "bench.gateway.moves",
+    "prefix-routing": "bench.gateway.prefix_routing",
     "store": "bench.gateway.store",
 }
 

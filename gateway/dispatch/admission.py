@@ -344,7 +344,11 @@ class AdmissionController:
         needs, sequences = request.needs, request.sequences
         several = len(needs) > 1
         prompt_tokens = sum([n.prompt_tokens for n in needs]) if several else needs[0].prompt_tokens
-        output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
+        expected = request.service.expected_tokens
+        if expected is None:
+            output_tokens = self._outputs.expected_tokens(request.tenant, request.max_tokens)
+        else:
+            output_tokens = float(min(expected, request.max_tokens))
         pool = self._pool.view(prompt_tokens / len(needs) + output_tokens)
         if ticket is None and self._queue.places:
             own_s = work_s(pool, prompt_tokens, sequences * output_tokens)

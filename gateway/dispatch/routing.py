@@ -131,11 +131,12 @@ class Router:
         if len(workers) <= MOST_COMPARED:
             return workers
         some = draw_some(workers, MOST_COMPARED, self._draw)
-        hashes = view().block_hashes
-        held = self.history.cached_blocks([one.worker_id for one in workers], hashes)
+        request = view()
+        ids = [one.worker_id for one in workers]
+        held = {*self.history.cached_blocks(ids, request.block_hashes), *(request.cached or ())}
         if held:
             known = {one.worker_id for one in some}
-            others = [one for one in workers if one.worker_id in held.keys() - known]
+            others = [one for one in workers if one.worker_id in held - known]
             some = [*some, *draw_some(others, MOST_COMPARED, self._draw)]
         return some
 
@@ -271,9 +272,11 @@ class Router:
         """Return the policy's view of workers, and the blocks that all workers probably hold."""
         ids = [worker.worker_id for worker in workers]
         blocks = self.history.cached_blocks(ids, request.block_hashes)
-        if not blocks:
+        if not (blocks or request.cached):
             return tuple([worker.candidate(at) for worker, at in usable]), blocks
-        pulls = self._pulls(request, usable, workers, blocks) if self.pulls.measured else {}
+        pulls = {}
+        if blocks and self.pulls.measured:
+            pulls = self._pulls(request, usable, workers, blocks)
         return _holding(request, usable, blocks, pulls), blocks
 
     def _pulls(
@@ -305,7 +308,9 @@ class Router:
         self._record(request, worker)
 
     def _record(self, request: RouteView, worker: Candidate) -> None:
-        self.history.record(worker.worker_id, request.block_hashes, worker.load.kv_blocks_total)
+        load = worker.load
+        blocks = load.kv_total_tokens // request.block_tokens if request.block_hashes else 0
+        self.history.record(worker.worker_id, request.block_hashes, blocks)
 
 
 def _phase_worker(worker: FleetWorker, view: Candidate, *, has_capacity: bool) -> PhaseWorker:
@@ -326,5 +331,8 @@ def _holding(
     for worker, at in usable:
         held = blocks.get(worker.worker_id, 0)
         tokens = min(held * size, most) if held else 0
+        known = None if request.cached is None else request.cached.get(worker.worker_id)
+        if known is not None:
+            tokens = known.tokens if known.is_exact else max(tokens, known.tokens)
         found.append(worker.candidate(at, tokens, pulls.get(worker.worker_id)))
     return tuple(found)

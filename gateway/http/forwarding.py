@@ -18,6 +18,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.dispatch.upstreams.forwarder import WHOLE_BYTES
 from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.errors import (
     ErrorFormat,
     GatewayError,
@@ -48,6 +49,11 @@ from draftgate.gateway.http.requests.headers import (
     TTFT_HEADER,
     Stated,
     read_stated,
+)
+from draftgate.gateway.http.requests.upstream_prompts import (
+    ENCODED_INLINE_BYTES,
+    encode_forwarded,
+    session_id,
 )
 from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
@@ -118,6 +124,11 @@ async def forward(
     fields = received.fields
     if not generates:
         fields = replace(fields, stream=False, prompts=1, n=1, max_tokens=0)
+    prompt = None
+    if generates and len(model.fleet.workers) > 1:
+        prompt = await _read_prompt(request, model, received, stated)
+    if prompt is not None and prompt.blocks is not None:
+        fields = replace(fields, prompt_tokens=len(prompt.blocks.token_ids))
     entry = _entry(account, received, fields, stated)
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
@@ -141,6 +152,7 @@ async def forward(
             service,
         ),
         watch.span,
+        prompt,
     )
     if not fields.stream:
         await sent.start()
@@ -335,6 +347,22 @@ def _with_retry(found: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     if delay_s is None:
         return found
     return {**found, "error": {**found["error"], "retry_after_s": float(delay_s)}}
+
+
+async def _read_prompt(
+    request: Request, model: ModelService, received: Received, stated: Stated
+) -> ForwardedPrompt | None:
+    """Return what routing needs to know about a prompt, or None without a tokenizer and session."""
+    body, name = received.body, received.model
+    account, cache_key = request[ACCOUNT].name, received.fields.cache_key
+    session = session_id(request.path, body, account, stated.session, cache_key)
+    tokenizer = model.fleet.upstream_models.tokenizer(name)
+    blocks = None
+    if tokenizer is not None and len(body) <= ENCODED_INLINE_BYTES:
+        blocks = encode_forwarded(request.path, body, tokenizer)
+    elif tokenizer is not None:
+        blocks = await offload(encode_forwarded, request.path, body, tokenizer)
+    return ForwardedPrompt(name, blocks, session) if session or blocks is not None else None
 
 
 def _entry(account: Account, received: Received, fields: ForwardedFields, stated: Stated) -> Entry:

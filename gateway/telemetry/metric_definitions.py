@@ -11,8 +11,6 @@ To add a metric, define it here and call `Metrics.add`, `observe` or `set` where
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from operator import attrgetter
 from typing import Final
@@ -26,44 +24,8 @@ from draftgate.gateway.telemetry.metric_buckets import (
     TPOT_S,
     TTFT_S,
 )
+from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
 from draftgate.policies.types import WorkerLoad
-
-
-class Kind(StrEnum):
-    """Prometheus' type of a metric."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MetricDefinition:
-    """One metric.
-
-    Every metric has the label `model_name` in addition to its own labels.
-
-    Attributes:
-        name: the name without the `_total` that counters have on the page.
-        text: the help text.
-        unit: the unit of the values.
-        labels: names of its own labels. `Metrics` bounds the values of each.
-        buckets: upper bounds of a histogram, in ascending order, without infinity.
-        aliases: further names, also without `_total`.
-        of_worker: reads the metric from a worker's load. Such a metric has the label `worker`.
-        shared: whether all processes of a node report the same value.
-    """
-
-    name: str
-    kind: Kind
-    text: str
-    unit: str
-    labels: tuple[str, ...]
-    buckets: tuple[float, ...]
-    aliases: tuple[str, ...]
-    of_worker: Callable[[WorkerLoad], float] | None
-    shared: bool
-
 
 METRICS: Final[list[MetricDefinition]] = []
 """All definitions, in the order of the page."""
@@ -257,6 +219,9 @@ RETRIES: Final = _counter(
     unit="requests",
     labels=("cause", "outcome"),
 )
+PREDICTED_CACHED_TOKENS: Final = _counter(
+    "draftgate_predicted_cached_tokens", "Prompt tokens that upstreams had cached by their events"
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )
@@ -356,6 +321,11 @@ _gauge(
     "draftgate_upstream_metrics_age_seconds",
     "Age of an upstream's metrics (0 for other workers and before the first read)",
     of_worker=lambda load: load.age_s or 0.0,
+)
+_gauge(
+    "draftgate_upstream_cached_blocks",
+    "Blocks in the KV cache of an upstream, by its events (0 without current events)",
+    of_worker=attrgetter("cached_blocks"),
 )
 _gauge(
     "draftgate_paused_sequences",

@@ -21,7 +21,8 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from draftgate.gateway.telemetry.live import Loads, Recent
-from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
+from draftgate.gateway.telemetry.metric_definitions import METRICS
+from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
 
 Labels = tuple[str, ...]
 """Values of a metric's own labels, without the name of the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from draftgate.policies.capacity import WorkerUsage, active_sequences
 from draftgate.policies.types import RequestView, WorkerLoad
@@ -10,6 +10,20 @@ from draftgate.policies.values import immutable
 
 Draw = Callable[[], float]
 """A source of random numbers, uniform in [0, 1) and independent from call to call."""
+
+
+@immutable
+class CachedPrefix:
+    """The beginning of a prompt that a worker has cached.
+
+    Attributes:
+        tokens: number of tokens, less than the prompt has.
+        is_exact: whether the worker itself has reported its cache, so that it has no more of the
+            prompt. Otherwise it may have more.
+    """
+
+    tokens: int
+    is_exact: bool = False
 
 
 @immutable
@@ -26,6 +40,8 @@ class RouteView:
         block_hashes: hashes of the prompt's full KV blocks, or empty if they were not computed.
             Each hash covers all previous blocks and the tenant, so tenants never share a hash.
         block_tokens: number of tokens in a block.
+        cached: what workers have cached of the prompt, by worker id, as far as more is known than
+            the placements of earlier prompts, or None.
     """
 
     request: RequestView
@@ -35,6 +51,7 @@ class RouteView:
     tenant: str = ""
     block_hashes: Sequence[bytes] = ()
     block_tokens: int = 16
+    cached: Mapping[str, CachedPrefix] | None = None
 
 
 @immutable

@@ -26,7 +26,7 @@ from draftgate.gateway.errors import ErrorFormat
 from draftgate.gateway.http.replies.rendering import error_event
 from draftgate.gateway.http.translation.chat_bodies import chat_body
 from draftgate.gateway.http.translation.translations import (
-    INLINE_BYTES,
+    CONVERTED_INLINE_BYTES,
     ChatTranslation,
     MessageTranslation,
     ResponseTranslation,
@@ -518,7 +518,7 @@ async def test_large_request_is_translated_in_a_thread(monkeypatch: pytest.Monke
         return chat_body(*args, **named)
 
     monkeypatch.setattr(translations, "chat_body", watched)
-    large = [{"role": "user", "content": "x" * INLINE_BYTES}]
+    large = [{"role": "user", "content": "x" * CONVERTED_INLINE_BYTES}]
     async with in_front_of(only_chats(answer), aliases={"chat": "theirs"}) as (engine, _, http):
         for messages in (HI, large):
             body = {**BODIES[MESSAGES], "model": "chat", "messages": messages}

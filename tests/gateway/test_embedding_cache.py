@@ -14,7 +14,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.gateway.app import Listening
 from draftgate.gateway.embedding_cache import ENTRY_BYTES, EmbeddingCache, embedding_key
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.metric_definitions import MetricDefinition
+from draftgate.gateway.telemetry.metric_form import MetricDefinition
 from tests.engine.test_encoder import save_model
 from tests.gateway.harness import client, needs_engine, running
 

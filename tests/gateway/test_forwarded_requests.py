@@ -27,6 +27,7 @@ from draftgate.gateway.dispatch.upstreams.forwarding import (
     ENDED,
     ForwardedRequest,
 )
+from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.memory.quotas import MemoryQuotas
@@ -180,7 +181,9 @@ def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
     policy = admission_policy("deadline")
     admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, clock)
     pools = SimpleNamespace(choose=lambda *_: None)
-    return Forwarder(fleet, queue, admission, pools, RetryBudget(), lambda *_: None), quotas
+    prefixes = UpstreamPrefixes(clock, lambda _: None)
+    forwarder = Forwarder(fleet, queue, admission, pools, RetryBudget(), prefixes, lambda *_: None)
+    return forwarder, quotas
 
 
 DELAYS = st.sampled_from([0.0, 1.0, 2.0, 3.0])

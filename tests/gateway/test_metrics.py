@@ -18,7 +18,8 @@ from draftgate.backends.types import Delta, FinishReason, Phases
 from draftgate.gateway.errors import Overloaded, QueueTimeout, QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import LEAST_JUDGED
-from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
+from draftgate.gateway.telemetry.metric_definitions import METRICS
+from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
 from draftgate.gateway.telemetry.metrics import (
     MOST_VALUES,
     OTHER,

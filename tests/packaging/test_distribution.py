@@ -98,7 +98,17 @@ def test_install_adds_one_package_and_its_metadata(core: Environment) -> None:
 
 def test_core_needs_neither_torch_nor_plotly_nor_ray(core: Environment) -> None:
     """An install without extras requires no package of an extra."""
-    extras = {"torch", "triton", "safetensors", "plotly", "ray", "scipy", "transformers", "pytest"}
+    extras = {
+        "torch",
+        "triton",
+        "safetensors",
+        "plotly",
+        "ray",
+        "scipy",
+        "transformers",
+        "pytest",
+        "zmq",
+    }
     assert not extras & core.requirements.keys()
 
 

@@ -12,6 +12,7 @@ from draftgate.gateway.dispatch.admission import AdmissionController
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import CapacityNeed, has_capacity
@@ -43,12 +44,14 @@ class Forwarder:
         admission: AdmissionController,
         pools: UpstreamPools,
         budget: RetryBudget,
+        prefixes: UpstreamPrefixes,
         on_retry: Callable[[str, bool], None],
     ) -> None:
         """Use a fleet of upstreams, which may start later.
 
         Args:
             budget: the budget of retries of all requests.
+            prefixes: what the upstreams have cached.
             on_retry: a callback for each retry, with its cause and whether the budget allows it.
         """
         self.fleet = fleet
@@ -56,6 +59,7 @@ class Forwarder:
         self.admission = admission
         self.pools = pools
         self.budget = budget
+        self.prefixes = prefixes
         self._on_retry = on_retry
 
     def choose(

@@ -34,6 +34,7 @@ from draftgate.gateway.dispatch.upstreams.forwarder import (
     read_first,
 )
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.upstreams.prefixes import BLOCK_TOKENS, ForwardedPrompt
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
@@ -107,9 +108,9 @@ class ForwardedRequest:
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_span", "_view",
-        "body", "entry", "exchange", "headers", "is_error", "plan", "state", "status", "streaming",
-        "translation", "worker", "worker_id",
+        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_prompt",
+        "_span", "_view", "body", "entry", "exchange", "headers", "is_error", "plan", "state",
+        "status", "streaming", "translation", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -126,12 +127,14 @@ class ForwardedRequest:
         entry: Entry | None = None,
         view: RequestView | None = None,
         span: Span = NO_SPAN,
+        prompt: ForwardedPrompt | None = None,
     ) -> None:
         """Create a request, which `start` sends.
 
         Args:
             view: the policies' view of the request, or None without an entry.
             span: the parent of its spans.
+            prompt: what is known about its prompt beside its size, or None.
         """
         self.state = NEW
         self.entry = entry
@@ -143,6 +146,7 @@ class ForwardedRequest:
         self._call = call
         self._view = view
         self._span = span
+        self._prompt = prompt
         self._pool: PoolDecision | None = None
         self._need = None if entry is None else entry.needs[0]
         self._avoid = _NO_WORKERS
@@ -255,6 +259,9 @@ class ForwardedRequest:
             if state is ANSWERED and entry is not None:
                 used = usage or self.usage()
                 entry.prompt_tokens, entry.output_tokens = used.prompt, used.output
+                if self._prompt is not None and not self.is_error:
+                    tokens = used.prompt + used.output
+                    forwarder.prefixes.record(self._prompt, self.worker_id, tokens)
                 # The length of an output that was cut off says nothing about later requests.
                 cut = error is not None or (self.streaming and exchange and exchange.error_sent)
                 if not (self.is_error or cut):
@@ -280,8 +287,20 @@ class ForwardedRequest:
         if entry is None or view is None:
             return RouteView(RequestView(0, 0, 0.0), 0, 0.0)
         need = entry.needs[0]
-        tokens = need.most_tokens, entry.expected_tokens
-        return RouteView(view, *tokens, need.sequences, entry.tenant)
+        tokens, prompt = (need.most_tokens, entry.expected_tokens), self._prompt
+        if prompt is None:
+            return RouteView(view, *tokens, need.sequences, entry.tenant)
+        return RouteView(
+            view,
+            *tokens,
+            need.sequences,
+            entry.tenant,
+            prompt.block_hashes,
+            BLOCK_TOKENS,
+            self._forwarder.prefixes.cached(
+                prompt, need.prompt_tokens, self._forwarder.fleet.workers
+            ),
+        )
 
     def _choose_pool(self, entry: Entry, need: CapacityNeed) -> None:
         """Choose between upstreams with and without speculation, if both are open."""
@@ -354,6 +373,9 @@ class ForwardedRequest:
         if self._span.recording:
             self._call_span = span = open_dispatch(self._span, worker.worker_id, worker.server)
             call = call._replace(headers={**call.headers, **span.propagation()})
+        if self._prompt is not None and self._need is not None:
+            tokens = self._need.prompt_tokens
+            self._forwarder.prefixes.sent(self._prompt, worker, tokens)
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         self.exchange = exchange = await upstream.forward(call)
         if not exchange.body:

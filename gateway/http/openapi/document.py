@@ -21,6 +21,9 @@ from draftgate.gateway.http.requests.headers import (
     FLOW_HEADER,
     LONGEST_FLOW_ID,
     LONGEST_FLOW_S,
+    LONGEST_SESSION_ID,
+    OUTPUT_HEADER,
+    SESSION_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
 )
@@ -144,6 +147,12 @@ def _operation(
             parameters.append(_header(name, text, positive))
         text = "Tokens per second that the client can take, as an upper bound."
         parameters.append(_header(CLIENT_RATE_HEADER, text, positive))
+        text = "The session of the request, which stays on its upstream server."
+        session = {"type": "string", "minLength": 1, "maxLength": LONGEST_SESSION_ID}
+        parameters.append(_header(SESSION_HEADER, text, session))
+        text = "The number of output tokens that the client expects of each choice."
+        number = {"type": "string", "pattern": "^[0-9]{1,15}$"}
+        parameters.append(_header(OUTPUT_HEADER, text, number))
     if 429 in operation.errors:
         parameters += _FLOW_HEADERS
     entry: dict[str, Any] = {

@@ -41,6 +41,7 @@ class _Fields(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     priority: Any = None
+    prompt_cache_key: Any = None
     temperature: Any = None
     speculation: Any = None
 
@@ -66,6 +67,7 @@ class ForwardedFields:
         sent_priority: the value in the body, of any type.
         temperature: the temperature, or 1 if missing.
         mode, max_draft_tokens: the fields of `speculation`.
+        cache_key: the field `prompt_cache_key`, or empty if missing.
     """
 
     is_object: bool
@@ -80,6 +82,7 @@ class ForwardedFields:
     temperature: float = 1.0
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
+    cache_key: str = ""
 
 
 def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
@@ -115,6 +118,7 @@ def read_fields(body: bytes, max_model_len: int = 0) -> ForwardedFields:
         1.0 if fields.temperature is None else _temperature(fields.temperature),
         mode,
         max_draft_tokens,
+        fields.prompt_cache_key if isinstance(fields.prompt_cache_key, str) else "",
     )
 
 

@@ -34,6 +34,15 @@ it."""
 RETRIES_HEADER: Final = "x-stainless-retry-count"
 """The retry count that OpenAI's clients send."""
 
+SESSION_HEADER: Final = "x-session-id"
+"""The id of a client's session, such as a run of an agent."""
+
+LONGEST_SESSION_ID: Final = 256
+"""Maximum length of a session's id, in characters."""
+
+OUTPUT_HEADER: Final = "x-expected-output-tokens"
+"""The number of output tokens that the client expects of each choice."""
+
 _STATED: Final = (
     TTFT_HEADER,
     TPOT_HEADER,
@@ -41,6 +50,8 @@ _STATED: Final = (
     FLOW_DEADLINE_HEADER,
     CLIENT_RATE_HEADER,
     RETRIES_HEADER,
+    SESSION_HEADER,
+    OUTPUT_HEADER,
 )
 
 MOST_RETRIES: Final = 999
@@ -55,12 +66,14 @@ class Stated(NamedTuple):
         flow: the id and the deadline of its flow in seconds, or None without a flow.
         rate_tps: tokens per second that the client says it can take, or None.
         retries: how often the client has sent the request before, or None if unknown.
+        session: the id of its session, or empty without one.
     """
 
     service: ServiceLevel
     flow: tuple[str, float | None] | None
     rate_tps: float | None
     retries: int | None
+    session: str = ""
 
 
 _NOTHING: Final = Stated(ANYTIME, None, None, None)
@@ -75,18 +88,26 @@ def read_stated(headers: Mapping[str, str]) -> Stated:
     if not any(name in headers for name in _STATED):
         return _NOTHING
     flow, service = flow_of(headers), service_level(headers)
-    return Stated(service, flow, client_rate_tps(headers), retry_count(headers))
+    retries, session = retry_count(headers), session_of(headers)
+    return Stated(service, flow, client_rate_tps(headers), retries, session)
 
 
 def service_level(headers: Mapping[str, str]) -> ServiceLevel:
-    """Return the latency targets of a request.
+    """Return the latency targets and the expected output of a request.
 
     Raises:
-        InvalidRequest: a target is not a positive number of milliseconds.
+        InvalidRequest: a target is not a positive number of milliseconds, or the output not a
+            number of tokens.
     """
-    if TTFT_HEADER not in headers and TPOT_HEADER not in headers:
+    if not any(name in headers for name in (TTFT_HEADER, TPOT_HEADER, OUTPUT_HEADER)):
         return ANYTIME
-    return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
+    tokens, text = None, headers.get(OUTPUT_HEADER)
+    if text is not None:
+        tokens = header_count(text)
+        if tokens is None:
+            raise invalid(OUTPUT_HEADER, f"must be a number of tokens, not {text!r}")
+    targets_s = _seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER)
+    return ServiceLevel(*targets_s, expected_tokens=tokens)
 
 
 def flow_of(headers: Mapping[str, str]) -> tuple[str, float | None] | None:
@@ -123,6 +144,20 @@ def client_rate_tps(headers: Mapping[str, str]) -> float | None:
         expected = "must be a positive number of tokens per second"
         raise invalid(CLIENT_RATE_HEADER, f"{expected}, not {text!r}")
     return rate_tps
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """Return the id of a request's session, or an empty text without one.
+
+    Raises:
+        InvalidRequest: the id is empty or too long.
+    """
+    session = headers.get(SESSION_HEADER)
+    if session is None:
+        return ""
+    if not 0 < len(session) <= LONGEST_SESSION_ID:
+        raise invalid(SESSION_HEADER, f"must have 1 to {LONGEST_SESSION_ID} characters")
+    return session
 
 
 def retry_count(headers: Mapping[str, str]) -> int | None:

@@ -37,7 +37,7 @@ from draftgate.gateway.offload import offload
 CHAT_PATH: Final = "/v1/chat/completions"
 TOKENIZE_PATH: Final = "/tokenize"
 
-INLINE_BYTES: Final = 32 << 10
+CONVERTED_INLINE_BYTES: Final = 32 << 10
 """Larger bodies are translated in a thread, because no callback may hold the event loop for longer
 than 5 ms."""
 
@@ -83,7 +83,7 @@ class Translation:
         Raises:
             InvalidRequest: the request is malformed, or cannot be translated.
         """
-        if len(self._body) <= INLINE_BYTES:
+        if len(self._body) <= CONVERTED_INLINE_BYTES:
             return self._encode(model, continuous_usage=continuous_usage)
         return await offload(self._encode, model, continuous_usage=continuous_usage)
 
