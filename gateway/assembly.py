@@ -22,6 +22,7 @@ from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
+from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
@@ -162,12 +163,14 @@ def build_forwarder(
     decisions: Decisions,
     metrics: Metrics,
     budget: RetryBudget,
+    rules: ContinuationRules,
 ) -> Forwarder:
     """Return the forwarder of a fleet of upstreams, which shares the queue of its dispatcher.
 
     Args:
         policy: the speculation policy, which chooses between upstreams with and without drafts.
         budget: the budget of retries.
+        rules: when streams continue on another upstream.
     """
 
     def on_decision(plan: SpeculationPlan) -> None:
@@ -177,4 +180,13 @@ def build_forwarder(
         metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
 
     pools = UpstreamPools(fleet, policy, decisions, on_decision)
-    return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, on_retry)
+    return Forwarder(
+        fleet,
+        dispatcher.queue,
+        dispatcher.admission,
+        pools,
+        budget,
+        on_retry,
+        dispatcher.watchdog,
+        rules,
+    )

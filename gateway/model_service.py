@@ -23,6 +23,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.json_lines import JsonLinesFile
@@ -127,7 +128,15 @@ class ModelService:
         self._read_gauges()
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
         self.forwarder = build_forwarder(
-            fleet, self.dispatcher, parts.policy, parts.decisions, self.metrics, budget
+            fleet,
+            self.dispatcher,
+            parts.policy,
+            parts.decisions,
+            self.metrics,
+            budget,
+            ContinuationRules(
+                config.upstream_kept_bytes, config.upstream_stall_s, config.max_resumes
+            ),
         )
         self.scaling = Scaling(fleet, queue, self.metrics.recent)
         self.meter = ActivityMeter(

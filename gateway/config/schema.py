@@ -29,6 +29,7 @@ from draftgate.backends.worker_config import (
     kind,
 )
 from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 
 T = TypeVar("T")
@@ -123,6 +124,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     upstream_retries_per_s: Amount = LEAST_PER_S
     """Retries allowed per second in addition to upstream_retry_share."""
+
+    upstream_kept_bytes: Annotated[int, Meta(ge=0, extra={"kind": "bytes"})] = 1 << 20
+    """Bytes of each stream that are kept, so that another upstream can continue it if its own one
+    fails, such as 1MiB (0: none is continued)."""
+
+    upstream_stall_s: Annotated[float, Meta(gt=0)] = UPSTREAM_PATIENCE_S
+    """Silence of an upstream within a stream after which another one continues it, in seconds."""
 
     join: Annotated[str, kind("store")] | None = None
     """Join the cluster of this Redis: redis://HOST:6379, rediss://,
@@ -349,7 +357,7 @@ _PANELS: Final = {
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s "
-    "upstream_retry_share upstream_retries_per_s",
+    "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "
     "record_acceptance_share record_acceptance_proposers record_acceptance_tenants "
     "record_acceptance_bytes",

@@ -266,11 +266,22 @@ class Decisions:
             self._file.append(line)
 
     def add_move(
-        self, request_id: str, prompt: int, tenant: str, decision: Decision, move: MoveRecord
+        self,
+        request_id: str,
+        prompt: int,
+        tenant: str,
+        decision: Decision | None,
+        move: MoveRecord,
     ) -> None:
-        """Record the end of a move in the decision about its source, and among the latest moves."""
+        """Record the end of a move among the latest moves, and in the decision about its source.
+
+        Args:
+            decision: the decision, or None if the node has made none about an upstream.
+        """
         move = msgspec.structs.replace(move, ended_s=self._now_s())
         self.moves.append(RecentMove(request_id, prompt, tenant, move))
+        if decision is None:
+            return
         decision.moves = (*decision.moves, move)[-KEPT_MOVES_OF_RUN:]
         if self._changed is not None:
             self._changed.add(id(decision))

@@ -24,14 +24,18 @@ about as much as one delta of each of its streams."""
 
 
 class WatchedStream(Protocol):
-    """A stream of a worker (`hold.Hold`).
+    """A stream of a worker (`hold.Hold`, `upstreams.kept_stream.KeptStream`).
 
     Attributes:
         num_deltas: number of deltas so far.
     """
 
-    worker: FleetWorker
     num_deltas: int
+
+    @property
+    def patience_s(self) -> float | None:
+        """Silence that counts as a loss, in seconds, or None if it follows from the worker."""
+        ...
 
     @property
     def is_owed(self) -> bool:
@@ -73,7 +77,13 @@ class _Watched:
                 stream.fail(WorkerStalled("the worker completes no further step"))
                 continue
             silence = self.streams[stream] = before or StreamSilence()
-            if silence.check(stream.num_deltas, load, CHECK_INTERVAL_S, runs=stream.runs):
+            if silence.check(
+                stream.num_deltas,
+                load,
+                CHECK_INTERVAL_S,
+                runs=stream.runs,
+                most_s=stream.patience_s,
+            ):
                 silent = "the worker sent no more deltas for a running stream"
                 stream.fail(WorkerStalled(silent))
 
@@ -96,9 +106,8 @@ class Watchdog:
         self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, stream: WatchedStream) -> None:
+    def watch(self, stream: WatchedStream, worker: FleetWorker) -> None:
         """Watch a stream of a worker until `unwatch`."""
-        worker = stream.worker
         watched = self._watched.get(worker)
         if watched is None:
             watched = self._watched[worker] = _Watched(worker)
@@ -106,9 +115,9 @@ class Watchdog:
         if self._timer is None:
             self._schedule()
 
-    def unwatch(self, stream: WatchedStream) -> None:
-        """Stop watching a stream."""
-        del self._watched[stream.worker].streams[stream]
+    def unwatch(self, stream: WatchedStream, worker: FleetWorker) -> None:
+        """Stop watching a stream of a worker."""
+        del self._watched[worker].streams[stream]
 
     def _check_all(self) -> None:
         self._timer = None

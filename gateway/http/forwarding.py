@@ -16,7 +16,7 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, LOST, NEW, ForwardedRequest
 from draftgate.gateway.errors import (
     ErrorFormat,
     UpstreamBroken,
@@ -137,6 +137,7 @@ async def forward(
             service,
         ),
         watch.span,
+        watch,
     )
     if not fields.stream:
         await sent.start()
@@ -211,16 +212,14 @@ async def _send_events(
         return await _send_whole(request, sent, watch)
     if not events.begun:
         events.response.headers.update({**sent.headers, **UNBUFFERED})
-    exchange = sent.exchange
-    assert exchange is not None
-    events.reader.watch(None, lambda: exchange.outputs)
+    events.reader.watch(None, lambda: sent.outputs)
     scan = AnswerScan() if watch.span.recording else None
-    while block := await sent.read():
+    while block := await sent.read() or await _resumed(sent, events):
         if scan is not None:
             scan.read_events(block)
         # A comment means that the upstream itself waits. Events before the first output, such as
         # `response.created`, are no output.
-        outputs = exchange.outputs
+        outputs = sent.outputs
         if outputs and not block.startswith(b":"):
             watch.progressed(outputs)
         await events.write(block)
@@ -228,10 +227,21 @@ async def _send_events(
             await events.coalesced()
     if scan is not None:
         watch.answered(scan)
-    if exchange.error_sent:
+    if sent.error_sent:
         reason = UpstreamFailed("the upstream sent an error event")
         watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)
     return None
+
+
+async def _resumed(sent: ForwardedRequest, events: EventStream) -> bytes:
+    """Return the next bytes of a stream whose upstream was lost, or nothing at its end."""
+    block = b""
+    while sent.state is LOST and not block:
+        with Heartbeats(events) as beats:
+            await sent.resume()
+            await beats.sent()
+        block = await sent.read()
+    return block
 
 
 async def _send_whole(

@@ -149,7 +149,8 @@ class RequestWatch:
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
         """Record the upstream that responds, and the speculation plan, if any."""
-        self.workers, self.plan = [worker_id], plan
+        self._add_worker(worker_id)
+        self.plan = plan
         if plan is not None and self.span.recording:
             self.span.set(plan_attributes(plan))
 
@@ -183,6 +184,7 @@ class RequestWatch:
     def _resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
+        self._add_worker(resume.source)
         self._add_worker(resume.sink)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
         self._series.metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)

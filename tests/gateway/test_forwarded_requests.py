@@ -27,6 +27,8 @@ from draftgate.gateway.dispatch.upstreams.forwarding import (
     ENDED,
     ForwardedRequest,
 )
+from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules
+from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.memory.quotas import MemoryQuotas
@@ -179,7 +181,12 @@ def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
     policy = admission_policy("deadline")
     admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, clock)
     pools = SimpleNamespace(choose=lambda *_: None)
-    return Forwarder(fleet, queue, admission, pools, RetryBudget(), lambda *_: None), quotas
+    watchdog, rules = Watchdog(), ContinuationRules()
+    budget = RetryBudget()
+    forwarder = Forwarder(
+        fleet, queue, admission, pools, budget, lambda *_: None, watchdog, rules
+    )
+    return forwarder, quotas
 
 
 DELAYS = st.sampled_from([0.0, 1.0, 2.0, 3.0])

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from draftgate.backends.base import UpstreamPause
-from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.backends.base import UpstreamCall, UpstreamPause
+from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import View
-from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.run import Watch
+from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules, KeptStream
+from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
+from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.types import RequestView
 
 MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during
@@ -38,19 +43,34 @@ class Forwarder:
         pools: UpstreamPools,
         budget: RetryBudget,
         on_retry: Callable[[str, bool], None],
+        watchdog: Watchdog,
+        rules: ContinuationRules,
     ) -> None:
         """Use a fleet of upstreams, which may start later.
 
         Args:
             budget: the budget of retries of all requests.
             on_retry: a callback for each retry, with its cause and whether the budget allows it.
+            watchdog: watches streams that can be continued.
         """
         self.fleet = fleet
         self.queue = queue
         self.admission = admission
         self.pools = pools
         self.budget = budget
+        self.watchdog = watchdog
+        self.rules = rules
         self._on_retry = on_retry
+
+    def choose_pool(self, entry: Entry, view: RequestView | None) -> PoolDecision | None:
+        """Choose between upstreams with and without speculation, if both are open."""
+        if view is None or not entry.max_tokens:  # embeddings have no drafts
+            return None
+        need = entry.needs[0]
+        # If other requests wait, either pool may later be the first with capacity.
+        waits = len(self.queue) > 0
+        fits = (lambda _: False) if waits else partial(has_capacity, need=need)
+        return self.pools.choose(view, need.offer, fits)
 
     def choose(
         self,
@@ -85,12 +105,23 @@ class Forwarder:
             found = [pair for pair in found if pair[0].worker_id not in avoid] or found
         if not found:
             return None
-        if tried:
-            allowed = self.budget.take_retry(self.queue.now_s())
-            self._on_retry("refused" if refused else "failed", allowed)
-            if not allowed:
-                return None
+        if tried and not self.takes_retry("refused" if refused else "failed"):
+            return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
+
+    def takes_retry(self, cause: str) -> bool:
+        """Return whether the budget allows a retry now, and count the retry if so."""
+        allowed = self.budget.take_retry(self.queue.now_s())
+        self._on_retry(cause, allowed)
+        return allowed
+
+    def keep(
+        self, call: UpstreamCall, entry: Entry, worker: FleetWorker, watch: Watch
+    ) -> KeptStream | None:
+        """Keep the stream that an upstream sends, or return None if none could continue it."""
+        if len(self.fleet.workers) < 2 or not self.rules.keeps(call):
+            return None
+        return KeptStream(self, call, entry, worker, watch)
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""

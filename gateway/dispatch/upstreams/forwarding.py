@@ -1,32 +1,42 @@
 """A request that an upstream runs, from its admission to the last byte of the response.
 
 All states and transitions are in this file. The gateway may try another upstream until one has
-responded. An error after the first byte of a response is final, because a server that accepts text
-cannot resume the output of another server.
+responded. A stream that breaks off later continues on another upstream if the text so far suffices
+for that (`kept_stream`), and otherwise the error is final.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from enum import Enum, auto
-from functools import partial
 from typing import Final
 
 from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import Watch, ignore
 from draftgate.gateway.dispatch.span_attributes import record_route
-from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
-from draftgate.gateway.dispatch.upstreams.forwarder import UNAVAILABLE, Forwarder
+from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
+from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.upstreams.refusals import (
+    PASSED_ON,
+    check_refusal,
+    passed_refusal,
+    reason,
+)
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
-from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.errors import (
+    GatewayError,
+    UpstreamBroken,
+    UpstreamBusy,
+    UpstreamUnavailable,
+)
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.logs import log
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.capacity import CapacityNeed, has_capacity
+from draftgate.policies.resilience.failover import GivenUp
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 
@@ -36,20 +46,7 @@ UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
 
 _FIRST_REDIRECT: Final = 300
 
-DENIED: Final = frozenset({401, 403, 407})
-"""Statuses about the key of the gateway. The upstream does not get the key of the client, which
-would take the status for a verdict on its own key."""
-
-_TOO_MANY: Final = 429
-_BAD_GATEWAY: Final = 502
-_REFUSALS: Final = frozenset({_TOO_MANY, _BAD_GATEWAY, UNAVAILABLE, *DENIED})
-"""Statuses after which another upstream may succeed."""
-
-_PASSED_ON: Final = frozenset({*range(400, 500), 501}) - _REFUSALS
-"""Statuses of errors that the client gets. Other errors and redirects mean nothing to it."""
-
 _MOST_REASON_BYTES: Final = 64 << 10
-_RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
 _NO_TOKENS: Final = TokenUsage(0, 0, 0)
 _NO_WORKERS: Final = frozenset[str]()
 
@@ -59,6 +56,7 @@ class ForwardState(Enum):
 
     NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
     SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
+    ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
     """
 
     NEW = auto()
@@ -71,18 +69,21 @@ class ForwardState(Enum):
     """The upstream refused it, and another one may take it."""
     FAILED = auto()
     """The upstream did not respond, and another one may."""
+    LOST = auto()
+    """The upstream broke its stream off, and another one may continue it."""
     ENDED = auto()
 
 
 # A name of the module is found in a tenth of the time of a member of an enum.
-NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, ENDED = ForwardState
+NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
 
 
 class ForwardedRequest:
     """A client's request for an upstream, and the response to it.
 
-    The caller calls `start`, reads the response, and calls `end`, in any case. A request without an
-    entry generates nothing. It needs no admission, capacity and quota.
+    The caller calls `start`, reads the response, and calls `end`, in any case. If the state is LOST
+    after reading, it calls `resume` and reads on. A request without an entry generates nothing. It
+    needs no admission, capacity and quota.
 
     Attributes:
         state: its state.
@@ -97,9 +98,9 @@ class ForwardedRequest:
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_span", "_view",
-        "body", "entry", "exchange", "headers", "is_error", "plan", "state", "status", "streaming",
-        "worker", "worker_id",
+        "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
+        "_pool", "_span", "_view", "_watch", "body", "entry", "exchange", "headers", "is_error",
+        "plan", "state", "status", "streaming", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -116,12 +117,14 @@ class ForwardedRequest:
         entry: Entry | None = None,
         view: RequestView | None = None,
         span: Span = NO_SPAN,
+        watch: Watch = ignore,
     ) -> None:
         """Create a request, which `start` sends.
 
         Args:
             view: the policies' view of the request, or None without an entry.
             span: the parent of its spans.
+            watch: takes its events.
         """
         self.state = NEW
         self.entry = entry
@@ -137,19 +140,26 @@ class ForwardedRequest:
         self._avoid = _NO_WORKERS
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
+        self._watch = watch
+        self._decision: Decision | None = None
+        self._kept: KeptStream | None = None  # of a stream that can be continued
 
     def usage(self) -> TokenUsage:
         """Return the reported or estimated tokens of the response so far.
 
         An error has no tokens.
         """
-        exchange, entry = self.exchange, self.entry
-        if exchange is None or entry is None or self.is_error:
+        exchange, entry, kept = self.exchange, self.entry, self._kept
+        if entry is None or self.is_error:
+            return _NO_TOKENS
+        need = entry.needs[0]
+        if kept is not None and kept.tokens is not None:
+            return kept.usage(None if exchange is None else exchange.usage())
+        if exchange is None:
             return _NO_TOKENS
         usage = exchange.usage()
         if usage.prompt:
             return usage
-        need = entry.needs[0]
         is_counted = self.streaming or usage.output > 0
         output = usage.output if is_counted else need.sequences * entry.max_tokens
         return TokenUsage(need.prompt_tokens, 0, output)
@@ -174,13 +184,16 @@ class ForwardedRequest:
             else:
                 worker = await self._seat(entry)
             self.worker, self.state = worker, SENT
-            await self._send(worker)
+            forwarder.budget.count_request(forwarder.queue.now_s())
+            await self._send(worker, [])
         except BaseException as error:
             await self.end(error)
             raise
         # The first bytes of a whole response arrive with its last token, not with its first.
         if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
             forwarder.admission.answered(entry)
+            if self.streaming:
+                self._kept = forwarder.keep(self._call, entry, worker, self._watch)
 
     async def _seat(self, entry: Entry) -> FleetWorker:
         """Admit the request, and reserve an upstream, without waiting if one has capacity."""
@@ -192,7 +205,9 @@ class ForwardedRequest:
                 await forwarder.admission.admit(entry)
         self.state = ADMITTED
         if len(forwarder.fleet.workers) > 1:
-            self._choose_pool(entry, need)
+            self._pool = forwarder.choose_pool(entry, self._view)
+            if self._pool is not None:
+                self._avoid = self._pool.avoid
         routed = None
         if not span.recording:
             view, avoid = self.route_view, self._avoid
@@ -201,19 +216,25 @@ class ForwardedRequest:
             routed = await self._wait(entry)
         entry.prompt_tokens = need.prompt_tokens
         if self._pool is not None:
-            forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
+            self._decision = forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
         return routed.worker
 
     async def read(self) -> bytes:
-        """Return the next bytes of the body, or nothing at its end.
+        """Return the next bytes of the body, or nothing at its end or if the upstream is lost.
 
         Raises:
             BackendFailed: the upstream failed.
         """
         first, self._first = self._first, b""
-        if first or self.exchange is None:
+        kept, exchange = self._kept, self.exchange
+        if exchange is None:
             return first
-        return await self.exchange.read()
+        if kept is None:
+            return first or await exchange.read()
+        block = await kept.read(exchange, first)
+        if kept.error is not None:
+            self.state = LOST
+        return block
 
     async def read_begin(self, least_bytes: int) -> tuple[bytes, bool]:
         """Return the body and True, or False and only its begin of more than some bytes."""
@@ -241,11 +262,11 @@ class ForwardedRequest:
             return
         forwarder, entry, exchange = self._forwarder, self.entry, self.exchange
         try:
-            if state is ANSWERED and entry is not None:
+            if entry is not None and (state is ANSWERED or self._kept is not None):
                 used = usage or self.usage()
                 entry.prompt_tokens, entry.output_tokens = used.prompt, used.output
                 # The length of an output that was cut off says nothing about later requests.
-                cut = error is not None or (self.streaming and exchange and exchange.error_sent)
+                cut = error is not None or (self.streaming and self.error_sent)
                 if not (self.is_error or cut):
                     entry.ended = entry.sequences
             if error is None and exchange is not None and exchange.streaming:
@@ -254,14 +275,27 @@ class ForwardedRequest:
         finally:
             self._leave(error)
             if entry is not None and state is not NEW:
-                if self.worker is not None:
-                    self.worker.release(entry.request_id)
-                    self.worker = None
+                self._release(entry)
                 forwarder.queue.dispatch_waiting()
                 # An upstream that refuses has computed nothing.
                 if error is not None and isinstance(error, UpstreamBusy | UpstreamUnavailable):
                     entry.prompt_tokens = 0
                 forwarder.admission.settle(entry)
+
+    @property
+    def outputs(self) -> int:
+        """Number of events with output so far, of all upstreams of a stream."""
+        exchange, kept = self.exchange, self._kept
+        present = 0 if exchange is None else exchange.outputs
+        return present if kept is None else kept.outputs + present
+
+    @property
+    def error_sent(self) -> bool:
+        """Whether the stream ended with an error event of an upstream."""
+        exchange, kept = self.exchange, self._kept
+        return (kept is not None and kept.error_passed) or (
+            exchange is not None and exchange.error_sent
+        )
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
@@ -272,17 +306,41 @@ class ForwardedRequest:
         tokens = need.most_tokens, entry.expected_tokens
         return RouteView(view, *tokens, need.sequences, entry.tenant)
 
-    def _choose_pool(self, entry: Entry, need: CapacityNeed) -> None:
-        """Choose between upstreams with and without speculation, if both are open."""
-        forwarder, view = self._forwarder, self._view
-        if view is None or not entry.max_tokens:  # embeddings have no drafts
-            return
-        # If other requests wait, either pool may later be the first with capacity.
-        waits = len(forwarder.queue) > 0
-        fits = (lambda _: False) if waits else partial(has_capacity, need=need)
-        self._pool = forwarder.pools.choose(view, need.offer, fits)
-        if self._pool is not None:
-            self._avoid = self._pool.avoid
+    async def resume(self) -> None:
+        """Continue a lost stream on another upstream, or give the client the error.
+
+        Raises:
+            UpstreamFailed: the stream cannot be continued.
+        """
+        kept, entry = self._kept, self.entry
+        assert kept is not None
+        assert entry is not None
+        assert kept.error is not None
+        lost = self.worker_id
+        kept.lose(self.usage().output, self.outputs)
+        self._leave(kept.error)
+        self._release(entry)
+        self._forwarder.queue.dispatch_waiting()
+        error: BaseException | None = None
+        try:
+            why = await kept.wait(lost)
+            if why is None and not kept.is_complete:
+                self.worker = await kept.turn(self._span, self.route_view)
+                self._call = await kept.rest_on(self.worker)
+                if not kept.is_complete:
+                    self.state = SENT
+                    await self._send(self.worker, [lost])
+                    if self.is_error or not self.streaming:
+                        raise UpstreamBroken(reason(self.status, self.body or b""))
+                    kept.join(lost, self.worker, self._decision)
+        except (BackendFailed, GatewayError) as later:
+            why, error = GivenUp.NO_WORKER, later
+            self._leave(later)
+        self.state, self.streaming, self.is_error = ANSWERED, True, False
+        if why is not None:
+            self._first = kept.give_up(why, error)
+        elif kept.is_complete:
+            self._first = kept.closing()
 
     async def _wait(self, entry: Entry) -> Routed:
         """Wait until an upstream has capacity, and reserve the capacity."""
@@ -297,15 +355,16 @@ class ForwardedRequest:
         record_route(self._span, routed)
         return routed
 
-    async def _send(self, worker: FleetWorker) -> None:
+    async def _send(self, worker: FleetWorker, tried: list[str]) -> None:
         """Send the request to its upstream, and to others until one has responded.
+
+        Args:
+            tried: ids of upstreams that were called before.
 
         Raises:
             GatewayError, UpstreamFailed: no upstream responds.
         """
         forwarder, entry, need = self._forwarder, self.entry, self._need
-        forwarder.budget.count_request(forwarder.queue.now_s())
-        tried: list[str] = []
         while True:
             tried.append(worker.worker_id)
             failure: UpstreamFailed | None = None
@@ -317,8 +376,7 @@ class ForwardedRequest:
                 return
             self._leave(failure)
             if entry is not None:
-                worker.release(entry.request_id)
-                self.worker = None
+                self._release(entry)
             refused, view = self.state is REFUSED, self.route_view
             model, avoid = self._call.model, self._avoid
             other = forwarder.choose(model, need, avoid, view, tried, refused=refused)
@@ -330,7 +388,10 @@ class ForwardedRequest:
             self.state = SENT
         if failure is not None:
             raise failure
-        self._pass_refusal()
+        retry_after_s = forwarder.retry_after_s(self._call.model)
+        body = self.body or b""
+        self.headers = passed_refusal(self.status, self.headers, body, retry_after_s)
+        self.state = ANSWERED
 
     async def _call_upstream(self, worker: FleetWorker) -> None:
         """Call an upstream, and wait for the first bytes of its response.
@@ -355,8 +416,11 @@ class ForwardedRequest:
         self.is_error = exchange.status >= FIRST_ERROR_STATUS
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
-        if self.status >= _FIRST_REDIRECT and self.status not in _PASSED_ON:
-            await self._read_refusal(worker)
+        if self.status >= _FIRST_REDIRECT and self.status not in PASSED_ON:
+            if self.body is None:
+                self.body, _ = await self.read_begin(_MOST_REASON_BYTES)
+            check_refusal(self.status, self.body, worker)
+            self.state = REFUSED
             return
         self.state = ANSWERED
         if len(self._forwarder.fleet.workers) > 1:
@@ -365,56 +429,18 @@ class ForwardedRequest:
             self.headers = {**self.headers, **self._pool.headers(worker)}
             self.plan = self._pool.plan
 
-    async def _read_refusal(self, worker: FleetWorker) -> None:
-        """Read the reason of a response after which another upstream may succeed.
-
-        Raises:
-            UpstreamBroken: the response is an error that another attempt would not avoid.
-        """
-        if self.status in DENIED:
-            where = worker.backend.card.root
-            log(logging.WARNING, "an upstream denies access", upstream=where, status=self.status)
-        if self.body is None:
-            self.body, _ = await self.read_begin(_MOST_REASON_BYTES)
-        if self.status not in _REFUSALS:
-            raise UpstreamBroken(self._reason(self.body))
-        self.state = REFUSED
-
-    def _pass_refusal(self) -> None:
-        """Make the refusal of the last upstream the response, if it has status 429.
-
-        Raises:
-            UpstreamUnavailable, UpstreamBroken: the client does not get the response, because its
-                status is not 429.
-        """
-        if self.status in DENIED:
-            # The reason of the upstream may quote a part of the key.
-            raise UpstreamBroken(
-                "the upstream is misconfigured: it denied this gateway access with status "
-                f"{self.status}; the operator must check --upstream-api-key-env"
-            )
-        retry_after_s = self._forwarder.retry_after_s(self._call.model)
-        if self.status == _TOO_MANY:
-            theirs = self.headers.items()
-            headers = {name: value for name, value in theirs if name.lower() not in _RETRY_HEADERS}
-            headers |= {"Retry-After": str(retry_after_s), "retry-after-ms": f"{retry_after_s}000"}
-            self.headers, self.state = headers, ANSWERED
-            return
-        message = self._reason(self.body or b"")
-        if self.status == UNAVAILABLE:
-            raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
-        raise UpstreamBroken(message)
-
-    def _reason(self, body: bytes) -> str:
-        """Return the status of an error, with the message of the upstream if it has one."""
-        reason = f"the upstream responded with status {self.status}"
-        message = read_error(body).message
-        return f"{reason}: {message}" if message else reason
+    def _release(self, entry: Entry) -> None:
+        """Release the capacity of the present upstream."""
+        if self.worker is not None:
+            self.worker.release(entry.request_id)
+            self.worker = None
 
     def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""
         exchange, span = self.exchange, self._call_span
         self.exchange = None
+        if self._kept is not None:
+            self._kept.unwatch()
         if exchange is not None:
             exchange.close()
         if span is not NO_SPAN:

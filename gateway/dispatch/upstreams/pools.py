@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
@@ -103,14 +103,18 @@ class UpstreamPools:
         worker: FleetWorker,
         decision: PoolDecision,
         route: Route | None,
-    ) -> None:
+    ) -> Decision:
         """Record the decision for a request before it is sent to an upstream."""
         plan = decision.plan
         self._on_decision(plan)
         view, load = decision.request, decision.load
-        self._decisions.record(
+        return self._decisions.record(
             request.request_id, worker.worker_id, view, load, plan, route, tenant=request.tenant
         )
+
+    def record_move(self, request: Entry, decision: Decision | None, move: MoveRecord) -> None:
+        """Record that a stream continues on another upstream, in its decision if it has one."""
+        self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
 
 
 def _pool_of(load: WorkerLoad) -> ReplicaPool:
