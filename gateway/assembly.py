@@ -22,7 +22,7 @@ from draftgate.gateway.dispatch.rescheduling import Rescheduler
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
-from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules
+from draftgate.gateway.dispatch.upstreams.kept_stream import ForwardingRules
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
@@ -163,7 +163,7 @@ def build_forwarder(
     decisions: Decisions,
     metrics: Metrics,
     budget: RetryBudget,
-    rules: ContinuationRules,
+    rules: ForwardingRules,
 ) -> Forwarder:
     """Return the forwarder of a fleet of upstreams, which shares the queue of its dispatcher.
 

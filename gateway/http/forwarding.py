@@ -351,7 +351,8 @@ def _read_fields(
     names = (model.config.served_model_name, fleet.card.model_id)
     changed = changed_fields(fields, names, account)
     offer = str(changed.get("model", fields.model or fleet.card.model_id))
-    fleet.upstream_models.check(offer)
+    if offer not in model.forwarder.fallbacks:
+        fleet.upstream_models.check(offer)
     return fields, rewrite_body(body, changed), offer
 
 

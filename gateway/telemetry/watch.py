@@ -12,7 +12,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Event, Resume
+from draftgate.gateway.dispatch.run import Event, Fallback, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -69,6 +69,7 @@ class RequestWatch:
     _choices = 0  # choices of all prompts, 0 before dispatch
     _output_events = 0  # output events of an upstream
     _resumes = 0
+    _fallback: Fallback | None = None
     _failure: tuple[Ending, int, BaseException | None] | None = None
     _ending: Ending | None = None  # once it has ended
     _seconds = 0.0  # from its arrival to its end
@@ -162,6 +163,8 @@ class RequestWatch:
             case Resume():
                 self._resumed(event)
             case _:
+                if isinstance(event, Fallback):
+                    self._fallback = event
                 self._series.record(event)
 
     def _placed(self, decision: Decision) -> None:
@@ -421,6 +424,8 @@ class RequestWatch:
             "ttft_s": self._ttft_s,
             "worker": ",".join(self.workers) or None,
             "resumes": self._resumes or None,
+            "fallback": self._fallback and self._fallback.reason,
+            "model": self._fallback and self._fallback.model,
             "tenant": self.tenant,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,

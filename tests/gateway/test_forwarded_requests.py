@@ -27,7 +27,7 @@ from draftgate.gateway.dispatch.upstreams.forwarding import (
     ENDED,
     ForwardedRequest,
 )
-from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules
+from draftgate.gateway.dispatch.upstreams.kept_stream import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -181,11 +181,9 @@ def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
     policy = admission_policy("deadline")
     admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, clock)
     pools = SimpleNamespace(choose=lambda *_: None)
-    watchdog, rules = Watchdog(), ContinuationRules()
+    watchdog, rules = Watchdog(), ForwardingRules()
     budget = RetryBudget()
-    forwarder = Forwarder(
-        fleet, queue, admission, pools, budget, lambda *_: None, watchdog, rules
-    )
+    forwarder = Forwarder(fleet, queue, admission, pools, budget, lambda *_: None, watchdog, rules)
     return forwarder, quotas
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
 from draftgate.backends.base import UpstreamCall, UpstreamPause
+from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.admission import AdmissionController, Entry
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.routing import View
-from draftgate.gateway.dispatch.run import Watch
-from draftgate.gateway.dispatch.upstreams.kept_stream import ContinuationRules, KeptStream
+from draftgate.gateway.dispatch.routing import Routed, View
+from draftgate.gateway.dispatch.run import Fallback, Watch
+from draftgate.gateway.dispatch.span_attributes import record_route
+from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
+from draftgate.gateway.dispatch.upstreams.kept_stream import ForwardingRules, KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.dispatch.watchdog import Watchdog
-from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.errors import GatewayError, ModelNotFound, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.types import RequestView
@@ -31,6 +36,9 @@ connection."""
 
 UNAVAILABLE: Final = 503
 
+UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
+"""The header of a response with the name of its upstream, if there are several."""
+
 
 class Forwarder:
     """The upstreams of a fleet, and what all requests for them share."""
@@ -44,7 +52,7 @@ class Forwarder:
         budget: RetryBudget,
         on_retry: Callable[[str, bool], None],
         watchdog: Watchdog,
-        rules: ContinuationRules,
+        rules: ForwardingRules,
     ) -> None:
         """Use a fleet of upstreams, which may start later.
 
@@ -60,11 +68,26 @@ class Forwarder:
         self.budget = budget
         self.watchdog = watchdog
         self.rules = rules
+        self.fallbacks = rules.fallbacks
         self._on_retry = on_retry
 
-    def choose_pool(self, entry: Entry, view: RequestView | None) -> PoolDecision | None:
+    def record(
+        self,
+        entry: Entry,
+        routed: Routed,
+        view: RequestView,
+        pool: PoolDecision | None,
+        fallback: Fallback | None,
+    ) -> Decision:
+        """Record the decision for a request before it is sent to an upstream."""
+        reason = "" if fallback is None else fallback.reason
+        if pool is None:
+            return self.pools.record_other(entry, routed.worker, view, reason)
+        return self.pools.record(entry, routed.worker, pool, routed.route, reason)
+
+    def choose_pool(self, entry: Entry, view: RequestView) -> PoolDecision | None:
         """Choose between upstreams with and without speculation, if both are open."""
-        if view is None or not entry.max_tokens:  # embeddings have no drafts
+        if not entry.max_tokens:  # embeddings have no drafts
             return None
         need = entry.needs[0]
         # If other requests wait, either pool may later be the first with capacity.
@@ -115,6 +138,36 @@ class Forwarder:
         self._on_retry(cause, allowed)
         return allowed
 
+    async def turn(self, entry: Entry, avoid: frozenset[str], view: View, span: Span) -> Routed:
+        """Wait until an upstream has capacity for an admitted request, and reserve it.
+
+        Raises:
+            GatewayError: no upstream has.
+        """
+        waiting = self.admission.waiting(entry, 0)
+        waiting.request_id, waiting.avoid = entry.request_id, avoid
+        with span.child("queue"):
+            try:
+                routed = await self.queue.turn(waiting, view)
+            except BackendFailed as error:
+                raise self.no_upstream(entry.needs[0].offer) from error
+        record_route(span, routed)
+        return routed
+
+    def headers(
+        self, worker: FleetWorker, pool: PoolDecision | None, fallback: Fallback | None
+    ) -> Mapping[str, str]:
+        """Return the headers of a response that say how its upstream was chosen."""
+        found: dict[str, str] = {}
+        if len(self.fleet.workers) > 1:
+            found[UPSTREAM_HEADER] = worker.worker_id
+        if pool is not None:
+            found.update(pool.headers(worker))
+        if fallback is not None:
+            found[FALLBACK_HEADER] = fallback.reason
+            found[MODEL_HEADER] = fallback.model.encode("ascii", "replace").decode()
+        return found
+
     def keep(
         self, call: UpstreamCall, entry: Entry, worker: FleetWorker, watch: Watch
     ) -> KeptStream | None:
@@ -125,6 +178,8 @@ class Forwarder:
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""
+        if model in self.fallbacks and not any(one.offers(model) for one in self.fleet.workers):
+            return ModelNotFound(model, *self.fallbacks[model])
         retry_after_s = self.retry_after_s(model)
         pauses = self._pauses(model)
         if any(pause is not None and pause.status == UNAVAILABLE for pause in pauses):

@@ -13,20 +13,15 @@ from typing import Final
 
 from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
+from draftgate.backends.openai.exchange import with_values
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision
-from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.run import Watch, ignore
-from draftgate.gateway.dispatch.span_attributes import record_route
+from draftgate.gateway.dispatch.run import Fallback, Watch, ignore
+from draftgate.gateway.dispatch.upstreams import refusals
+from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attempt_models
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
-from draftgate.gateway.dispatch.upstreams.refusals import (
-    PASSED_ON,
-    check_refusal,
-    passed_refusal,
-    reason,
-)
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import (
     GatewayError,
@@ -39,16 +34,11 @@ from draftgate.gateway.tracing import NO_SPAN, Span
 from draftgate.policies.resilience.failover import GivenUp
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
+from draftgate.policies.values import replace
 
-FIRST_ERROR_STATUS: Final = 400
-UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
-"""The header of a response with the name of its upstream, if there are several."""
-
-_FIRST_REDIRECT: Final = 300
-
-_MOST_REASON_BYTES: Final = 64 << 10
 _NO_TOKENS: Final = TokenUsage(0, 0, 0)
 _NO_WORKERS: Final = frozenset[str]()
+_NO_VIEW: Final = RequestView(0, 0, 0.0)
 
 
 class ForwardState(Enum):
@@ -56,6 +46,7 @@ class ForwardState(Enum):
 
     NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
     SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
+    any of these -> NEW or ADMITTED with another model
     ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
     """
 
@@ -95,12 +86,13 @@ class ForwardedRequest:
         body: the whole body of the response if it has arrived, or None. It is read with `read`.
         worker_id: id of the upstream that responded.
         plan: the decision about speculation, or None without a choice.
+        fallback: the last change of its model, or None.
     """
 
     __slots__ = (
         "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
-        "_pool", "_span", "_view", "_watch", "body", "entry", "exchange", "headers", "is_error",
-        "plan", "state", "status", "streaming", "worker", "worker_id",
+        "_pool", "_span", "_view", "_watch", "body", "entry", "exchange", "fallback", "headers",
+        "is_error", "plan", "state", "status", "streaming", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -115,14 +107,14 @@ class ForwardedRequest:
         forwarder: Forwarder,
         call: UpstreamCall,
         entry: Entry | None = None,
-        view: RequestView | None = None,
+        view: RequestView = _NO_VIEW,
         span: Span = NO_SPAN,
         watch: Watch = ignore,
     ) -> None:
         """Create a request, which `start` sends.
 
         Args:
-            view: the policies' view of the request, or None without an entry.
+            view: the policies' view of the request.
             span: the parent of its spans.
             watch: takes its events.
         """
@@ -143,6 +135,7 @@ class ForwardedRequest:
         self._watch = watch
         self._decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
+        self.fallback: Fallback | None = None
 
     def usage(self) -> TokenUsage:
         """Return the reported or estimated tokens of the response so far.
@@ -174,18 +167,10 @@ class ForwardedRequest:
         """
         forwarder, entry = self._forwarder, self.entry
         try:
-            if entry is None:
-                view = self.route_view
-                worker = forwarder.choose(
-                    self._call.model, None, _NO_WORKERS, view, [], refused=False
-                )
-                if worker is None:
-                    raise forwarder.no_upstream(self._call.model)
+            if forwarder.fallbacks and entry is not None:
+                await attempt_models(self, forwarder.fallbacks.get(self._call.model, ()))
             else:
-                worker = await self._seat(entry)
-            self.worker, self.state = worker, SENT
-            forwarder.budget.count_request(forwarder.queue.now_s())
-            await self._send(worker, [])
+                await self.attempt()
         except BaseException as error:
             await self.end(error)
             raise
@@ -193,14 +178,43 @@ class ForwardedRequest:
         if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
             forwarder.admission.answered(entry)
             if self.streaming:
-                self._kept = forwarder.keep(self._call, entry, worker, self._watch)
+                assert self.worker is not None
+                self._kept = forwarder.keep(self._call, entry, self.worker, self._watch)
+
+    async def attempt(self) -> None:
+        """Get a response from an upstream of the present model, with the errors of `start`."""
+        forwarder, entry, model = self._forwarder, self.entry, self._call.model
+        if entry is None:
+            view = self.route_view
+            worker = forwarder.choose(model, None, _NO_WORKERS, view, [], refused=False)
+            if worker is None:
+                raise forwarder.no_upstream(model)
+        else:
+            worker = await self._seat(entry)
+        self.worker, self.state = worker, SENT
+        forwarder.budget.count_request(forwarder.queue.now_s())
+        await self._send(worker, [])
+
+    def fall_back(self, model: str, reason: FallbackReason) -> None:
+        """Send the request to another model from now on."""
+        entry, requested = self.entry, self._call.model
+        assert entry is not None
+        self._leave(None)
+        self._release(entry)
+        entry.needs = (replace(entry.needs[0], offer=model),)
+        body = with_values(self._call.body, {"model": model})
+        self._call = self._call._replace(body=body, model=model)
+        self._need, self._avoid, self._pool = entry.needs[0], _NO_WORKERS, None
+        self.state = NEW if self.state is NEW else ADMITTED
+        self.fallback = Fallback(requested, model, reason)
+        self._watch(self.fallback)
 
     async def _seat(self, entry: Entry) -> FleetWorker:
         """Admit the request, and reserve an upstream, without waiting if one has capacity."""
         forwarder, span, need = self._forwarder, self._span, entry.needs[0]
         if not forwarder.fleet.is_open_for(need.offer):
             raise forwarder.no_upstream(self._call.model)
-        if span.recording or not forwarder.admission.admit_at_once(entry):
+        if self.state is NEW and (span.recording or not forwarder.admission.admit_at_once(entry)):
             with span.child("admit"):
                 await forwarder.admission.admit(entry)
         self.state = ADMITTED
@@ -213,10 +227,10 @@ class ForwardedRequest:
             view, avoid = self.route_view, self._avoid
             routed = forwarder.queue.seat_new(entry.request_id, need, view, avoid)
         if routed is None:
-            routed = await self._wait(entry)
+            routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool is not None:
-            self._decision = forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
+        if self._pool is not None or self.fallback is not None:
+            self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
         return routed.worker
 
     async def read(self) -> bytes:
@@ -293,18 +307,17 @@ class ForwardedRequest:
     def error_sent(self) -> bool:
         """Whether the stream ended with an error event of an upstream."""
         exchange, kept = self.exchange, self._kept
-        return (kept is not None and kept.error_passed) or (
-            exchange is not None and exchange.error_sent
-        )
+        passed = kept is not None and kept.error_passed
+        return passed or (exchange is not None and exchange.error_sent)
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
-        entry, view = self.entry, self._view
-        if entry is None or view is None:
-            return RouteView(RequestView(0, 0, 0.0), 0, 0.0)
+        entry = self.entry
+        if entry is None:
+            return RouteView(self._view, 0, 0.0)
         need = entry.needs[0]
         tokens = need.most_tokens, entry.expected_tokens
-        return RouteView(view, *tokens, need.sequences, entry.tenant)
+        return RouteView(self._view, *tokens, need.sequences, entry.tenant)
 
     async def resume(self) -> None:
         """Continue a lost stream on another upstream, or give the client the error.
@@ -331,8 +344,8 @@ class ForwardedRequest:
                     self.state = SENT
                     await self._send(self.worker, [lost])
                     if self.is_error or not self.streaming:
-                        raise UpstreamBroken(reason(self.status, self.body or b""))
-                    kept.join(lost, self.worker, self._decision)
+                        raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
+                    kept.join(lost, self.worker, self._decision, self._view)
         except (BackendFailed, GatewayError) as later:
             why, error = GivenUp.NO_WORKER, later
             self._leave(later)
@@ -341,19 +354,6 @@ class ForwardedRequest:
             self._first = kept.give_up(why, error)
         elif kept.is_complete:
             self._first = kept.closing()
-
-    async def _wait(self, entry: Entry) -> Routed:
-        """Wait until an upstream has capacity, and reserve the capacity."""
-        forwarder = self._forwarder
-        waiting = forwarder.admission.waiting(entry, 0)
-        waiting.request_id, waiting.avoid = entry.request_id, self._avoid
-        with self._span.child("queue"):
-            try:
-                routed = await forwarder.queue.turn(waiting, self.route_view)
-            except BackendFailed as error:
-                raise forwarder.no_upstream(self._call.model) from error
-        record_route(self._span, routed)
-        return routed
 
     async def _send(self, worker: FleetWorker, tried: list[str]) -> None:
         """Send the request to its upstream, and to others until one has responded.
@@ -390,7 +390,7 @@ class ForwardedRequest:
             raise failure
         retry_after_s = forwarder.retry_after_s(self._call.model)
         body = self.body or b""
-        self.headers = passed_refusal(self.status, self.headers, body, retry_after_s)
+        self.headers = refusals.passed_refusal(self.status, self.headers, body, retry_after_s)
         self.state = ANSWERED
 
     async def _call_upstream(self, worker: FleetWorker) -> None:
@@ -413,21 +413,20 @@ class ForwardedRequest:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
-        self.is_error = exchange.status >= FIRST_ERROR_STATUS
+        self.is_error = exchange.status >= refusals.FIRST_ERROR
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
-        if self.status >= _FIRST_REDIRECT and self.status not in PASSED_ON:
+        if self.status >= refusals.FIRST_REDIRECT and self.status not in refusals.PASSED_ON:
             if self.body is None:
-                self.body, _ = await self.read_begin(_MOST_REASON_BYTES)
-            check_refusal(self.status, self.body, worker)
+                self.body, _ = await self.read_begin(refusals.MOST_REASON_BYTES)
+            refusals.check_refusal(self.status, self.body, worker)
             self.state = REFUSED
             return
         self.state = ANSWERED
-        if len(self._forwarder.fleet.workers) > 1:
-            self.headers = {**self.headers, UPSTREAM_HEADER: worker.worker_id}
-        if self._pool is not None:
-            self.headers = {**self.headers, **self._pool.headers(worker)}
-            self.plan = self._pool.plan
+        pool = self._pool
+        if more := self._forwarder.headers(worker, pool, self.fallback):
+            self.headers = {**self.headers, **more}
+        self.plan = None if pool is None else pool.plan
 
     def _release(self, entry: Entry) -> None:
         """Release the capacity of the present upstream."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
@@ -40,6 +41,7 @@ from draftgate.policies.resilience.failover import (
     given_up,
 )
 from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
+from draftgate.policies.types import RequestView
 from draftgate.policies.values import replace
 
 MOST_KEPT_BYTES: Final = 1 << 20
@@ -51,18 +53,23 @@ _COUNT_S: Final = 2.0
 and the client sees no text meanwhile. (Chosen, 2026-11-29.)"""
 
 
-class ContinuationRules(NamedTuple):
-    """When streams continue on another upstream.
+NO_FALLBACKS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
+
+
+class ForwardingRules(NamedTuple):
+    """When another upstream or model gets a request.
 
     Attributes:
         most_bytes: bytes that are kept of a stream, or 0 to continue none.
         patience_s: silence after the first byte that counts as a loss, in seconds.
         most_resumes: maximum number of continuations of a stream.
+        fallbacks: for the name of a model, those that get its requests in turn.
     """
 
     most_bytes: int = MOST_KEPT_BYTES
     patience_s: float = UPSTREAM_PATIENCE_S
     most_resumes: int = MOST_RESUMES
+    fallbacks: Mapping[str, Sequence[str]] = NO_FALLBACKS
 
     def keeps(self, call: UpstreamCall) -> bool:
         """Return whether the stream of a call is kept."""
@@ -77,7 +84,7 @@ class Continuer(Protocol):
     admission: AdmissionController
     pools: UpstreamPools
     watchdog: Watchdog
-    rules: ContinuationRules
+    rules: ForwardingRules
 
     def takes_retry(self, cause: str) -> bool:
         """Return whether the budget allows a retry now, and count the retry if so."""
@@ -327,12 +334,15 @@ class KeptStream:
                 found = counted_tokens(await _whole(upstream, call))
         return output.pieces if found is None else found
 
-    def join(self, lost: str, worker: FleetWorker, decision: Decision | None) -> None:
+    def join(
+        self, lost: str, worker: FleetWorker, decision: Decision | None, view: RequestView
+    ) -> None:
         """Continue the client's stream with the events of another upstream.
 
         Args:
             lost: id of the lost upstream.
             decision: the decision about the request, or None without one.
+            view: the policies' view of the request.
         """
         rest, tokens, sink = self._rest, self.tokens or 0, worker.worker_id
         assert rest is not None
@@ -345,7 +355,9 @@ class KeptStream:
         self.error, self._stalled, self._error_event = None, False, b""
         self._watch(resume)
         move = MoveRecord(lost, sink, cause.value, MoveEnd.MOVED)
-        self._shared.pools.record_move(self._entry, decision, move)
+        pools = self._shared.pools
+        decision = decision or pools.record_other(self._entry, worker, view)
+        pools.record_move(self._entry, decision, move)
         self._watched = worker
         self._shared.watchdog.watch(self, worker)
 

@@ -103,17 +103,37 @@ class UpstreamPools:
         worker: FleetWorker,
         decision: PoolDecision,
         route: Route | None,
+        fallback: str = "",
     ) -> Decision:
-        """Record the decision for a request before it is sent to an upstream."""
-        plan = decision.plan
-        self._on_decision(plan)
-        view, load = decision.request, decision.load
+        """Record the decision for a request before it is sent to an upstream.
+
+        Args:
+            fallback: why another model than the requested one gets the request, or empty.
+        """
+        self._on_decision(decision.plan)
         return self._decisions.record(
-            request.request_id, worker.worker_id, view, load, plan, route, tenant=request.tenant
+            request.request_id,
+            worker.worker_id,
+            decision.request,
+            decision.load,
+            decision.plan,
+            route,
+            tenant=request.tenant,
+            fallback=fallback,
         )
 
-    def record_move(self, request: Entry, decision: Decision | None, move: MoveRecord) -> None:
-        """Record that a stream continues on another upstream, in its decision if it has one."""
+    def record_other(
+        self, request: Entry, worker: FleetWorker, view: RequestView, fallback: str = ""
+    ) -> Decision:
+        """Record that an upstream gets a request without a choice between pools."""
+        plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
+        load, name = worker.backend.load(), worker.worker_id
+        return self._decisions.record(
+            request.request_id, name, view, load, plan, tenant=request.tenant, fallback=fallback
+        )
+
+    def record_move(self, request: Entry, decision: Decision, move: MoveRecord) -> None:
+        """Record that a stream continues on another upstream."""
         self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
 
 

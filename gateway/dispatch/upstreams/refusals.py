@@ -12,6 +12,10 @@ from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.logs import log
 
+FIRST_REDIRECT: Final = 300
+FIRST_ERROR: Final = 400
+MOST_REASON_BYTES: Final = 64 << 10
+
 DENIED: Final = frozenset({401, 403, 407})
 """Statuses about the key of the gateway. The upstream does not get the key of the client, which
 would take the status for a verdict on its own key."""
