@@ -24,7 +24,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.upstreams.kept_stream import ForwardingRules
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.json_lines import JsonLinesFile

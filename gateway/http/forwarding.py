@@ -16,7 +16,7 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, LOST, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.forwarding import LOST, NEW, ForwardedRequest
 from draftgate.gateway.errors import (
     ErrorFormat,
     UpstreamBroken,
@@ -185,7 +185,7 @@ async def _ended(
         error = raised
         raise
     finally:
-        if watch is not None and sent.state is ANSWERED:
+        if watch is not None and sent.has_responded:
             watch.forwarded(sent.worker_id, sent.plan)
             if sent.is_error:
                 watch.fail(Ending.REJECTED, sent.status, None)

@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.upstreams.forwarding import (
     LOST,
     ForwardedRequest,
 )
-from draftgate.gateway.dispatch.upstreams.kept_stream import ForwardingRules
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import Fleet, FleetWorker

@@ -115,8 +115,7 @@ class ForwardedRequest:
 
         Args:
             view: the policies' view of the request.
-            span: the parent of its spans.
-            watch: takes its events.
+            span, watch: the parent of its spans, and what takes its events.
         """
         self.state = NEW
         self.entry = entry
@@ -185,8 +184,7 @@ class ForwardedRequest:
         """Get a response from an upstream of the present model, with the errors of `start`."""
         forwarder, entry, model = self._forwarder, self.entry, self._call.model
         if entry is None:
-            view = self.route_view
-            worker = forwarder.choose(model, None, _NO_WORKERS, view, [], refused=False)
+            worker = forwarder.choose(model, None, _NO_WORKERS, self.route_view, [], refused=False)
             if worker is None:
                 raise forwarder.no_upstream(model)
         else:
@@ -297,18 +295,21 @@ class ForwardedRequest:
                 forwarder.admission.settle(entry)
 
     @property
+    def has_responded(self) -> bool:
+        """Whether the client has got a response, or a part of it."""
+        return self.state is ANSWERED or self._kept is not None
+
+    @property
     def outputs(self) -> int:
         """Number of events with output so far, of all upstreams of a stream."""
-        exchange, kept = self.exchange, self._kept
-        present = 0 if exchange is None else exchange.outputs
-        return present if kept is None else kept.outputs + present
+        before = 0 if self._kept is None else self._kept.outputs
+        return before + (0 if self.exchange is None else self.exchange.outputs)
 
     @property
     def error_sent(self) -> bool:
         """Whether the stream ended with an error event of an upstream."""
-        exchange, kept = self.exchange, self._kept
-        passed = kept is not None and kept.error_passed
-        return passed or (exchange is not None and exchange.error_sent)
+        passed = self._kept is not None and self._kept.error_passed
+        return passed or (self.exchange is not None and self.exchange.error_sent)
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
@@ -330,7 +331,7 @@ class ForwardedRequest:
         assert entry is not None
         assert kept.error is not None
         lost = self.worker_id
-        kept.lose(self.usage().output, self.outputs)
+        await kept.lose(self.usage().output, self.outputs)
         self._leave(kept.error)
         self._release(entry)
         self._forwarder.queue.dispatch_waiting()

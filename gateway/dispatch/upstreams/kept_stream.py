@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.continuation import (
     CHATS,
-    CONTINUED,
     JoinedStream,
     RestOfStream,
     count_request,
@@ -29,51 +27,27 @@ from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.offload import offload
 from draftgate.gateway.tracing import Span
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import (
-    MOST_RESUMES,
     Cause,
     GivenUp,
     Loss,
     given_up,
 )
-from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
 from draftgate.policies.types import RequestView
 from draftgate.policies.values import replace
 
-MOST_KEPT_BYTES: Final = 1 << 20
-"""Default of the bytes that are kept of a stream. A chunk of vLLM with one token has 200 bytes, so
-these are 5,000 tokens."""
+_INLINE_BYTES: Final = 64 << 10
+"""More bytes are parsed in a thread. The chunks of 64 KiB take 2 ms (EPYC, 2026-11-29)."""
 
 _COUNT_S: Final = 2.0
 """Longest wait for the number of tokens of a text in seconds. A server answers in milliseconds,
 and the client sees no text meanwhile. (Chosen, 2026-11-29.)"""
-
-
-NO_FALLBACKS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
-
-
-class ForwardingRules(NamedTuple):
-    """When another upstream or model gets a request.
-
-    Attributes:
-        most_bytes: bytes that are kept of a stream, or 0 to continue none.
-        patience_s: silence after the first byte that counts as a loss, in seconds.
-        most_resumes: maximum number of continuations of a stream.
-        fallbacks: for the name of a model, those that get its requests in turn.
-    """
-
-    most_bytes: int = MOST_KEPT_BYTES
-    patience_s: float = UPSTREAM_PATIENCE_S
-    most_resumes: int = MOST_RESUMES
-    fallbacks: Mapping[str, Sequence[str]] = NO_FALLBACKS
-
-    def keeps(self, call: UpstreamCall) -> bool:
-        """Return whether the stream of a call is kept."""
-        return self.most_bytes > 0 and call.path in CONTINUED
 
 
 class Continuer(Protocol):
@@ -108,10 +82,10 @@ class KeptStream:
     """
 
     __slots__ = (
-        "_blocks", "_call", "_entry", "_error_event", "_joined", "_left_bytes", "_losses",
-        "_prompt_tokens", "_rest", "_resumes", "_seen_pieces", "_shared", "_stalled", "_watch",
-        "_watched", "error", "error_passed", "is_complete", "leave", "num_deltas", "outputs",
-        "runs", "tokens",
+        "_blocks", "_call", "_entry", "_error_event", "_joined", "_leaving", "_left_bytes",
+        "_losses", "_prompt_tokens", "_rest", "_resumes", "_seen_pieces", "_shared", "_stalled",
+        "_watch", "_watched", "error", "error_passed", "is_complete", "leave", "num_deltas",
+        "outputs", "runs", "tokens",
     )  # fmt: skip
 
     is_owed: Final = False  # upstreams do not report steps
@@ -148,6 +122,7 @@ class KeptStream:
         self._stalled = False
         self._error_event = b""
         self._joined: JoinedStream | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._watched: FleetWorker | None = worker
         shared.watchdog.watch(self, worker)
 
@@ -209,15 +184,23 @@ class KeptStream:
 
     def fail(self, error: Exception) -> None:
         """Leave an upstream that has sent nothing for too long, if another one can continue."""
-        if self.error is not None or self.leave is None or self._watched is None:
-            return
-        why = self._given_up(self._watched.worker_id, leaves=True)
-        if why is None:
+        if self._leaving is None or self._leaving.done():
+            self._leaving = asyncio.create_task(self._leave_silent())
+
+    async def _leave_silent(self) -> None:
+        """Leave the present upstream if another one can continue, as `fail` does."""
+        seen, rest, worker = self.num_deltas, await self._find_rest(), self._watched
+        if self.num_deltas != seen or self.error is not None or worker is None:
+            return  # the upstream has sent something meanwhile
+        why = self._given_up(worker.worker_id, rest, leaves=True)
+        if why is None and self.leave is not None:
             self._stalled = True
             self._lose(UpstreamFailed(f"the upstream sent nothing for {self.patience_s:g} s"))
             self.leave()
         elif why is GivenUp.UNABLE:
             self.unwatch()  # and wait for the upstream as long as the client does
+        elif why is GivenUp.BUDGET:
+            self.num_deltas += 1  # which begins the silence again
 
     def _lose(self, error: UpstreamFailed) -> None:
         """Note the first error. Leaving a stalled upstream makes `read` raise another one."""
@@ -230,7 +213,7 @@ class KeptStream:
         if worker is not None:
             self._shared.watchdog.unwatch(self, worker)
 
-    def lose(self, output_tokens: int, outputs: int) -> None:
+    async def lose(self, output_tokens: int, outputs: int) -> None:
         """Record that the present upstream is lost.
 
         Args:
@@ -238,18 +221,17 @@ class KeptStream:
         """
         self.unwatch()
         self.tokens, self.outputs = output_tokens, outputs
-        self._rest = self._find_rest()
+        self._rest = await self._find_rest()
         self.is_complete = self._rest is not None and self._rest.output.has_finished
 
-    def _find_rest(self) -> RestOfStream | None:
+    async def _find_rest(self) -> RestOfStream | None:
         """Return what the rest of the stream needs, or None if it cannot be requested."""
+        kept_bytes = self._shared.rules.most_bytes - self._left_bytes
         if self._left_bytes < 0:
             return None
-        try:
-            output = read_output(self._blocks)
-            return rest_of(self._call.body, output, is_chat=self._call.path == CHATS)
-        except NotContinuable:
-            return None
+        if max(kept_bytes, len(self._call.body)) <= _INLINE_BYTES:
+            return _rest_in(self._call, self._blocks)
+        return await offload(_rest_in, self._call, list(self._blocks))
 
     async def wait(self, lost: str) -> GivenUp | None:
         """Return why the stream cannot continue, or None once it can, or if it is complete.
@@ -264,7 +246,7 @@ class KeptStream:
             return GivenUp.UNABLE
         if not self._stalled:
             await wait_for(fleet, lambda: fleet.is_open_for(self._call.model))
-            why = self._given_up(lost)
+            why = self._given_up(lost, rest)
             if why is not None:
                 return why
         self._losses.append(self._loss(lost, rest))
@@ -272,7 +254,9 @@ class KeptStream:
         self._prompt_tokens = rest.output.prompt_tokens or self._prompt_tokens
         return None
 
-    def _given_up(self, lost: str, *, leaves: bool = False) -> GivenUp | None:
+    def _given_up(
+        self, lost: str, rest: RestOfStream | None, *, leaves: bool = False
+    ) -> GivenUp | None:
         """Return why no upstream can continue the stream now, or None if one may.
 
         Args:
@@ -284,7 +268,6 @@ class KeptStream:
             able = [one for one in able if one.worker_id != lost]
         if not able or fleet.ending:
             return GivenUp.NO_WORKER
-        rest = self._find_rest() if leaves else self._rest
         if rest is None:
             return GivenUp.UNABLE
         why = given_up([*self._losses, self._loss(lost, rest)], rules.most_resumes, len(able))
@@ -315,7 +298,9 @@ class KeptStream:
         assert rest is not None
         self.tokens = tokens = await self._count(rest, worker)
         self.is_complete = rest.is_complete(tokens)
-        return self._call._replace(body=rest.request(tokens))
+        if len(self._call.body) <= _INLINE_BYTES:
+            return self._call._replace(body=rest.request(tokens))
+        return self._call._replace(body=await offload(rest.request, tokens))
 
     async def _count(self, rest: RestOfStream, worker: FleetWorker) -> int:
         """Return the number of tokens of the text in the request for the rest.
@@ -400,6 +385,13 @@ class KeptStream:
         output = (self.tokens or 0) + (0 if present is None else present.output)
         prompt_tokens = self._prompt_tokens or self._entry.needs[0].prompt_tokens
         return TokenUsage(prompt_tokens, 0, output)
+
+
+def _rest_in(call: UpstreamCall, blocks: Sequence[bytes]) -> RestOfStream | None:
+    try:
+        return rest_of(call.body, read_output(blocks), is_chat=call.path == CHATS)
+    except NotContinuable:
+        return None
 
 
 async def _whole(upstream: Upstream, call: UpstreamCall) -> bytes:
