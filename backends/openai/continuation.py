@@ -10,7 +10,7 @@ Nothing here runs for a stream that ends as it should.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,8 @@ from draftgate.backends.openai.events import data_of_events
 from draftgate.backends.openai.stream_output import (
     NotContinuable,
     StreamOutput,
+    count_in,
+    is_count,
     read_chunk,
     read_object,
     text_of,
@@ -55,6 +57,7 @@ but for those of `_COUNTS`."""
 _COUNTS: Final = frozenset({"logprobs", "prompt_logprobs"})
 """Fields whose value 0 asks for something."""
 
+_COUNTED: Final = ("prompt", "completion")
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "min_tokens")
 
 
@@ -124,7 +127,7 @@ def rest_of(body: bytes, output: StreamOutput, *, is_chat: bool) -> RestOfStream
     fields = read_object(body)
     for name, value in fields.items():
         _check_field(name, value)
-    limits = {name: fields[name] for name in _LIMITS if _is_count(fields.get(name))}
+    limits = {name: fields[name] for name in _LIMITS if is_count(fields.get(name))}
     skipped = ""
     if is_chat:
         _check_messages(fields)
@@ -175,7 +178,7 @@ def _is_repeatable(part: Mapping[str, Any]) -> bool:
 def _check_prompt(prompt: object, output: StreamOutput) -> None:
     if isinstance(prompt, str):
         return
-    if not isinstance(prompt, list) or not all(map(_is_count, prompt)):
+    if not isinstance(prompt, list) or not all(map(is_count, prompt)):
         raise NotContinuable("the request has several prompts")
     if output.text and output.ids is None:
         raise NotContinuable("the prompt has tokens, and those of the output are not known")
@@ -254,7 +257,8 @@ class JoinedStream:
             return b""
         ends = any(choice.get("finish_reason") is not None for choice in kept)
         if not choices if self._rest.includes_usage else ends:
-            chunk["metrics"] = {**(chunk.get("metrics") or {}), **self._metrics}
+            theirs = chunk.get("metrics")
+            chunk["metrics"] = {**(theirs if isinstance(theirs, dict) else {}), **self._metrics}
         return _event(chunk)
 
     def _keep(self, choice: dict[str, Any]) -> bool:
@@ -281,11 +285,9 @@ class JoinedStream:
     def _sum(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole stream, from that of the request for the rest."""
         details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-        output = usage.get("completion_tokens") or 0
-        prompt, cached, output = self.usage(
-            TokenUsage(usage.get("prompt_tokens") or 0, cached or 0, output)
-        )
+        cached = count_in(details, "cached_tokens") if isinstance(details, dict) else 0
+        prompt, output = (count_in(usage, f"{name}_tokens") or 0 for name in _COUNTED)
+        prompt, cached, output = self.usage(TokenUsage(prompt, cached or 0, output))
         found = {**usage, "prompt_tokens": prompt, "completion_tokens": output}
         if isinstance(details, dict):
             found["prompt_tokens_details"] = {**details, "cached_tokens": cached}
@@ -305,7 +307,7 @@ def counted_tokens(body: bytes) -> int | None:
     except NotContinuable:
         return None
     count, tokens = found.get("count"), found.get("tokens")
-    if _is_count(count):
+    if is_count(count):
         return int(count)
     return len(tokens) if isinstance(tokens, list) else None
 
@@ -317,11 +319,7 @@ def is_servers_fault(event: bytes) -> bool:
     except NotContinuable:
         return True
     code = error.get("code") if isinstance(error, dict) else None
-    return not (_is_count(code) and 400 <= int(code) < 500)
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return not (is_count(code) and 400 <= int(code) < 500)
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -78,7 +78,7 @@ class _OutputReader:
             raise NotContinuable("the stream has several choices")
         for choice in choices:
             self._prompt_ids = self._prompt_ids or _ids(chunk, choice, "prompt_token_ids")
-            self._add_choice(choice, usage.get("completion_tokens"))
+            self._add_choice(choice, count_in(usage, "completion_tokens"))
 
     def _add_choice(self, choice: Mapping[str, Any], tokens: int | None) -> None:
         if choice.get("logprobs"):
@@ -105,7 +105,7 @@ class _OutputReader:
             "".join(self._texts),
             len(self._texts),
             self._tokens if ids is None else len(ids),
-            self._usage.get("prompt_tokens"),
+            count_in(self._usage, "prompt_tokens"),
             self._prompt_ids,
             ids if self._last_ids == 1 else None,
             self._has_finished,
@@ -129,8 +129,8 @@ def read_chunk(data: bytes) -> dict[str, Any]:
 def _is_choice(value: object) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("delta") or {}, dict):
         return False
-    ids = value.get("token_ids") or ()
-    return isinstance(ids, list | tuple) and all(isinstance(one, int) for one in ids)
+    ids = value.get("token_ids") or []
+    return isinstance(ids, list) and all(map(is_count, ids))
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
@@ -149,7 +149,19 @@ def text_of(choice: Mapping[str, Any]) -> str:
 
 
 def _ids(chunk: Mapping[str, Any], choice: Mapping[str, Any], name: str) -> Sequence[int] | None:
-    return choice.get(name) or chunk.get(name)
+    found = choice.get(name) or chunk.get(name)
+    return found if isinstance(found, list) and all(map(is_count, found)) else None
+
+
+def count_in(fields: Mapping[str, Any], name: str) -> int | None:
+    """Return the count of a name, or None without one."""
+    found = fields.get(name)
+    return found if is_count(found) else None
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a value is a whole number of 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_object(data: bytes) -> dict[str, Any]:

@@ -214,7 +214,9 @@ async def _send_events(
         events.response.headers.update({**sent.headers, **UNBUFFERED})
     events.reader.watch(None, lambda: sent.outputs)
     scan = AnswerScan() if watch.span.recording else None
-    while block := await sent.read() or await _resumed(sent, events):
+    while block := await sent.read() or (
+        await _resumed(sent, events) if sent.state is LOST else b""
+    ):
         if scan is not None:
             scan.read_events(block)
         # A comment means that the upstream itself waits. Events before the first output, such as

@@ -514,22 +514,23 @@ def test_cut_at_any_byte_gives_the_same_stream(
         assert {**first, "prompt_tokens_details": 0} == {**last, "prompt_tokens_details": 0}
 
 
-@given(
-    st.binary(max_size=40)
-    | st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(
-                    ["choices", "usage", "delta", "text", "token_ids", "content", "index"]
-                ),
-                inner,
-                max_size=4,
-            )
-        ),
-    ).map(lambda value: json.dumps(value).encode())
+NAMES = st.sampled_from(
+    [
+        *("choices", "usage", "delta", "text", "token_ids", "content", "index", "metrics", "id"),
+        *("finish_reason", "logprobs", "prompt_token_ids", "prompt_tokens", "completion_tokens"),
+        *("prompt_tokens_details", "cached_tokens", "error", "role", "created"),
+    ]
 )
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 3) | st.text(max_size=2),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+NAMED = st.dictionaries(NAMES, ODD, max_size=4)
+CHUNKS = st.dictionaries(NAMES, ODD | NAMED | st.lists(NAMED | ODD, max_size=2), max_size=5)
+
+
+@given(st.binary(max_size=40) | CHUNKS.map(lambda chunk: json.dumps(chunk).encode()))
 def test_chunks_of_any_form_are_read_or_refused(data: bytes) -> None:
     """A broken upstream cannot raise anything but the refusal to continue."""
     with suppress(NotContinuable):
