@@ -66,12 +66,15 @@ class _Watched:
         return not self.streams and not self.worker.hung
 
     def check(self) -> None:
-        if self.worker.backend.failure is not None:  # the streams of the worker get its error
-            self.worker.hung, self._silence = False, WorkerSilence()
-            return
         load, streams = self.worker.backend.load(), tuple(self.streams.items())
-        owes = any(stream.is_owed for stream, _ in streams)
-        self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
+        if self.worker.backend.failure is not None:
+            self.worker.hung, self._silence = False, WorkerSilence()
+            # An upstream whose probes fail may keep its connections open. The streams of other
+            # workers get the error of the worker.
+            streams = tuple(pair for pair in streams if pair[0].patience_s is not None)
+        else:
+            owes = any(stream.is_owed for stream, _ in streams)
+            self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
         for stream, before in streams:
             if self.worker.hung and stream.is_owed:
                 stream.fail(WorkerStalled("the worker completes no further step"))

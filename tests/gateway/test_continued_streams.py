@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from draftgate.backends.openai.continuation import JoinedStream, rest_of
 from draftgate.backends.openai.events import EventScan, StreamEnding
 from draftgate.backends.openai.stream_output import NotContinuable, read_output
+from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch import watchdog
 from draftgate.gateway.http.replies.metric_shapes import ResumeReply
@@ -144,14 +145,20 @@ async def test_stream_of_a_failed_upstream_continues_on_another(fault: Fault, pa
         assert is_idle(gateway.node)
 
 
+@pytest.mark.parametrize("is_out", [False, True], ids=["open", "out"])
 async def test_stalled_stream_continues_on_another_upstream(
-    monkeypatch: pytest.MonkeyPatch,
+    is_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream whose upstream sends nothing for the time of the setting continues elsewhere."""
+    """A stream whose upstream sends nothing for the time of the setting continues elsewhere, also
+    if the probes of the upstream have failed meanwhile."""
     monkeypatch.setattr(watchdog, "CHECK_INTERVAL_S", 0.01)
     body = body_of(CHAT)
     first, second = Engine("a", Fault.STALL, cut_after(CHAT, body, 5)), Engine("b")
     async with two(first, second, upstream_stall_s=0.05) as (gateway, http):
+        if is_out:
+            lost = gateway.node.fleet.workers[0].backend
+            failure = property(lambda one: "out" if one is lost else None)
+            monkeypatch.setattr(OpenAIUpstream, "failure", failure)
         last = check_stream((await http.post(CHAT, json=body)).text, CHAT, usage=False)
         assert last["choices"][0]["finish_reason"] == "stop"
         assert last["metrics"]["resumes"]
