@@ -268,7 +268,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
             if self.no_worker:
                 raise ValueError(f"{option} cannot be combined with --no-worker")
         if self.fallbacks and self.backend != "openai":
-            raise ValueError(f"--fallback needs --backend openai, not --backend {self.backend}")
+            raise ValueError("--fallback needs --upstream, because own models have no fallbacks")
         peers = [one.url for one in self.upstream if self.backend == "peer"]
         shared = {"--upstream with --backend peer": peers}
         if self.advertise is not None:

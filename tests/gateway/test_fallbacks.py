@@ -13,8 +13,10 @@ import httpx
 import pytest
 from aiohttp import web
 
+from draftgate.backends.worker_config import UpstreamSettings
 from draftgate.gateway.app import Listening
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.models import plan_models
 from draftgate.gateway.config.reading import ConfigError, effective_config
 from tests.gateway.harness import client, events, is_idle, until
 from tests.gateway.upstreams import (
@@ -267,8 +269,17 @@ def test_invalid_chains_are_refused(value: object, reason: str | None) -> None:
 
 def test_fallbacks_need_upstreams() -> None:
     """Own engines have no fallbacks."""
-    with pytest.raises(ValueError, match="--fallback needs --backend openai"):
+    with pytest.raises(ValueError, match="--fallback needs --upstream"):
         ServeConfig(backend="sim", fallbacks=("a=b",)).worker_configs()
+
+
+def test_fallbacks_concern_only_the_upstreams_of_a_node() -> None:
+    """A node with a model of its own and upstreams has fallbacks for the upstreams."""
+    servers = (UpstreamSettings(url="http://a:8000"),)
+    config = ServeConfig(backend="sim", upstream=servers, fallbacks=("a=b",))
+    own, upstreams = plan_models(config)
+    assert (own.config.fallbacks, upstreams.config.fallbacks) == ((), ("a=b",))
+    assert len(upstreams.worker_configs()) == len(own.worker_configs()) == 1
 
 
 async def test_request_whose_client_leaves_uses_no_other_model() -> None:

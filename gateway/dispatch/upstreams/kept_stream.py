@@ -43,7 +43,7 @@ from draftgate.policies.types import RequestView
 from draftgate.policies.values import replace
 
 _INLINE_BYTES: Final = 32 << 10
-"""More bytes are parsed in a thread. The chunks of 32 KiB take 2.3 ms (AMD EPYC Zen 5, one busy
+"""More bytes are parsed in a thread. The chunks of 32 KiB take 2.3 ms (AMD EPYC, one busy
 core, 2026-11-29)."""
 
 _COUNT_S: Final = 2.0
