@@ -18,8 +18,8 @@ def kind(name: str, *, secret: bool = False) -> Meta:
     """Annotate a setting that is read or checked in a special way.
 
     Args:
-        name: kind of the setting. `hosts`, `indices`, `list`, `models`, `origins`, `shares`,
-            `upstreams` and `urls` take several values. `url`, `collector` and `store` are
+        name: kind of the setting. `fallbacks`, `hosts`, `indices`, `list`, `models`, `origins`,
+            `shares`, `upstreams` and `urls` take several values. `url`, `collector` and `store` are
             addresses. `pool`, `backend`, `variable` and the kinds of policies are names.
         secret: whether the value is masked wherever settings are shown.
     """

@@ -24,6 +24,7 @@ from draftgate.gateway.dispatch.sharing import Sharing
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
@@ -163,12 +164,14 @@ def build_forwarder(
     decisions: Decisions,
     metrics: Metrics,
     budget: RetryBudget,
+    rules: ForwardingRules,
 ) -> Forwarder:
     """Return the forwarder of a fleet of upstreams, which shares the queue of its dispatcher.
 
     Args:
         policy: the speculation policy, which chooses between upstreams with and without drafts.
         budget: the budget of retries.
+        rules: when streams continue on another upstream.
     """
 
     def on_decision(plan: SpeculationPlan) -> None:
@@ -179,5 +182,14 @@ def build_forwarder(
 
     pools = UpstreamPools(fleet, policy, decisions, on_decision)
     prefixes = UpstreamPrefixes(loop_time_s, partial(metrics.add, metric.PREDICTED_CACHED_TOKENS))
-    queue, admission = dispatcher.queue, dispatcher.admission
-    return Forwarder(fleet, queue, admission, pools, budget, prefixes, on_retry)
+    return Forwarder(
+        fleet,
+        dispatcher.queue,
+        dispatcher.admission,
+        pools,
+        budget,
+        prefixes=prefixes,
+        on_retry=on_retry,
+        watchdog=dispatcher.watchdog,
+        rules=rules,
+    )

@@ -19,10 +19,12 @@ from draftgate.gateway.assembly import (
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Members, Reach
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.values import chains_of
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.json_lines import JsonLinesFile
@@ -127,7 +129,18 @@ class ModelService:
         self._read_gauges()
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
         self.forwarder = build_forwarder(
-            fleet, self.dispatcher, parts.policy, parts.decisions, self.metrics, budget
+            fleet,
+            self.dispatcher,
+            parts.policy,
+            parts.decisions,
+            self.metrics,
+            budget,
+            ForwardingRules(
+                config.upstream_kept_bytes,
+                config.upstream_stall_s,
+                config.max_resumes,
+                chains_of(config.fallbacks),
+            ),
         )
         self.scaling = Scaling(fleet, queue, self.metrics.recent)
         self.meter = ActivityMeter(
@@ -217,6 +230,8 @@ class ModelService:
         if not self.forwards:
             self._served = self._described()
             self._log_defaults()
+        else:
+            self._check_fallbacks()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)
 
     async def stop(self) -> None:
@@ -282,6 +297,13 @@ class ModelService:
             eos_ids=card.eos_ids,
             further_names=self.config.served_model_name[1:],
         )
+
+    def _check_fallbacks(self) -> None:
+        """Warn about fallbacks that no upstream lists at present."""
+        listed = self.fleet.upstream_models.described()
+        named = {name for pair in self.config.fallbacks for name in pair.split("=", 1)}
+        if listed and (missing := sorted(named - listed.keys())):
+            log(logging.WARNING, "no upstream lists a model of --fallback", models=missing)
 
     def _log_defaults(self) -> None:
         if given := self._defaults().given():

@@ -198,6 +198,23 @@ class EventScan:
         return None
 
 
+def data_of_events(events: bytes, *, keeps_done: bool = False) -> Iterator[bytes]:
+    """Return the data of each of complete events that have some.
+
+    Args:
+        keeps_done: whether `[DONE]` counts as data.
+    """
+    for match in _EVENT.finditer(events):
+        data = b"\n".join(_data_lines(match[0])).strip()
+        if data and (keeps_done or data != b"[DONE]"):
+            yield data
+
+
+def last_event(events: bytes) -> bytes:
+    """Return the last of complete events."""
+    return [match[0] for match in _EVENT.finditer(events)][-1]
+
+
 def whole_usage(body: bytes) -> TokenUsage | None:
     """Return the tokens of a chat or a completion, or None if `usage_in` has to search for them."""
     try:

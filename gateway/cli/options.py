@@ -164,6 +164,7 @@ _METAVARS: Final = {
     "indices": "INDICES",
     "list": "TEXT",
     "models": "[NAME=]CHECKPOINT",
+    "fallbacks": "MODEL=FALLBACK",
     "shares": "NAME=SHARE",
     "origins": "ORIGIN",
     "upstreams": "[NAME=]URL",

@@ -54,7 +54,7 @@ def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
     """
     if not config.upstream or config.backend in FORWARDING:
         return _plan_own(config)
-    own = _plan_own(replace(config, upstream=(), upstream_speculates=()))
+    own = _plan_own(replace(config, upstream=(), upstream_speculates=(), fallbacks=()))
     return (*own, ModelPlan(None, _for_upstreams(config)))
 
 

@@ -30,6 +30,7 @@ from draftgate.gateway.config.values import (
     is_variable,
     read_bytes,
     read_collector,
+    read_fallbacks,
     read_hosts,
     read_indices,
     read_list,
@@ -54,6 +55,7 @@ _KUBERNETES_LINK: Final = re.compile(
 _READERS: Final[Mapping[str, Callable[[object], object]]] = {
     "bytes": read_bytes,
     "collector": read_collector,
+    "fallbacks": read_fallbacks,
     "hosts": read_hosts,
     "indices": read_indices,
     "list": read_list,
@@ -86,6 +88,7 @@ _FLAGS: Final = {
     "model": "MODEL",
     "models": "--model",
     "embedders": "--embedder",
+    "fallbacks": "--fallback",
     "loras": "--lora",
     "memory_shares": "--memory-share",
 }
@@ -150,7 +153,7 @@ class Setting:
         if isinstance(value, UpstreamSettings):
             return value.shown
         if isinstance(value, dict):  # valid only as pairs, and otherwise of unknown meaning
-            pairs = self.kind in {"models", "shares"}
+            pairs = self.kind in {"models", "shares", "fallbacks"}
             return {key: self.public(item) if pairs else MASK for key, item in value.items()}
         if isinstance(value, list | tuple) and not self.secret:
             return type(value)(map(self.public, value))

@@ -29,6 +29,7 @@ from draftgate.backends.worker_config import (
     kind,
 )
 from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 
 T = TypeVar("T")
@@ -123,6 +124,17 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     upstream_retries_per_s: Amount = LEAST_PER_S
     """Retries allowed per second in addition to upstream_retry_share."""
+
+    upstream_kept_bytes: Annotated[int, Meta(ge=0, extra={"kind": "bytes"})] = 1 << 20
+    """Bytes of each stream that are kept, so that another upstream can continue it if its own one
+    fails, such as 1MiB (0: none is continued)."""
+
+    upstream_stall_s: Annotated[float, Meta(gt=0)] = UPSTREAM_PATIENCE_S
+    """Silence of an upstream within a stream after which another one continues it, in seconds."""
+
+    fallbacks: Annotated[tuple[str, ...], kind("fallbacks")] = ()
+    """Models that get the requests for a model of upstreams in turn if none of its upstreams can
+    respond: MODEL=FALLBACK, such as large=small,other. Repeatable."""
 
     join: Annotated[str, kind("store")] | None = None
     """Join the cluster of this Redis: redis://HOST:6379, rediss://,
@@ -255,6 +267,8 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
             if self.no_worker:
                 raise ValueError(f"{option} cannot be combined with --no-worker")
+        if self.fallbacks and self.backend != "openai":
+            raise ValueError("--fallback needs --upstream, because own models have no fallbacks")
         peers = [one.url for one in self.upstream if self.backend == "peer"]
         shared = {"--upstream with --backend peer": peers}
         if self.advertise is not None:
@@ -349,7 +363,8 @@ _PANELS: Final = {
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s "
-    "upstream_retry_share upstream_retries_per_s",
+    "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
+    "fallbacks",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "
     "record_acceptance_share record_acceptance_proposers record_acceptance_tenants "
     "record_acceptance_bytes",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 from draftgate.addresses import read_server_url, same_server
@@ -66,6 +68,49 @@ def read_shares(value: object) -> object:
         ValueError: a share is not a number.
     """
     return _checked(_pairs(value), r".+=[0-9]*\.?[0-9]+", "NAME=SHARE, such as chat=0.6")
+
+
+def read_fallbacks(value: object) -> object:
+    """Return `MODEL=FALLBACK` texts from a list, or from a mapping of lists in YAML.
+
+    Further fallbacks may follow a text after a comma, without the model.
+
+    Raises:
+        ValueError: a name is empty, or a model is reached again from itself.
+    """
+    if isinstance(value, dict):
+        value = [f"{name}={item}" for name, items in value.items() for item in _items(items)]
+    items = read_list(value)
+    if not isinstance(items, list):
+        return value
+    found, model = [], ""
+    for text in map(str, items):
+        before, equals, after = text.partition("=")
+        model, fallback = (before, after) if equals else (model, text)
+        found.append(f"{model}={fallback}")
+    _checked(found, r"[^=]+=.+", "MODEL=FALLBACK, such as large=small")
+    chains = chains_of(found)
+    try:
+        TopologicalSorter(chains).prepare()
+    except CycleError as error:
+        cycle = " -> ".join(reversed(error.args[1]))
+        raise ValueError(f"two models must not be fallbacks of each other: {cycle}") from None
+    if any(len(set(chain)) < len(chain) for chain in chains.values()):
+        raise ValueError("expected distinct fallbacks of a model")
+    return found
+
+
+def chains_of(pairs: Iterable[str]) -> dict[str, list[str]]:
+    """Return the fallbacks of each model in order, from `MODEL=FALLBACK` texts."""
+    found: dict[str, list[str]] = {}
+    for pair in pairs:
+        model, _, fallback = pair.partition("=")
+        found.setdefault(model, []).append(fallback)
+    return found
+
+
+def _items(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def read_hosts(value: object) -> object:

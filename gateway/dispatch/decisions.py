@@ -157,6 +157,7 @@ class Decision(msgspec.Struct):
         phases: the decision of the phases policy, or None without one.
         path: why the request follows the path to its client, or empty. Decision files do not
             contain it.
+        fallback: why another model than the requested one gets the request, or empty.
     """
 
     request_id: str
@@ -172,6 +173,7 @@ class Decision(msgspec.Struct):
     moves: tuple[MoveRecord, ...] = ()
     phases: PhaseDecision | None = None
     path: str = ""
+    fallback: str = ""
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return the plan that a policy makes from the same inputs."""
@@ -226,6 +228,7 @@ class Decisions:
         load_age_s: float = 0.0,
         degraded: bool = False,
         phases: PhaseDecision | None = None,
+        fallback: str = "",
     ) -> Decision:
         """Record a decision, and return it for `add_outcome`."""
         now_s = self._now_s()
@@ -240,6 +243,7 @@ class Decisions:
             load_age_s,
             degraded,
             phases=phases,
+            fallback=fallback,
         )
         self._latest.append((tenant, decision))
         if self._changed is not None:
@@ -266,7 +270,12 @@ class Decisions:
             self._file.append(line)
 
     def add_move(
-        self, request_id: str, prompt: int, tenant: str, decision: Decision, move: MoveRecord
+        self,
+        request_id: str,
+        prompt: int,
+        tenant: str,
+        decision: Decision,
+        move: MoveRecord,
     ) -> None:
         """Record the end of a move in the decision about its source, and among the latest moves."""
         move = msgspec.structs.replace(move, ended_s=self._now_s())

@@ -64,6 +64,7 @@ class Dispatcher:
         fleet: the workers.
         flows: the flows of requests that name one.
         moves: moves running streams to other workers.
+        watchdog: watches the streams of all workers.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a dispatcher
@@ -95,13 +96,14 @@ class Dispatcher:
         kv = KvFetcher(fleet, queue.router.pulls)
         replicator = Replicator(fleet, queue.router, queue.now_s)
         suspects = Suspects(queue.now_s)
+        self.watchdog = Watchdog()
         self._parts = Parts(
             fleet,
             queue,
             admission,
             placer,
             leases,
-            Watchdog(),
+            self.watchdog,
             kv,
             replicator,
             suspects=suspects,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from draftgate.backends.base import DeltaSink
 from draftgate.backends.errors import StreamMoved
@@ -97,6 +97,7 @@ class Hold:
     error: Exception | None = None
     num_deltas = 0
     decodes = False
+    patience_s: Final = None  # that of its worker
     on_delta: Callable[[Delta], None] | None = None
     _reservation: Reservation | None = None  # once prepared
     _splice: Splice | None = None  # the output of a request that was sent early
@@ -365,7 +366,7 @@ class Hold:
         self._sent = True
         if run.pace is not Pace.FULL:
             self.set_pace(run.pace, run.tpot_s)
-        self._parts.watchdog.watch(self)
+        self._parts.watchdog.watch(self, worker)
 
     def _take_over(self, splice: Splice) -> None:
         """Give the prompt the deltas of a request that was sent early."""
@@ -390,7 +391,7 @@ class Hold:
             error = None
         try:
             if self._sent:
-                self._parts.watchdog.unwatch(self)
+                self._parts.watchdog.unwatch(self, self.worker)
                 self.worker.generating.cancel(self.request.request_id)
             if self._begun and not self.output.is_complete:
                 # The worker reports no outcome of a choice that is cancelled, lost or moved.

@@ -78,9 +78,24 @@ class NotResumed:
     why: GivenUp
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move
+@immutable
+class Fallback:
+    """Another model than the requested one gets a request for upstreams.
+
+    Attributes:
+        requested, model: the model that cannot respond, and the one that gets the request.
+        reason: a `upstreams.fallbacks.FallbackReason`.
+    """
+
+    requested: str
+    model: str
+    reason: str
+
+
+Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
-on another one or cannot, may fetch the KV blocks of its prefix, or ends an attempt to move."""
+on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, or gets
+another model."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""

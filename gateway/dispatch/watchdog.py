@@ -24,14 +24,18 @@ about as much as one delta of each of its streams."""
 
 
 class WatchedStream(Protocol):
-    """A stream of a worker (`hold.Hold`).
+    """A stream of a worker (`hold.Hold`, `upstreams.kept_stream.KeptStream`).
 
     Attributes:
         num_deltas: number of deltas so far.
     """
 
-    worker: FleetWorker
     num_deltas: int
+
+    @property
+    def patience_s(self) -> float | None:
+        """Silence that counts as a loss, in seconds, or None if it follows from the worker."""
+        ...
 
     @property
     def is_owed(self) -> bool:
@@ -62,18 +66,27 @@ class _Watched:
         return not self.streams and not self.worker.hung
 
     def check(self) -> None:
-        if self.worker.backend.failure is not None:  # the streams of the worker get its error
-            self.worker.hung, self._silence = False, WorkerSilence()
-            return
         load, streams = self.worker.backend.load(), tuple(self.streams.items())
-        owes = any(stream.is_owed for stream, _ in streams)
-        self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
+        if self.worker.backend.failure is not None:
+            self.worker.hung, self._silence = False, WorkerSilence()
+            # An upstream whose probes fail may keep its connections open. The streams of other
+            # workers get the error of the worker.
+            streams = tuple(pair for pair in streams if pair[0].patience_s is not None)
+        else:
+            owes = any(stream.is_owed for stream, _ in streams)
+            self._set_hung(self._silence.check(load, CHECK_INTERVAL_S, owes=owes))
         for stream, before in streams:
             if self.worker.hung and stream.is_owed:
                 stream.fail(WorkerStalled("the worker completes no further step"))
                 continue
             silence = self.streams[stream] = before or StreamSilence()
-            if silence.check(stream.num_deltas, load, CHECK_INTERVAL_S, runs=stream.runs):
+            if silence.check(
+                stream.num_deltas,
+                load,
+                CHECK_INTERVAL_S,
+                runs=stream.runs,
+                most_s=stream.patience_s,
+            ):
                 silent = "the worker sent no more deltas for a running stream"
                 stream.fail(WorkerStalled(silent))
 
@@ -96,9 +109,8 @@ class Watchdog:
         self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, stream: WatchedStream) -> None:
+    def watch(self, stream: WatchedStream, worker: FleetWorker) -> None:
         """Watch a stream of a worker until `unwatch`."""
-        worker = stream.worker
         watched = self._watched.get(worker)
         if watched is None:
             watched = self._watched[worker] = _Watched(worker)
@@ -106,9 +118,9 @@ class Watchdog:
         if self._timer is None:
             self._schedule()
 
-    def unwatch(self, stream: WatchedStream) -> None:
-        """Stop watching a stream."""
-        del self._watched[stream.worker].streams[stream]
+    def unwatch(self, stream: WatchedStream, worker: FleetWorker) -> None:
+        """Stop watching a stream of a worker."""
+        del self._watched[worker].streams[stream]
 
     def _check_all(self) -> None:
         self._timer = None

@@ -16,9 +16,9 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarder import WHOLE_BYTES
-from draftgate.gateway.dispatch.upstreams.forwarding import ANSWERED, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.forwarding import LOST, NEW, ForwardedRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
+from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
 from draftgate.gateway.errors import (
     ErrorFormat,
     GatewayError,
@@ -152,6 +152,7 @@ async def forward(
             service,
         ),
         watch.span,
+        watch,
         prompt,
     )
     if not fields.stream:
@@ -204,7 +205,7 @@ async def _ended(
         error = raised
         raise
     finally:
-        if watch is not None and sent.state is ANSWERED:
+        if watch is not None and sent.has_responded:
             watch.forwarded(sent.worker_id, sent.plan)
             if sent.is_error:
                 watch.fail(Ending.REJECTED, sent.status, None)
@@ -231,16 +232,16 @@ async def _send_events(
         return await _send_whole(request, sent, watch)
     if not events.begun:
         events.response.headers.update({**sent.headers, **UNBUFFERED})
-    exchange = sent.exchange
-    assert exchange is not None
-    events.reader.watch(None, lambda: exchange.outputs)
+    events.reader.watch(None, lambda: sent.outputs)
     scan = AnswerScan() if watch.span.recording else None
-    while block := await sent.read():
+    while block := await sent.read() or (
+        await _resumed(sent, events) if sent.state is LOST else b""
+    ):
         if scan is not None:
             scan.read_events(block)
         # A comment means that the upstream itself waits. Events before the first output, such as
         # `response.created`, are no output.
-        outputs = exchange.outputs
+        outputs = sent.outputs
         if outputs and not block.startswith(b":"):
             watch.progressed(outputs)
         await events.write(block)
@@ -248,10 +249,21 @@ async def _send_events(
             await events.coalesced()
     if scan is not None:
         watch.answered(scan)
-    if exchange.error_sent:
+    if sent.error_sent:
         reason = UpstreamFailed("the upstream sent an error event")
         watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)
     return None
+
+
+async def _resumed(sent: ForwardedRequest, events: EventStream) -> bytes:
+    """Return the next bytes of a stream whose upstream was lost, or nothing at its end."""
+    block = b""
+    while sent.state is LOST and not block:
+        with Heartbeats(events) as beats:
+            await sent.resume()
+            await beats.sent()
+        block = await sent.read()
+    return block
 
 
 async def _send_whole(
@@ -263,7 +275,7 @@ async def _send_whole(
     """Send a response once it is complete, unless it is large."""
     headers, body = sent.headers, sent.body
     if body is None:
-        body, is_whole = await sent.read_begin(WHOLE_BYTES)
+        body, is_whole = await read_begin(sent.read, WHOLE_BYTES)
         if not is_whole:
             if sent.translation is not None:
                 raise UpstreamBroken(f"the upstream's response exceeds {WHOLE_BYTES} bytes")
@@ -332,7 +344,7 @@ async def _error_after_comments(request: Request, sent: ForwardedRequest) -> Ups
     """Return the error for a response that is not a stream, after comments have been sent."""
     body = sent.body
     if body is None:
-        body, _ = await sent.read_begin(WHOLE_BYTES)
+        body, _ = await read_begin(sent.read, WHOLE_BYTES)
     if sent.is_error or read_error(body).has_openai_form:
         found = msgspec.json.decode(_in_own_form(request, sent, body))
         return _UpstreamError(msgspec.json.encode(_with_retry(found, sent.headers)))

@@ -64,7 +64,8 @@ def read_received(body: bytes, model: ModelService, account: Account) -> Receive
     names = (model.config.served_model_name, fleet.card.model_id)
     changed = changed_fields(fields, names, account)
     offer = str(changed.get("model", fields.model or fleet.card.model_id))
-    fleet.upstream_models.check(offer)
+    if offer not in model.forwarder.fallbacks:
+        fleet.upstream_models.check(offer)
     renamed = _NOT_RENAMED
     if own := fleet.upstream_models.own_names(offer):
         renamed = {name: rewrite_body(body, {**changed, "model": name}) for name in own}

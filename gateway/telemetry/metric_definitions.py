@@ -214,13 +214,18 @@ MOVE_GAP: Final = _histogram(
 )
 RETRIES: Final = _counter(
     "draftgate_upstream_retries",
-    "Failed or refused upstream requests that another upstream could run, by cause and by the "
-    "decision of the retry budget",
+    "Failed, refused or lost upstream requests, by cause and by the decision of the retry budget",
     unit="requests",
     labels=("cause", "outcome"),
 )
 PREDICTED_CACHED_TOKENS: Final = _counter(
     "draftgate_predicted_cached_tokens", "Prompt tokens that upstreams had cached by their events"
+)
+FALLBACKS: Final = _counter(
+    "draftgate_upstream_fallbacks",
+    "Requests that another model of their chain got, by the two models and the reason",
+    unit="requests",
+    labels=("requested", "used", "reason"),
 )
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
@@ -383,14 +388,10 @@ EMBEDDING_MISSES: Final = _counter(
 )
 EMBEDDING_BYTES: Final = _gauge("draftgate_embedding_cache_bytes", "Bytes of the cached embeddings")
 STORED_RESPONSES: Final = _gauge(
-    "draftgate_stored_responses",
-    "Responses in the store of `/v1/responses`, by all nodes of the pool",
-    shared=True,
+    "draftgate_stored_responses", "Responses in the store of `/v1/responses`", shared=True
 )
 STORED_BYTES: Final = _gauge(
-    "draftgate_stored_response_bytes",
-    "Bytes of the stored responses, by all nodes of the pool",
-    shared=True,
+    "draftgate_stored_response_bytes", "Bytes of the stored responses of the pool", shared=True
 )
 EVICTED_RESPONSES: Final = _counter(
     "draftgate_evicted_responses",
@@ -408,8 +409,7 @@ DESIRED_WORKERS: Final = _gauge(
     shared=True,
 )
 TASKS: Final = _gauge(
-    "draftgate_event_loop_tasks",
-    "Tasks of the event loop, including one per connection with a request",
+    "draftgate_event_loop_tasks", "Tasks of the event loop, with one per request's connection"
 )
 BUILD: Final = _gauge(
     "draftgate_build_info",

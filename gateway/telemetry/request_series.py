@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from draftgate.backends.types import FinishReason, Phases, SpeculationOutcome
 from draftgate.gateway.dispatch.flows import FlowEvent, HopEnded, HopJoined
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.run import Move, NotResumed
+from draftgate.gateway.dispatch.run import Fallback, Move, NotResumed
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -76,12 +76,14 @@ class RequestSeries:
         if len(self._ended) >= MOST_ENDED:
             self.fold()
 
-    def record(self, event: NotResumed | KvFetch | Move) -> None:
+    def record(self, event: NotResumed | KvFetch | Move | Fallback) -> None:
         """Count an event of the dispatcher that does not change what is known of its request."""
         metrics = self.metrics
         match event:
             case NotResumed():
                 metrics.add(metric.RESUMES, 1, event.cause.value, event.why.value)
+            case Fallback():
+                metrics.add(metric.FALLBACKS, 1, event.requested, event.model, event.reason)
             case KvFetch():
                 end = "none" if event.end is None else event.end.value
                 reason = event.decision.reason.value

@@ -12,7 +12,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Event, Resume
+from draftgate.gateway.dispatch.run import Event, Fallback, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -69,6 +69,7 @@ class RequestWatch:
     _choices = 0  # choices of all prompts, 0 before dispatch
     _output_events = 0  # output events of an upstream
     _resumes = 0
+    _fallback: Fallback | None = None
     _failure: tuple[Ending, int, BaseException | None] | None = None
     _ending: Ending | None = None  # once it has ended
     _seconds = 0.0  # from its arrival to its end
@@ -149,7 +150,8 @@ class RequestWatch:
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
         """Record the upstream that responds, and the speculation plan, if any."""
-        self.workers, self.plan = [worker_id], plan
+        self._add_worker(worker_id)
+        self.plan = plan
         if plan is not None and self.span.recording:
             self.span.set(plan_attributes(plan))
 
@@ -161,6 +163,8 @@ class RequestWatch:
             case Resume():
                 self._resumed(event)
             case _:
+                if isinstance(event, Fallback):
+                    self._fallback = event
                 self._series.record(event)
 
     def _placed(self, decision: Decision) -> None:
@@ -183,6 +187,7 @@ class RequestWatch:
     def _resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
         self._resumes += 1
+        self._add_worker(resume.source)
         self._add_worker(resume.sink)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
         self._series.metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
@@ -419,6 +424,8 @@ class RequestWatch:
             "ttft_s": self._ttft_s,
             "worker": ",".join(self.workers) or None,
             "resumes": self._resumes or None,
+            "fallback": self._fallback and self._fallback.reason,
+            "model": self._fallback and self._fallback.model,
             "tenant": self.tenant,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,

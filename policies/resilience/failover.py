@@ -55,8 +55,10 @@ class GivenUp(StrEnum):
     EXHAUSTED = "exhausted"
     """The request has reached its maximum number of resumptions."""
     UNABLE = "unable"
-    """Workers of this kind cannot resume a request (`Capabilities.resume`), or none can load its
-    LoRA adapter."""
+    """Workers of this kind cannot resume a request (`Capabilities.resume`), none can load its
+    LoRA adapter, or the rest of an upstream's stream cannot be requested."""
+    BUDGET = "budget"
+    """The retry budget of upstreams is used up."""
 
 
 @immutable

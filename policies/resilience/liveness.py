@@ -28,6 +28,11 @@ delays a step by seconds, and swapping by more. People and proxies give up on a 
 after 30. A worker that is declared hung too early costs a prefill elsewhere. (Chosen,
 2026-11-22.)"""
 
+UPSTREAM_PATIENCE_S: Final = 20.0
+"""Default silence of an upstream after the first byte of a stream that counts as a loss, in
+seconds. An engine that computes long prompts of others, or evicts the sequence, pauses a stream for
+seconds. People and proxies give up after 30. (Chosen by that reasoning, 2026-11-29.)"""
+
 RETRY_S: Final = 60.0
 """Seconds after which a hung worker without new steps gets another trial, because only its reports
 may be lost. Each trial makes a request wait again, so trials are rare. (Chosen, 2026-11-22.)"""
@@ -85,15 +90,25 @@ class StreamSilence:
     deltas: int = 0
     seconds: float = 0.0
 
-    def check(self, deltas: int, load: WorkerLoad, elapsed_s: float, *, runs: bool) -> bool:
+    def check(
+        self,
+        deltas: int,
+        load: WorkerLoad,
+        elapsed_s: float,
+        *,
+        runs: bool,
+        most_s: float | None = None,
+    ) -> bool:
         """Return whether the stream is lost.
 
         Args:
             deltas: number of deltas so far.
             elapsed_s: seconds that the check is worth.
             runs: whether the stream decodes at full pace.
+            most_s: silence that counts as a loss in seconds, or None to derive it from the load.
         """
-        silent = runs and deltas == self.deltas and not load.waiting
+        waits = most_s is None and load.waiting
+        silent = runs and deltas == self.deltas and not waits
         self.deltas = deltas
         self.seconds = self.seconds + elapsed_s if silent else 0.0
-        return self.seconds > patience_s(load)
+        return self.seconds > (patience_s(load) if most_s is None else most_s)

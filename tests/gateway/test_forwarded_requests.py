@@ -25,9 +25,12 @@ from draftgate.gateway.dispatch.upstreams.forwarder import MOST_ATTEMPTS, Forwar
 from draftgate.gateway.dispatch.upstreams.forwarding import (
     ANSWERED,
     ENDED,
+    LOST,
     ForwardedRequest,
 )
 from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
+from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.memory.quotas import MemoryQuotas
@@ -36,10 +39,13 @@ from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
+from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.types import RequestView, WorkerLoad
 
 TENANT = "tenant"
+REQUESTED, OTHER = "requested", "other"
+BODY = b'{"prompt":"x","max_tokens":20}'
 PROMPT_TOKENS, MAX_TOKENS = 10, 20
 QUEUE_S = 1000.0
 """The longest wait in the queue, which no request reaches."""
@@ -60,6 +66,8 @@ class Reply(Enum):
     BROKEN = auto()
     UNREACHABLE = auto()
 
+
+BLOCK = b'data: {"id":"c","choices":[{"index":0,"text":"a"}]}\n\n'
 
 STATUSES = {Reply.BUSY: 429, Reply.UNAVAILABLE: 503, Reply.REJECTED: 400, Reply.BROKEN: 500}
 
@@ -92,7 +100,7 @@ class Exchange:
             raise UpstreamFailed("cut")
         self.left -= 1
         self.outputs += 1
-        return b"block" if self.left >= 0 else b""
+        return BLOCK if self.left >= 0 else b""
 
     def usage(self) -> TokenUsage:
         return TokenUsage(0, 0, self.outputs)
@@ -111,20 +119,24 @@ class Upstream:
     card = SimpleNamespace(numerics_class=None, root="http://upstream")
     failure, progress, recovers = None, 1.0, True
 
-    def __init__(self, replies: Sequence[tuple[Reply, float]], most: int) -> None:
+    def __init__(self, replies: Sequence[tuple[Reply, float]], most: int, model: str) -> None:
         self.replies = list(replies)
+        self.model = model
         self.most = most
         self.pause: UpstreamPause | None = None
         self.running = self.calls = 0
         self.worker = FleetWorker("u", self)
         self.exchanges: list[Exchange] = []
 
+    def serves(self, model: str) -> bool:
+        return model == self.model
+
     def load(self) -> WorkerLoad:
         return WorkerLoad(self.running, 0, 0, 0, 0.0, 0.0, (), max_sequences=self.most)
 
     async def forward(self, call: UpstreamCall) -> Exchange:
         reply, delay_s = self.replies.pop(0) if self.replies else (Reply.WHOLE, 0.0)
-        call.headers["calls"] += "x"
+        call.headers["calls"] += "t" if call.path == "/tokenize" else "x"
         self.calls += 1
         assert self.worker.usage.sequences >= self.calls, "each call has reserved capacity"
         try:
@@ -141,10 +153,10 @@ class Client:
     """A client that reads its response to the end, unless it is cancelled or the request fails."""
 
     def __init__(self, forwarder: Forwarder, number: int) -> None:
-        need = CapacityNeed(1, PROMPT_TOKENS, PROMPT_TOKENS + MAX_TOKENS)
+        need = CapacityNeed(1, PROMPT_TOKENS, PROMPT_TOKENS + MAX_TOKENS, offer=REQUESTED)
         self.entry = Entry(f"r-{number}", (need,), MAX_TOKENS, tenant=TENANT)
         self.headers = {"calls": ""}
-        call = UpstreamCall("POST", "/", self.headers, b"{}")
+        call = UpstreamCall("POST", "/v1/completions", self.headers, BODY, model=REQUESTED)
         view = RequestView(PROMPT_TOKENS, MAX_TOKENS, 1.0)
         self.request = ForwardedRequest(forwarder, call, self.entry, view)
 
@@ -154,15 +166,19 @@ class Client:
         with suppress(GatewayError, BackendFailed):
             await request.start()
             assert request.state is ANSWERED
-            calls = self.headers["calls"]
             try:
-                while request.body is None and await request.read():
-                    pass
+                while request.body is None:
+                    calls = self.headers["calls"]
+                    block = await request.read()
+                    assert self.headers["calls"] == calls, "only `resume` calls another upstream"
+                    if request.state is LOST:
+                        await request.resume()
+                        assert request.state is ANSWERED
+                    elif not block:
+                        break
             except BaseException as error:
                 await request.end(error)
                 raise
-            finally:
-                assert self.headers["calls"] == calls, "no other upstream after the first bytes"
             await request.end()
             await request.end()  # has no effect
 
@@ -180,30 +196,50 @@ def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
     quotas = Quotas(MemoryQuotas(clock), {TENANT: Quota(tokens_per_minute=10**6)}, clock)
     policy = admission_policy("deadline")
     admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, clock)
-    pools = SimpleNamespace(choose=lambda *_: None)
-    prefixes = UpstreamPrefixes(clock, lambda _: None)
-    forwarder = Forwarder(fleet, queue, admission, pools, RetryBudget(), prefixes, lambda *_: None)
+    pools = SimpleNamespace(
+        choose=lambda *_: None, record_other=lambda *_: None, record_move=lambda *_: None
+    )
+    watchdog, rules = Watchdog(), ForwardingRules(fallbacks={REQUESTED: (OTHER,)})
+    budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None)
+    forwarder = Forwarder(
+        fleet,
+        queue,
+        admission,
+        pools,
+        budget,
+        prefixes=prefixes,
+        on_retry=lambda *_: None,
+        watchdog=watchdog,
+        rules=rules,
+    )
     return forwarder, quotas
 
 
 DELAYS = st.sampled_from([0.0, 1.0, 2.0, 3.0])
-REPLIES = st.lists(st.tuples(st.sampled_from(Reply), DELAYS), max_size=6)
+REPLIES = st.lists(
+    st.tuples(st.sampled_from([*Reply, Reply.CUT, Reply.STREAM]), DELAYS), max_size=6
+)
 
 
 @given(
-    st.lists(st.tuples(REPLIES, st.integers(1, 2)), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(REPLIES, st.integers(1, 2), st.sampled_from([REQUESTED, REQUESTED, OTHER])),
+        min_size=1,
+        max_size=4,
+    ),
     st.lists(st.tuples(DELAYS, st.none() | st.sampled_from([0.5, 1.5, 2.5, 4.5])), max_size=6),
 )
-@example([([(Reply.CUT, 1.0)], 1)], [(0.0, None), (0.0, 2.5)])
+@example([([(Reply.CUT, 1.0)], 1, REQUESTED)], [(0.0, None), (0.0, 2.5)])
+@example([([(Reply.CUT, 1.0)], 1, REQUESTED)] * 3, [(0.0, None), (0.0, 2.5)])
 @settings(deadline=None)
 def test_nothing_is_lost_or_released_twice(
-    upstreams: list[tuple[list[tuple[Reply, float]], int]],
+    upstreams: list[tuple[list[tuple[Reply, float]], int, str]],
     clients: list[tuple[float, float | None]],
 ) -> None:
     """Capacity, quota and responses are given back once, whatever upstreams and clients do."""
 
     async def scenario() -> None:
-        servers = [Upstream(replies, most) for replies, most in upstreams]
+        servers = [Upstream(replies, most, model) for replies, most, model in upstreams]
         forwarder, quotas = forwarder_of(servers)
         waiting = [Client(forwarder, number) for number in range(len(clients))]
         tasks = [
@@ -227,7 +263,7 @@ def test_nothing_is_lost_or_released_twice(
         for client in waiting:
             state = client.request.state
             assert state is ENDED or not client.headers["calls"]
-            assert len(client.headers["calls"]) <= MOST_ATTEMPTS
+            assert client.headers["calls"].count("x") <= MOST_ATTEMPTS * (2 + MOST_RESUMES)
             assert client.entry.prompt_tokens <= PROMPT_TOKENS
             assert client.entry.output_tokens <= MAX_TOKENS
 

@@ -18,6 +18,7 @@ from draftgate.gateway.config import Setting, effective_config, settings
 LISTS = {setting.name: setting for setting in settings() if get_origin(setting.type) is tuple}
 
 VALUES = {
+    "fallbacks": ("large=small", "large=other"),
     "hosts": ("a.example", "b.example"),
     "indices": ("0", "1"),
     "list": ("first", "second"),

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
-from draftgate.backends.base import Exchange, UpstreamPause
-from draftgate.backends.errors import UpstreamFailed
-from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.backends.base import UpstreamCall, UpstreamPause
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.openai.exchange import with_values
+from draftgate.gateway.dispatch.admission import AdmissionController, Entry
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.queue import CentralQueue
-from draftgate.gateway.dispatch.routing import View
-from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.routing import Routed, View
+from draftgate.gateway.dispatch.run import Fallback, Watch
+from draftgate.gateway.dispatch.span_attributes import record_route
+from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
+from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
+from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
-from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
+from draftgate.gateway.dispatch.watchdog import Watchdog
+from draftgate.gateway.errors import GatewayError, ModelNotFound, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.types import RequestView
 
 MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during
@@ -26,26 +38,25 @@ _MOST_CALLS: Final = 2
 """Maximum calls of one request to one upstream. The first call may have used a closing
 connection."""
 
-UNAVAILABLE: Final = 503
-FIRST_ERROR_STATUS: Final = 400
-
-WHOLE_BYTES: Final = 1 << 20
-"""A whole response up to this size is sent once it is complete. The client then gets an error
-instead of a part if the upstream breaks off. A completion of 32,000 tokens has 150 kB."""
+UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
+"""The header of a response with the name of its upstream, if there are several."""
 
 
 class Forwarder:
     """The upstreams of a fleet, and what all requests for them share."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that all requests share
         self,
         fleet: Fleet,
         queue: CentralQueue,
         admission: AdmissionController,
         pools: UpstreamPools,
         budget: RetryBudget,
+        *,
         prefixes: UpstreamPrefixes,
         on_retry: Callable[[str, bool], None],
+        watchdog: Watchdog,
+        rules: ForwardingRules,
     ) -> None:
         """Use a fleet of upstreams, which may start later.
 
@@ -53,6 +64,7 @@ class Forwarder:
             budget: the budget of retries of all requests.
             prefixes: what the upstreams have cached.
             on_retry: a callback for each retry, with its cause and whether the budget allows it.
+            watchdog: watches streams that can be continued.
         """
         self.fleet = fleet
         self.queue = queue
@@ -60,7 +72,34 @@ class Forwarder:
         self.pools = pools
         self.budget = budget
         self.prefixes = prefixes
+        self.watchdog = watchdog
+        self.rules = rules
+        self.fallbacks = rules.fallbacks
         self._on_retry = on_retry
+
+    def record(
+        self,
+        entry: Entry,
+        routed: Routed,
+        view: RequestView,
+        pool: PoolDecision | None,
+        fallback: Fallback | None,
+    ) -> Decision:
+        """Record the decision for a request before it is sent to an upstream."""
+        reason = "" if fallback is None else fallback.reason
+        if pool is None:
+            return self.pools.record_other(entry, routed.worker, view, reason)
+        return self.pools.record(entry, routed.worker, pool, routed.route, reason)
+
+    def choose_pool(self, entry: Entry, view: RequestView) -> PoolDecision | None:
+        """Choose between upstreams with and without speculation, if both are open."""
+        if not entry.max_tokens:  # embeddings have no drafts
+            return None
+        need = entry.needs[0]
+        # If other requests wait, either pool may later be the first with capacity.
+        waits = len(self.queue) > 0
+        fits = (lambda _: False) if waits else partial(has_capacity, need=need)
+        return self.pools.choose(view, need.offer, fits)
 
     def choose(
         self,
@@ -95,15 +134,79 @@ class Forwarder:
             found = [pair for pair in found if pair[0].worker_id not in avoid] or found
         if not found:
             return None
-        if tried:
-            allowed = self.budget.take_retry(self.queue.now_s())
-            self._on_retry("refused" if refused else "failed", allowed)
-            if not allowed:
-                return None
+        if tried and not self.takes_retry("refused" if refused else "failed"):
+            return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
+
+    def first_of(self, model: str, view: View) -> FleetWorker:
+        """Return an upstream for a request that generates nothing.
+
+        Raises:
+            GatewayError: none is open.
+        """
+        worker = self.choose(model, None, frozenset(), view, [], refused=False)
+        if worker is None:
+            raise self.no_upstream(model)
+        return worker
+
+    def takes_retry(self, cause: str) -> bool:
+        """Return whether the budget allows a retry now, and count the retry if so."""
+        allowed = self.budget.take_retry(self.queue.now_s())
+        self._on_retry(cause, allowed)
+        return allowed
+
+    async def turn(self, entry: Entry, avoid: frozenset[str], view: View, span: Span) -> Routed:
+        """Wait until an upstream has capacity for an admitted request, and reserve it.
+
+        Raises:
+            GatewayError: no upstream has.
+        """
+        waiting = self.admission.waiting(entry, 0)
+        waiting.request_id, waiting.avoid = entry.request_id, avoid
+        with span.child("queue"):
+            try:
+                routed = await self.queue.turn(waiting, view)
+            except BackendFailed as error:
+                raise self.no_upstream(entry.needs[0].offer) from error
+        record_route(span, routed)
+        return routed
+
+    def headers(
+        self, worker: FleetWorker, pool: PoolDecision | None, fallback: Fallback | None
+    ) -> Mapping[str, str]:
+        """Return the headers of a response that say how its upstream was chosen."""
+        found: dict[str, str] = {}
+        if len(self.fleet.workers) > 1:
+            found[UPSTREAM_HEADER] = worker.worker_id
+        if pool is not None:
+            found.update(pool.headers(worker))
+        if fallback is not None:
+            found[FALLBACK_HEADER] = fallback.reason
+            found[MODEL_HEADER] = fallback.model.encode("ascii", "replace").decode()
+        return found
+
+    def call_for(self, model: str, call: UpstreamCall) -> UpstreamCall:
+        """Return a call for another model."""
+        return self.changed_call(call, with_values(call.body, {"model": model}), model)
+
+    def changed_call(self, call: UpstreamCall, body: bytes, model: str) -> UpstreamCall:
+        """Return a call with another body, also for upstreams with another name of its model."""
+        names = self.fleet.upstream_models.own_names(model)
+        renamed = {name: with_values(body, {"model": name}) for name in names}
+        return call._replace(body=body, model=model, renamed=renamed)
+
+    def keep(
+        self, call: UpstreamCall, entry: Entry, worker: FleetWorker, watch: Watch
+    ) -> KeptStream | None:
+        """Keep the stream that an upstream sends, or return None if none could continue it."""
+        if len(self.fleet.workers) < 2 or not self.rules.keeps(call):
+            return None
+        return KeptStream(self, call, entry, worker, watch)
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""
+        if model in self.fallbacks and not any(one.offers(model) for one in self.fleet.workers):
+            return ModelNotFound(model, *self.fallbacks[model])
         retry_after_s = self.retry_after_s(model)
         pauses = self._pauses(model)
         if all(pause is not None and pause.denied for pause in pauses):
@@ -124,33 +227,3 @@ class Forwarder:
         """Return the pauses of the upstreams of a model, or of all if none has it at present."""
         workers = self.fleet.workers
         return [one.pause for one in workers if one.offers(model)] or [w.pause for w in workers]
-
-
-def denied_access(status: int) -> UpstreamBroken:
-    """Return the error for a request whose upstreams deny this gateway access.
-
-    The message omits the upstream's reason, which may quote a part of the key.
-    """
-    return UpstreamBroken(
-        f"the upstream is misconfigured: it denied this gateway access with status {status}; the "
-        "operator must check --upstream-api-key-env"
-    )
-
-
-async def read_first(exchange: Exchange) -> bytes:
-    """Return the first bytes of a stream, or a whole response unless it is large.
-
-    Another upstream can still respond if a whole response breaks off.
-
-    Raises:
-        UpstreamFailed: the response is incomplete, or has no body although it is a success.
-    """
-    first = await exchange.read()
-    if exchange.streaming or exchange.status >= FIRST_ERROR_STATUS:
-        return first
-    if not first:
-        raise UpstreamFailed("its response is empty")
-    begin = bytearray(first)
-    while len(begin) <= WHOLE_BYTES and (block := await exchange.read()):
-        begin += block
-    return bytes(begin)

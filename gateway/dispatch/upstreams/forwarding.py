@@ -1,66 +1,39 @@
 """A request that an upstream runs, from its admission to the last byte of the response.
 
 All states and transitions are in this file. The gateway may try another upstream until one has
-responded. An error after the first byte of a response is final, because a server that accepts text
-cannot resume the output of another server.
+responded. A stream that breaks off later continues on another upstream if the text so far suffices
+for that (`kept_stream`), and otherwise the error is final.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from enum import Enum, auto
-from functools import partial
 from typing import Final
 
-from draftgate.backends.base import (
-    DENIED,
-    CallTranslation,
-    Exchange,
-    TokenUsage,
-    Upstream,
-    UpstreamCall,
-)
+from draftgate.backends.base import CallTranslation, Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.dispatch.span_attributes import record_route
-from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
-from draftgate.gateway.dispatch.upstreams.forwarder import (
-    FIRST_ERROR_STATUS,
-    UNAVAILABLE,
-    Forwarder,
-    denied_access,
-    read_first,
-)
+from draftgate.gateway.dispatch.decisions import Decision
+from draftgate.gateway.dispatch.run import Fallback, Watch, ignore
+from draftgate.gateway.dispatch.upstreams import refusals
+from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attempt_models
+from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
+from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
-from draftgate.gateway.dispatch.upstreams.prefixes import BLOCK_TOKENS, ForwardedPrompt
+from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
-from draftgate.gateway.errors import UpstreamBroken, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.logs import log
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.capacity import CapacityNeed, has_capacity
+from draftgate.policies.resilience.failover import GivenUp
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
+from draftgate.policies.values import replace
 
-UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
-"""The header of a response with the name of its upstream, if there are several."""
-
-_FIRST_REDIRECT: Final = 300
-
-_TOO_MANY: Final = 429
-_BAD_GATEWAY: Final = 502
-_REFUSALS: Final = frozenset({_TOO_MANY, _BAD_GATEWAY, UNAVAILABLE, *DENIED})
-"""Statuses after which another upstream may succeed."""
-
-_PASSED_ON: Final = frozenset({*range(400, 500), 501}) - _REFUSALS
-"""Statuses of errors that the client gets. Other errors and redirects mean nothing to it."""
-
-_MOST_REASON_BYTES: Final = 64 << 10
-_RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
 _NO_TOKENS: Final = TokenUsage(0, 0, 0)
 _NO_WORKERS: Final = frozenset[str]()
+_NO_VIEW: Final = RequestView(0, 0, 0.0)
 
 
 class ForwardState(Enum):
@@ -68,6 +41,8 @@ class ForwardState(Enum):
 
     NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
     SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
+    any of these -> NEW or ADMITTED with another model
+    ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
     """
 
     NEW = auto()
@@ -80,18 +55,21 @@ class ForwardState(Enum):
     """The upstream refused it, and another one may take it."""
     FAILED = auto()
     """The upstream did not respond, and another one may."""
+    LOST = auto()
+    """The upstream broke its stream off, and another one may continue it."""
     ENDED = auto()
 
 
 # A name of the module is found in a tenth of the time of a member of an enum.
-NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, ENDED = ForwardState
+NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
 
 
 class ForwardedRequest:
     """A client's request for an upstream, and the response to it.
 
-    The caller calls `start`, reads the response, and calls `end`, in any case. A request without an
-    entry generates nothing. It needs no admission, capacity and quota.
+    The caller calls `start`, reads the response, and calls `end`, in any case. If the state is LOST
+    after reading, it calls `resume` and reads on. A request without an entry generates nothing. It
+    needs no admission, capacity and quota.
 
     Attributes:
         state: its state.
@@ -105,12 +83,14 @@ class ForwardedRequest:
             response has to be converted with it.
         worker_id: id of the upstream that responded.
         plan: the decision about speculation, or None without a choice.
+        fallback: the last change of its model, or None.
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_need", "_pool", "_prompt",
-        "_span", "_view", "body", "entry", "exchange", "headers", "is_error", "plan", "state",
-        "status", "streaming", "translation", "worker", "worker_id",
+        "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
+        "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange", "fallback",
+        "headers", "is_error", "plan", "state", "status", "streaming", "translation", "worker",
+        "worker_id",
     )  # fmt: skip
 
     status: int
@@ -125,15 +105,16 @@ class ForwardedRequest:
         forwarder: Forwarder,
         call: UpstreamCall,
         entry: Entry | None = None,
-        view: RequestView | None = None,
+        view: RequestView = _NO_VIEW,
         span: Span = NO_SPAN,
+        watch: Watch = ignore,
         prompt: ForwardedPrompt | None = None,
     ) -> None:
         """Create a request, which `start` sends.
 
         Args:
-            view: the policies' view of the request, or None without an entry.
-            span: the parent of its spans.
+            view: the policies' view of the request.
+            span, watch: the parent of its spans, and what takes its events.
             prompt: what is known about its prompt beside its size, or None.
         """
         self.state = NEW
@@ -152,19 +133,27 @@ class ForwardedRequest:
         self._avoid = _NO_WORKERS
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
+        self._watch = watch
+        self._decision: Decision | None = None
+        self._kept: KeptStream | None = None  # of a stream that can be continued
+        self.fallback: Fallback | None = None
 
     def usage(self) -> TokenUsage:
         """Return the reported or estimated tokens of the response so far.
 
         An error has no tokens.
         """
-        exchange, entry = self.exchange, self.entry
-        if exchange is None or entry is None or self.is_error:
+        exchange, entry, kept = self.exchange, self.entry, self._kept
+        if entry is None or self.is_error:
+            return _NO_TOKENS
+        need = entry.needs[0]
+        if kept is not None and kept.tokens is not None:
+            return kept.usage(None if exchange is None else exchange.usage())
+        if exchange is None:
             return _NO_TOKENS
         usage = exchange.usage()
         if usage.prompt:
             return usage
-        need = entry.needs[0]
         is_counted = self.streaming or usage.output > 0
         output = usage.output if is_counted else need.sequences * entry.max_tokens
         return TokenUsage(need.prompt_tokens, 0, output)
@@ -179,65 +168,85 @@ class ForwardedRequest:
         """
         forwarder, entry = self._forwarder, self.entry
         try:
-            if entry is None:
-                view = self.route_view
-                worker = forwarder.choose(
-                    self._call.model, None, _NO_WORKERS, view, [], refused=False
-                )
-                if worker is None:
-                    raise forwarder.no_upstream(self._call.model)
+            if forwarder.fallbacks and entry is not None:
+                await attempt_models(self, forwarder.fallbacks.get(self._call.model, ()))
             else:
-                worker = await self._seat(entry)
-            self.worker, self.state = worker, SENT
-            await self._send(worker)
+                await self.attempt()
         except BaseException as error:
             await self.end(error)
             raise
         # The first bytes of a whole response arrive with its last token, not with its first.
         if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
             forwarder.admission.answered(entry)
+            if self.streaming:
+                assert self.worker is not None
+                self._kept = forwarder.keep(self._call, entry, self.worker, self._watch)
+
+    async def attempt(self) -> None:
+        """Get a response from an upstream of the present model, with the errors of `start`."""
+        forwarder, entry, model = self._forwarder, self.entry, self._call.model
+        if entry is None:
+            worker = forwarder.first_of(model, self.route_view)
+        else:
+            worker = await self._seat(entry)
+        self.worker, self.state = worker, SENT
+        forwarder.budget.count_request(forwarder.queue.now_s())
+        await self._send(worker, [])
+
+    def fall_back(self, model: str, reason: FallbackReason) -> None:
+        """Send the request to another model from now on."""
+        entry, requested = self.entry, self._call.model
+        assert entry is not None
+        self._leave(None)
+        self._release(entry)
+        entry.needs = (replace(entry.needs[0], offer=model),)
+        self._call = self._forwarder.call_for(model, self._call)
+        self._need, self._avoid, self._pool = entry.needs[0], _NO_WORKERS, None
+        self._prompt = None  # of the model before
+        self.state = NEW if self.state is NEW else ADMITTED
+        self.fallback = Fallback(requested, model, reason)
+        self._watch(self.fallback)
 
     async def _seat(self, entry: Entry) -> FleetWorker:
         """Admit the request, and reserve an upstream, without waiting if one has capacity."""
         forwarder, span, need = self._forwarder, self._span, entry.needs[0]
         if not forwarder.fleet.is_open_for(need.offer):
             raise forwarder.no_upstream(self._call.model)
-        if span.recording or not forwarder.admission.admit_at_once(entry):
+        if self.state is NEW and (span.recording or not forwarder.admission.admit_at_once(entry)):
             with span.child("admit"):
                 await forwarder.admission.admit(entry)
         self.state = ADMITTED
         if len(forwarder.fleet.workers) > 1:
-            self._choose_pool(entry, need)
+            self._pool = forwarder.choose_pool(entry, self._view)
+            if self._pool is not None:
+                self._avoid = self._pool.avoid
         routed = None
         if not span.recording:
             view, avoid = self.route_view, self._avoid
             routed = forwarder.queue.seat_new(entry.request_id, need, view, avoid)
         if routed is None:
-            routed = await self._wait(entry)
+            routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool is not None:
-            forwarder.pools.record(entry, routed.worker, self._pool, routed.route)
+        if self._pool is not None or self.fallback is not None:
+            self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
         return routed.worker
 
     async def read(self) -> bytes:
-        """Return the next bytes of the body, or nothing at its end.
+        """Return the next bytes of the body, or nothing at its end or if the upstream is lost.
 
         Raises:
             BackendFailed: the upstream failed.
         """
         first, self._first = self._first, b""
-        if first or self.exchange is None:
+        kept, exchange = self._kept, self.exchange
+        if exchange is None:
             return first
-        return await self.exchange.read()
-
-    async def read_begin(self, least_bytes: int) -> tuple[bytes, bool]:
-        """Return the body and True, or False and only its begin of more than some bytes."""
-        body = bytearray()
-        while block := await self.read():
-            body += block
-            if len(body) > least_bytes:
-                return bytes(body), False
-        return bytes(body), True
+        if kept is None:
+            return first or await exchange.read()
+        block = await kept.read(exchange, first)
+        if kept.error is not None:
+            self.state = LOST
+        return block
 
     async def end(
         self, error: BaseException | None = None, usage: TokenUsage | None = None
@@ -256,14 +265,14 @@ class ForwardedRequest:
             return
         forwarder, entry, exchange = self._forwarder, self.entry, self.exchange
         try:
-            if state is ANSWERED and entry is not None:
+            if entry is not None and (state is ANSWERED or self._kept is not None):
                 used = usage or self.usage()
                 entry.prompt_tokens, entry.output_tokens = used.prompt, used.output
                 if self._prompt is not None and not self.is_error:
                     tokens = used.prompt + used.output
                     forwarder.prefixes.record(self._prompt, self.worker_id, tokens)
                 # The length of an output that was cut off says nothing about later requests.
-                cut = error is not None or (self.streaming and exchange and exchange.error_sent)
+                cut = error is not None or (self.streaming and self.error_sent)
                 if not (self.is_error or cut):
                     entry.ended = entry.sequences
             if error is None and exchange is not None and exchange.streaming:
@@ -272,70 +281,86 @@ class ForwardedRequest:
         finally:
             self._leave(error)
             if entry is not None and state is not NEW:
-                if self.worker is not None:
-                    self.worker.release(entry.request_id)
-                    self.worker = None
+                self._release(entry)
                 forwarder.queue.dispatch_waiting()
                 # An upstream that refuses has computed nothing.
                 if error is not None and isinstance(error, UpstreamBusy | UpstreamUnavailable):
                     entry.prompt_tokens = 0
                 forwarder.admission.settle(entry)
 
+    @property
+    def has_responded(self) -> bool:
+        """Whether the client has got a response, or a part of it."""
+        return self.state is ANSWERED or self._kept is not None
+
+    @property
+    def outputs(self) -> int:
+        """Number of events with output so far, of all upstreams of a stream."""
+        before = 0 if self._kept is None else self._kept.outputs
+        return before + (0 if self.exchange is None else self.exchange.outputs)
+
+    @property
+    def error_sent(self) -> bool:
+        """Whether the stream ended with an error event of an upstream."""
+        passed = self._kept is not None and self._kept.error_passed
+        return passed or (self.exchange is not None and self.exchange.error_sent)
+
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
-        entry, view = self.entry, self._view
-        if entry is None or view is None:
-            return RouteView(RequestView(0, 0, 0.0), 0, 0.0)
+        entry = self.entry
+        if entry is None:
+            return RouteView(self._view, 0, 0.0)
         need = entry.needs[0]
-        tokens, prompt = (need.most_tokens, entry.expected_tokens), self._prompt
-        if prompt is None:
-            return RouteView(view, *tokens, need.sequences, entry.tenant)
-        return RouteView(
-            view,
-            *tokens,
-            need.sequences,
-            entry.tenant,
-            prompt.block_hashes,
-            BLOCK_TOKENS,
-            self._forwarder.prefixes.cached(
-                prompt, need.prompt_tokens, self._forwarder.fleet.workers
-            ),
-        )
+        tokens = need.most_tokens, entry.expected_tokens
+        view = RouteView(self._view, *tokens, need.sequences, entry.tenant)
+        if self._prompt is None:
+            return view
+        return self._forwarder.prefixes.add_to(view, self._prompt, self._forwarder.fleet.workers)
 
-    def _choose_pool(self, entry: Entry, need: CapacityNeed) -> None:
-        """Choose between upstreams with and without speculation, if both are open."""
-        forwarder, view = self._forwarder, self._view
-        if view is None or not entry.max_tokens:  # embeddings have no drafts
-            return
-        # If other requests wait, either pool may later be the first with capacity.
-        waits = len(forwarder.queue) > 0
-        fits = (lambda _: False) if waits else partial(has_capacity, need=need)
-        self._pool = forwarder.pools.choose(view, need.offer, fits)
-        if self._pool is not None:
-            self._avoid = self._pool.avoid
+    async def resume(self) -> None:
+        """Continue a lost stream on another upstream, or give the client the error.
 
-    async def _wait(self, entry: Entry) -> Routed:
-        """Wait until an upstream has capacity, and reserve the capacity."""
-        forwarder = self._forwarder
-        waiting = forwarder.admission.waiting(entry, 0)
-        waiting.request_id, waiting.avoid = entry.request_id, self._avoid
-        with self._span.child("queue"):
-            try:
-                routed = await forwarder.queue.turn(waiting, self.route_view)
-            except BackendFailed as error:
-                raise forwarder.no_upstream(self._call.model) from error
-        record_route(self._span, routed)
-        return routed
+        Raises:
+            UpstreamFailed: the stream cannot be continued.
+        """
+        kept, entry = self._kept, self.entry
+        assert kept is not None and kept.error is not None and entry is not None  # noqa: PT018
+        lost = self.worker_id
+        await kept.lose(self.usage().output, self.outputs)
+        self._leave(kept.error)
+        self._release(entry)
+        self._forwarder.queue.dispatch_waiting()
+        error: BaseException | None = None
+        try:
+            why = await kept.wait(lost)
+            if why is None and not kept.is_complete:
+                self.worker = await kept.turn(self._span, self.route_view)
+                self._call = await kept.rest_on(self.worker)
+                if not kept.is_complete:
+                    self.state = SENT
+                    await self._send(self.worker, [lost])
+                    if self.is_error or not self.streaming:
+                        raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
+                    kept.join(lost, self.worker, self._decision, self._view)
+        except (BackendFailed, GatewayError) as later:
+            why, error = GivenUp.NO_WORKER, later
+            self._leave(later)
+        self.state, self.streaming, self.is_error = ANSWERED, True, False
+        if why is not None:
+            self._first = kept.give_up(why, error)
+        elif kept.is_complete:
+            self._first = kept.closing()
 
-    async def _send(self, worker: FleetWorker) -> None:
+    async def _send(self, worker: FleetWorker, tried: list[str]) -> None:
         """Send the request to its upstream, and to others until one has responded.
+
+        Args:
+            tried: ids of upstreams that were called before.
 
         Raises:
             GatewayError, UpstreamFailed: no upstream responds.
         """
         forwarder, entry, need = self._forwarder, self.entry, self._need
-        forwarder.budget.count_request(forwarder.queue.now_s())
-        tried: list[str] = []
         while True:
             tried.append(worker.worker_id)
             failure: UpstreamFailed | None = None
@@ -347,11 +372,11 @@ class ForwardedRequest:
                 return
             self._leave(failure)
             if entry is not None:
-                worker.release(entry.request_id)
-                self.worker = None
-            refused, view = self.state is REFUSED, self.route_view
-            model, avoid = self._call.model, self._avoid
-            other = forwarder.choose(model, need, avoid, view, tried, refused=refused)
+                self._release(entry)
+            refused, model = self.state is REFUSED, self._call.model
+            other = forwarder.choose(
+                model, need, self._avoid, self.route_view, tried, refused=refused
+            )
             if other is None:
                 break
             if entry is not None and need is not None:
@@ -360,7 +385,10 @@ class ForwardedRequest:
             self.state = SENT
         if failure is not None:
             raise failure
-        self._pass_refusal()
+        retry_after_s = forwarder.retry_after_s(self._call.model)
+        body = self.body or b""
+        self.headers = refusals.passed_refusal(self.status, self.headers, body, retry_after_s)
+        self.state = ANSWERED
 
     async def _call_upstream(self, worker: FleetWorker) -> None:
         """Call an upstream, and wait for the first bytes of its response.
@@ -380,71 +408,39 @@ class ForwardedRequest:
         self.exchange = exchange = await upstream.forward(call)
         if not exchange.body:
             try:
-                self._first = await read_first(exchange)
+                self._first = await refusals.read_first(exchange)
             except UpstreamFailed as error:
                 raise UpstreamUnreachable(str(error)) from error
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
         self.translation = exchange.translation
-        self.is_error = exchange.status >= FIRST_ERROR_STATUS
+        self.is_error = exchange.status >= refusals.FIRST_ERROR
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
-        if self.status >= _FIRST_REDIRECT and self.status not in _PASSED_ON:
-            await self._read_refusal(worker)
+        if self.status >= refusals.FIRST_REDIRECT and self.status not in refusals.PASSED_ON:
+            if self.body is None:
+                self.body, _ = await refusals.read_begin(self.read, refusals.MOST_REASON_BYTES)
+            refusals.check_refusal(self.status, self.body, worker)
+            self.state = REFUSED
             return
         self.state = ANSWERED
-        if len(self._forwarder.fleet.workers) > 1:
-            self.headers = {**self.headers, UPSTREAM_HEADER: worker.worker_id}
-        if self._pool is not None:
-            self.headers = {**self.headers, **self._pool.headers(worker)}
-            self.plan = self._pool.plan
+        pool = self._pool
+        if more := self._forwarder.headers(worker, pool, self.fallback):
+            self.headers = {**self.headers, **more}
+        self.plan = None if pool is None else pool.plan
 
-    async def _read_refusal(self, worker: FleetWorker) -> None:
-        """Read the reason of a response after which another upstream may succeed.
-
-        Raises:
-            UpstreamBroken: the response is an error that another attempt would not avoid.
-        """
-        if self.status in DENIED:
-            where = worker.backend.card.root
-            log(logging.WARNING, "an upstream denies access", upstream=where, status=self.status)
-        if self.body is None:
-            self.body, _ = await self.read_begin(_MOST_REASON_BYTES)
-        if self.status not in _REFUSALS:
-            raise UpstreamBroken(self._reason(self.body))
-        self.state = REFUSED
-
-    def _pass_refusal(self) -> None:
-        """Make the refusal of the last upstream the response, if it has status 429.
-
-        Raises:
-            UpstreamUnavailable, UpstreamBroken: the client does not get the response, because its
-                status is not 429.
-        """
-        if self.status in DENIED:
-            raise denied_access(self.status)
-        retry_after_s = self._forwarder.retry_after_s(self._call.model)
-        if self.status == _TOO_MANY:
-            theirs = self.headers.items()
-            headers = {name: value for name, value in theirs if name.lower() not in _RETRY_HEADERS}
-            headers |= {"Retry-After": str(retry_after_s), "retry-after-ms": f"{retry_after_s}000"}
-            self.headers, self.state = headers, ANSWERED
-            return
-        message = self._reason(self.body or b"")
-        if self.status == UNAVAILABLE:
-            raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
-        raise UpstreamBroken(message)
-
-    def _reason(self, body: bytes) -> str:
-        """Return the status of an error, with the message of the upstream if it has one."""
-        reason = f"the upstream responded with status {self.status}"
-        message = read_error(body).message
-        return f"{reason}: {message}" if message else reason
+    def _release(self, entry: Entry) -> None:
+        """Release the capacity of the present upstream."""
+        if self.worker is not None:
+            self.worker.release(entry.request_id)
+            self.worker = None
 
     def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""
         exchange, span = self.exchange, self._call_span
         self.exchange = None
+        if self._kept is not None:
+            self._kept.unwatch()
         if exchange is not None:
             exchange.close()
         if span is not NO_SPAN:

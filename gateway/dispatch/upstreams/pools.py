@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.admission import Entry
-from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
@@ -103,14 +103,38 @@ class UpstreamPools:
         worker: FleetWorker,
         decision: PoolDecision,
         route: Route | None,
-    ) -> None:
-        """Record the decision for a request before it is sent to an upstream."""
-        plan = decision.plan
-        self._on_decision(plan)
-        view, load = decision.request, decision.load
-        self._decisions.record(
-            request.request_id, worker.worker_id, view, load, plan, route, tenant=request.tenant
+        fallback: str = "",
+    ) -> Decision:
+        """Record the decision for a request before it is sent to an upstream.
+
+        Args:
+            fallback: why another model than the requested one gets the request, or empty.
+        """
+        self._on_decision(decision.plan)
+        return self._decisions.record(
+            request.request_id,
+            worker.worker_id,
+            decision.request,
+            decision.load,
+            decision.plan,
+            route,
+            tenant=request.tenant,
+            fallback=fallback,
         )
+
+    def record_other(
+        self, request: Entry, worker: FleetWorker, view: RequestView, fallback: str = ""
+    ) -> Decision:
+        """Record that an upstream gets a request without a choice between pools."""
+        plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
+        load, name = worker.backend.load(), worker.worker_id
+        return self._decisions.record(
+            request.request_id, name, view, load, plan, tenant=request.tenant, fallback=fallback
+        )
+
+    def record_move(self, request: Entry, decision: Decision, move: MoveRecord) -> None:
+        """Record that a stream continues on another upstream."""
+        self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
 
 
 def _pool_of(load: WorkerLoad) -> ReplicaPool:

@@ -9,7 +9,8 @@ from draftgate.backends.base import Upstream
 from draftgate.backends.prompt_blocks import PromptBlocks
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.routing.sessions import Sessions
-from draftgate.policies.routing.types import CachedPrefix
+from draftgate.policies.routing.types import CachedPrefix, RouteView
+from draftgate.policies.values import replace
 
 BLOCK_TOKENS: Final = 16
 """Tokens in a block of the placement history. The blocks of upstreams may have other sizes."""
@@ -52,6 +53,17 @@ class UpstreamPrefixes:
         self._sessions = Sessions()
         self._now_s = now_s
         self._on_predicted = on_predicted
+
+    def add_to(
+        self, view: RouteView, prompt: ForwardedPrompt, workers: Iterable[FleetWorker]
+    ) -> RouteView:
+        """Return a routing policy's view of a request with what upstreams have cached of it."""
+        return replace(
+            view,
+            block_hashes=prompt.block_hashes,
+            block_tokens=BLOCK_TOKENS,
+            cached=self.cached(prompt, view.request.prompt_tokens, workers),
+        )
 
     def cached(
         self, prompt: ForwardedPrompt, prompt_tokens: int, workers: Iterable[FleetWorker]
