@@ -547,3 +547,29 @@ def test_chunks_of_any_form_are_read_or_refused(data: bytes) -> None:
         rest = rest_of(json.dumps(body_of(TEXTS)).encode(), output, is_chat=False)
         joined = JoinedStream(rest, 0, {}, 0)
         joined.convert(b"data: %s\n\n" % data.replace(b"\n", b" ").replace(b"\r", b""))
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["tokenize", "chunks"])
+@pytest.mark.parametrize("path", [CHAT, TEXTS], ids=["chat", "text"])
+async def test_rest_has_the_name_that_the_next_upstream_has_for_the_model(
+    path: str, counts: bool
+) -> None:
+    """The rest of a stream of an alias goes to the model that the alias stands for there."""
+    body = body_of(path, model="alias", stream_options=USAGE)
+    first = Engine("a", cut=cut_after(path, body, 5))
+    second = Engine("b", counts=counts)
+    async with upstream(first) as one, upstream(second) as other:
+        one.models, other.models = ("theirs",), ("another",)
+        one.settings = {"name": "one", "aliases": {"alias": "theirs"}}
+        other.settings = {"name": "other", "aliases": {"alias": "another"}}
+        async with (
+            forwarding(one, other, routing="round_robin") as gateway,
+            client(gateway) as http,
+        ):
+            reply = await http.post(path, json=body)
+            check_stream(reply.text, path, usage=counts)
+        assert [sent["model"] for sent in (*first.bodies, *second.bodies)] == ["theirs", "another"]
+        (rest,) = second.bodies
+        begun = rest["messages"][-1]["content"] if path == CHAT else rest["prompt"]
+        assert PIECES[0] in begun
+        assert {json.loads(sent)["model"] for sent in other.bodies} == {"another"}

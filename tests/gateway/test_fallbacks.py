@@ -299,3 +299,34 @@ async def test_request_whose_client_leaves_uses_no_other_model() -> None:
         await left.wait()
         await until(lambda: is_idle(gateway.node))
         assert small.bodies == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_fallback_has_the_name_that_its_upstream_has_for_it(path: str) -> None:
+    """A fallback may be an alias, also for a request that becomes a chat at its upstream."""
+    body = {
+        "model": "large",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "Tell me."}],
+    }
+    async with upstream(refusal(503)) as first, upstream(whole_chat) as second:
+        first.models, second.models = ("large",), ("their-small",)
+        second.settings = {"aliases": {"small": "their-small"}, "chats_only": True}
+        async with (
+            forwarding(first, second, backend="openai", fallbacks=("large=small",)) as gateway,
+            client(gateway) as http,
+        ):
+            reply = await http.post(path, json=body)
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["x-draftgate-model"] == "small"
+        assert [request.path for request in second.requests] == [CHAT]
+        assert json.loads(second.bodies[0])["model"] == "their-small"
+
+
+async def whole_chat(_: web.Request) -> web.Response:
+    """Answer a chat."""
+    message = {"role": "assistant", "content": "Bees."}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    chat = {"id": "c", "object": "chat.completion", "created": 1, "model": "their-small"}
+    return web.json_response({**chat, "choices": [choice], "usage": usage})
