@@ -84,7 +84,8 @@ def _described(worker: FleetWorker) -> WorkerHealth:
     failure, pause = worker.backend.failure, worker.pause
     found = WorkerHealth(worker.worker_id, worker.status)
     if failure is not None:
-        found.reason = failure
+        # The page shows the reasons of all workers together, and upstreams have names.
+        found.reason = failure if pause is None else f"{worker.worker_id}: {failure}"
     elif worker.hung:
         found.reason = "the worker completes no step"
     elif pause is not None and pause.denied:
