@@ -245,7 +245,10 @@ async def responses(url: str) -> str:
     ("arguments", "environ"),
     [
         (("--backend", "openai"), {"DRAFTGATE_UPSTREAM": f"http://u:{MARK}@127.0.0.1:0"}),
-        (("--backend", "sim"), {"DRAFTGATE_UPSTREAM": f"http://u:{MARK}@127.0.0.1:1"}),
+        (
+            ("--backend", "sim", "--no-worker"),
+            {"DRAFTGATE_UPSTREAM": f"http://u:{MARK}@127.0.0.1:1"},
+        ),
         (("--backend", "peer"), {"DRAFTGATE_UPSTREAM": f"http://u:{MARK}@127.0.0.1:1"}),
         (("--backend", "sim"), {"DRAFTGATE_ADVERTISE": f"http://u:{MARK}@127.0.0.1:1"}),
         (
