@@ -380,7 +380,7 @@ async def test_a_node_fails_with_its_own_worker_although_others_serve(
         ({"backend": "peer", "upstream": at("http://x"), "join": JOIN}, "use --no-worker --join"),
         (
             {"backend": "openai", "upstream": at("http://x"), "join": JOIN, "no_worker": True},
-            "cannot be combined with --upstream",
+            "--no-worker cannot be combined with --backend openai",
         ),
     ],
 )
