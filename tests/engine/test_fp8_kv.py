@@ -63,8 +63,8 @@ def test_logits_are_those_of_transformers_with_rounded_keys_and_values(fp8: Mode
     expected, unrounded = (expected_logits(tokens, rounded=flag) for flag in (True, False))
     scale = expected.std()
     # A key that lies between two numbers of E4M3 up to the last bit of float32 may be rounded to
-    # either, by the processor. All rows from its token on then differ by more than float32 rounding:
-    # on a Zen 3, which has no AVX-512, by 0.001.
+    # either, depending on the processor. All rows from its token on then differ by more than
+    # float32 rounding: on a Zen 3, which has no AVX-512, by 0.001.
     rows = ((found - expected).abs().amax(1) / scale).sort().values
     assert rows[:8].max() < 1e-4
     assert rows.median() < 0.005
