@@ -35,7 +35,7 @@ from aiohttp import web
 from draftgate.backends.errors import BackendError
 from draftgate.backends.registry import backend_factory
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import FORWARDING, ModelPlan, plan_models
+from draftgate.gateway.config.models import ModelPlan, plan_models
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.last_requests import answer_last_requests
@@ -127,7 +127,7 @@ def build_fleets(config: ServeConfig) -> list[tuple[ModelPlan, Fleet]]:
     """
     if config.no_worker and config.join is None:
         raise ValueError("--no-worker needs --join")
-    if config.no_worker and config.backend in FORWARDING:
+    if config.no_worker and config.only_forwards:
         raise ValueError(f"--no-worker cannot be combined with --backend {config.backend}")
     if config.backend == "peer" and config.join is not None:
         raise ValueError("--backend peer cannot be combined with --join: use --no-worker --join")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from draftgate.backends.engine.served import loading_phase
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import FORWARDING, plan_models
+from draftgate.gateway.config.models import plan_models
 from draftgate.gateway.logs import log
 
 BAR_DELAY_S: Final = 0.5
@@ -41,7 +41,7 @@ async def loading_shown(
         console: the terminal for the bar, or None for stderr. Stdout holds the command's output.
     """
     console = console or Console(stderr=True)
-    own = config.backend not in FORWARDING
+    own = not config.only_forwards
     what = ", ".join(
         [
             *([config.model or "the shipped model"] if own else []),

@@ -37,7 +37,6 @@ from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.live import ActivityMeter, Recent
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.upstream_models import MOST_NAMES
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
@@ -179,7 +178,7 @@ class ModelService:
     def listed_names(self) -> list[str]:
         """The names for errors that list the models of the node."""
         if self.forwards and not self.config.served_model_name:
-            return list(self.fleet.upstream_models.described())[:MOST_NAMES]
+            return self.fleet.upstream_models.names_for_errors()
         return [self.name] if self.is_known else []
 
     @property

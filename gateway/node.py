@@ -27,7 +27,7 @@ from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import FORWARDING, ModelPlan
+from draftgate.gateway.config.models import ModelPlan
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
@@ -386,7 +386,7 @@ def _reach(config: ServeConfig) -> Reach | None:
     Raises:
         ValueError: the peer secret is missing.
     """
-    if config.join is None or config.backend in FORWARDING:
+    if config.join is None or config.only_forwards:
         return None
     secret, tokenizers = secret_of(config.peer_secret_env), Tokenizers()
 

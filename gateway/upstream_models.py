@@ -64,6 +64,10 @@ class UpstreamModels:
                 found.setdefault(name, model)
         return found
 
+    def names_for_errors(self) -> list[str]:
+        """Return the names of some models for a message. An upstream may have hundreds."""
+        return list(self.described())[:MOST_NAMES]
+
     def may_serve(self, name: str) -> bool:
         """Return whether an upstream lists a model, or has not sent a list."""
         for one in self._upstreams:  # noqa: SIM110 - a generator takes several times as long
@@ -82,4 +86,4 @@ class UpstreamModels:
             ModelNotFound: all upstreams list other models.
         """
         if name and not self.may_serve(name):
-            raise ModelNotFound(name, *list(self.described())[:MOST_NAMES])
+            raise ModelNotFound(name, *self.names_for_errors())

@@ -28,6 +28,7 @@ from draftgate.backends.openai.stream_output import (
 
 CHATS: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
+TOKENIZE: Final = "/tokenize"
 CONTINUED: Final = frozenset({CHATS, COMPLETIONS})
 """The endpoints whose streams can be continued."""
 
@@ -91,7 +92,7 @@ class RestOfStream(NamedTuple):
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     def is_complete(self, tokens: int) -> bool:
-        """Return whether so many tokens reach the limit of the output."""
+        """Return whether an output of this many tokens has reached its limit."""
         most = [limit for name, limit in self.limits.items() if name != "min_tokens"]
         return bool(most) and tokens >= min(most)
 

@@ -198,14 +198,20 @@ class EventScan:
         return None
 
 
+def data_of_each(events: bytes) -> Iterator[bytes]:
+    """Return the data of each of complete events, which is empty for an event of comments."""
+    for match in _EVENT.finditer(events):
+        if not match[0].startswith((b"\r", b"\n")):  # an empty line between two events
+            yield b"\n".join(_data_lines(match[0]))
+
+
 def data_of_events(events: bytes, *, keeps_done: bool = False) -> Iterator[bytes]:
     """Return the data of each of complete events that have some.
 
     Args:
         keeps_done: whether `[DONE]` counts as data.
     """
-    for match in _EVENT.finditer(events):
-        data = b"\n".join(_data_lines(match[0])).strip()
+    for data in map(bytes.strip, data_of_each(events)):
         if data and (keeps_done or data != b"[DONE]"):
             yield data
 

@@ -180,7 +180,7 @@ class OpenAIUpstream:
         log = self._cache
         if not log.is_current or prompt.tokenizer is not self.tokenizer:
             return None
-        name = self._settings.aliases.get(model, model)
+        name = self.aliases.get(model, model)
         listed = self._monitor.models if self._monitor is not None else None
         # vLLM lists an adapter with its base model as parent.
         adapter = name if (listed or {}).get(name, {}).get("parent") else ""

@@ -33,7 +33,7 @@ from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 CHUNK_TOKENS: Final = 512
 SKIPPED: Final = CHUNK_TOKENS // 2
-"""The size of a chunk in tokens, and how many of its tokens only provide context at its start."""
+"""Tokens of a chunk, and how many of them at its start are only context for the others."""
 ARMS: Final = (
     ("packed", "auto", "stored"),
     ("unpacked, float32", "float32", "none"),

@@ -35,6 +35,7 @@ import yaml
 
 from bench.harness.processes import free_port, start, stop, wait_until_up
 from bench.harness.provenance import bench_parser, command_line, provenance, write_results
+from bench.harness.servers import SERVE
 from bench.harness.vllm import MODEL, VllmServer, vllm_server
 
 ARMS: Final = {
@@ -135,14 +136,13 @@ def gateways(
     config = folder / f"{arm}.yaml"
     settings = {"backend": "openai", "routing": ARMS[arm], "upstream": upstreams}
     config.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-c", "from draftgate.gateway.cli import main; main()", "serve"]
     processes, urls = [], []
     try:
         for index in range(number):
             port = free_port()
             options = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
             log = folder / f"{arm}-{index}.log"
-            processes.append(start([*command, *options], None, log, {}))
+            processes.append(start([*SERVE, *options], None, log, {}))
             urls.append(f"http://127.0.0.1:{port}")
             wait_until_up(processes[-1], f"{urls[-1]}/ready", None)
         yield urls

@@ -18,10 +18,6 @@ from draftgate.backends.generation_defaults import AUTO, NONE
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
 
-FORWARDING: Final = ("openai", "peer")
-"""The backends whose workers are the upstreams. A node with another backend has its own workers
-beside its upstreams."""
-
 EMBEDDER_SHARE: Final = 0.05
 """Share of the memory budget for an embedder. An encoder has no KV cache. A decoder keeps the KV of
 a few texts, which 5% of the smallest budget in use, 512 MiB, holds for a model of 1B parameters.
@@ -52,7 +48,7 @@ def plan_models(config: ServeConfig) -> tuple[ModelPlan, ...]:
     Raises:
         ValueError: the settings contradict each other.
     """
-    if not config.upstream or config.backend in FORWARDING:
+    if not config.upstream or config.only_forwards:
         return _plan_own(config)
     own = _plan_own(replace(config, upstream=(), upstream_speculates=(), fallbacks=()))
     return (*own, ModelPlan(None, _for_upstreams(config)))

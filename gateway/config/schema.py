@@ -244,6 +244,11 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
         return next(iter(self.served_model_name), None)
 
     @property
+    def only_forwards(self) -> bool:
+        """Whether all workers of the node are upstreams, and none is its own beside them."""
+        return self.backend in {"openai", "peer"}
+
+    @property
     def scheme(self) -> str:
         """The scheme of the node's address, `http` or `https`."""
         return "http" if self.tls_certfile is None else "https"

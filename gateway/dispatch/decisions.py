@@ -270,12 +270,7 @@ class Decisions:
             self._file.append(line)
 
     def add_move(
-        self,
-        request_id: str,
-        prompt: int,
-        tenant: str,
-        decision: Decision,
-        move: MoveRecord,
+        self, request_id: str, prompt: int, tenant: str, decision: Decision, move: MoveRecord
     ) -> None:
         """Record the end of a move in the decision about its source, and among the latest moves."""
         move = msgspec.structs.replace(move, ended_s=self._now_s())

@@ -30,7 +30,6 @@ from draftgate.gateway.banner import banner
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.config.models import FORWARDING
 from draftgate.gateway.loading import loading_shown
 from draftgate.gateway.logs import configure, flush
 from draftgate.gateway.node import Node
@@ -69,7 +68,7 @@ def _run(order: Order, notices: _NoticeWriter) -> None:
     config = order.config
     if config.peer_secret_env is not None and order.secret is not None:
         os.environ[config.peer_secret_env] = order.secret
-    if not config.no_worker and config.backend not in FORWARDING:
+    if not config.no_worker and not config.only_forwards:
         _check_reachable(config)
     configure(config.log_level, config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

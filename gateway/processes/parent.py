@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from draftgate.gateway.app import Signals, StartError
 from draftgate.gateway.cluster.snapshots import SharedSnapshots
 from draftgate.gateway.config import ConfigError, ServeConfig
-from draftgate.gateway.config.models import FORWARDING
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
 from draftgate.gateway.processes.messages import Notice, Order
@@ -311,7 +310,7 @@ def plan_processes(config: ServeConfig, stores: Path) -> ProcessPlan:
     Raises:
         ConfigError: the settings do not allow several processes.
     """
-    forwards = config.backend in FORWARDING
+    forwards = config.only_forwards
     if config.join is not None and not (config.no_worker or forwards):
         raise ConfigError(
             "--processes with --join needs --no-worker: start the workers of the pool separately"

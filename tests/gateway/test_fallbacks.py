@@ -172,7 +172,7 @@ async def test_models_without_a_chain_have_none() -> None:
         assert "x-draftgate-fallback" not in reply.headers
 
 
-async def test_model_that_nobody_lists_may_have_fallbacks(
+async def test_unlisted_model_may_have_fallbacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A name of a chain may stand for its fallbacks, which the log mentions at the start."""

@@ -48,7 +48,7 @@ class FallbackReason(StrEnum):
     """No upstream has the model, or its upstream does not have the endpoint for it."""
 
 
-class Attempt(Protocol):
+class ChainedRequest(Protocol):
     """A request that may be sent to several models (`forwarding.ForwardedRequest`)."""
 
     status: int
@@ -64,13 +64,13 @@ class Attempt(Protocol):
         ...
 
 
-async def attempt_models(request: Attempt, models: Sequence[str]) -> None:
+async def attempt_models(request: ChainedRequest, models: Sequence[str]) -> None:
     """Get a response from the requested model, or from the next one while the reasons apply.
 
     The client gets the error of the last model.
 
     Raises:
-        GatewayError, BackendFailed: as `Attempt.attempt`.
+        GatewayError, BackendFailed: as `ChainedRequest.attempt`.
     """
     for model in models:
         try:
@@ -97,7 +97,7 @@ def _reason_of(error: Exception) -> FallbackReason | None:
     return None
 
 
-def _reason_of_response(request: Attempt) -> FallbackReason | None:
+def _reason_of_response(request: ChainedRequest) -> FallbackReason | None:
     if not request.is_error:
         return None
     status, error = request.status, read_error(request.body or b"")

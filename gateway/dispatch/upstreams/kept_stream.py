@@ -11,6 +11,7 @@ from draftgate.backends.base import Exchange, TokenUsage, Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.continuation import (
     CHATS,
+    TOKENIZE,
     JoinedStream,
     RestOfStream,
     count_request,
@@ -27,6 +28,7 @@ from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
+from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -319,7 +321,7 @@ class KeptStream:
             return output.tokens or 0
         model = self._call.model
         call = self._shared.changed_call(self._call, count_request(model, rest.text), model)
-        call = call._replace(path="/tokenize", sequences=0)
+        call = call._replace(path=TOKENIZE, sequences=0)
         found = None
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         with suppress(UpstreamFailed, TimeoutError):
@@ -408,10 +410,7 @@ async def _whole(upstream: Upstream, call: UpstreamCall) -> bytes:
     try:
         body = exchange.body
         if body is None:
-            parts = []
-            while block := await exchange.read():
-                parts.append(block)
-            body = b"".join(parts)
+            body, _ = await read_begin(exchange.read, WHOLE_BYTES)
         return body if exchange.status == 200 else b""
     finally:
         exchange.close()

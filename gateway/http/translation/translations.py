@@ -7,15 +7,16 @@ so that clients get the same events from both.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Final
 
 import msgspec
 from msgspec import UNSET
 
 from draftgate.backends.errors import UpstreamFailed
+from draftgate.backends.openai.continuation import CHATS, TOKENIZE
+from draftgate.backends.openai.events import data_of_each
 from draftgate.backends.sampling_params import SamplingParams
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.errors import GatewayError, NotOffered, Unsupported
@@ -34,15 +35,10 @@ from draftgate.gateway.http.translation.chat_bodies import chat_body, tokenize_b
 from draftgate.gateway.http.translation.chunks import Chunk, ChunkReader
 from draftgate.gateway.offload import offload
 
-CHAT_PATH: Final = "/v1/chat/completions"
-TOKENIZE_PATH: Final = "/tokenize"
-
 CONVERTED_INLINE_BYTES: Final = 32 << 10
 """Larger bodies are translated in a thread, because no callback may hold the event loop for longer
 than 5 ms."""
 
-_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
-_EVENT_END: Final = re.compile(rb"(?>\r\n|\n|\r){2,}")  # atomic, because CRLF is one end
 _ONLY_CHATS: Final = "the upstream has only chats"
 
 
@@ -131,7 +127,7 @@ class Translation:
 class TokenCount(Translation):
     """A count of the tokens of a prompt, for which an upstream gets the prompt of a chat."""
 
-    path = TOKENIZE_PATH
+    path = TOKENIZE
 
     def convert(self, body: bytes) -> bytes:
         """Return the count in the client's form, as `Translation.convert` describes."""
@@ -181,7 +177,7 @@ class InputTokenCount(TokenCount):
 class ChatTranslation(Translation):
     """A request that generates text, whose response may be a stream."""
 
-    path = CHAT_PATH
+    path = CHATS
     heartbeat: ClassVar[bytes] = COMMENT
     """The event that tells the client that the upstream still works."""
 
@@ -228,7 +224,7 @@ class ChatTranslation(Translation):
             raise self._error
         found = bytearray()
         try:
-            for data in split_events(events):
+            for data in data_of_each(events):
                 found += self._events_of(data)
         except (UpstreamFailed, GatewayError) as error:
             if not found:
@@ -323,11 +319,3 @@ def _check_previous(wire: ResponsesBody) -> None:
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def split_events(events: bytes) -> Iterator[bytes]:
-    """Yield the data of each complete event, which is empty for an event of comments."""
-    for event in _EVENT_END.split(events):
-        if event:
-            lines = [line for line in _LINE_END.split(event) if line.startswith(b"data:")]
-            yield b"\n".join([line[5:].removeprefix(b" ") for line in lines])
