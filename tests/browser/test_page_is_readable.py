@@ -169,11 +169,14 @@ async def test_focus_is_visible(scene: Scene) -> None:
     """Every focused element has a visible outline."""
     await generate(scene)
     await scene.page.locator("#prompt").focus()
-    for _ in range(11):  # up to the last element, the table
+    # The table comes last. The number of elements before it depends on whether a request has ended.
+    for _ in range(30):
         await scene.page.keyboard.press("Tab")
-        ring = await scene.page.evaluate(
-            "() => getComputedStyle(document.activeElement).outlineStyle"
-            " + getComputedStyle(document.activeElement).outlineWidth"
+        ring, kind = await scene.page.evaluate(
+            "() => { const style = getComputedStyle(document.activeElement);"
+            " return [style.outlineStyle + style.outlineWidth, document.activeElement.className]; }"
         )
         assert ring == "solid2px"
-    await expect(scene.page.locator("*:focus")).to_have_class("scroll")
+        if kind == "scroll":
+            return
+    raise AssertionError("the table never had the focus")
