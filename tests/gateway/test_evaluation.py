@@ -288,12 +288,12 @@ async def test_streams_refuse_fields_that_they_cannot_contain() -> None:
             refused = await http.post(TEXT, json={**body, "stream": True})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
             assert (await http.post(TEXT, json=body)).status_code == 200
-        echoed = {"prompt": "ab", "max_tokens": 2, "echo": True, "n": 2, "stream": True}
+        echoed = {"prompt": "ab\u2603", "max_tokens": 2, "echo": True, "n": 2, "stream": True}
         chunks = events((await http.post(TEXT, json=echoed)).text)[:-1]
         for index in range(2):
             texts = [c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
-            assert texts[0].startswith("ab")
-            assert not any(text.startswith("ab") for text in texts[1:])
+            assert texts[0].startswith("ab\u2603")
+            assert not any(text.startswith("ab\u2603") for text in texts[1:])
 
 
 async def test_prompt_beyond_a_quota_is_named(tmp_path: Path) -> None:
