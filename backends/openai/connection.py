@@ -14,8 +14,11 @@ import httptools
 from multidict import CIMultiDictProxy
 
 from draftgate.backends.connection_errors import ConnectionFailed
-from draftgate.backends.openai.body_decoding import CODINGS, BodyDecoder
 from draftgate.backends.openai.response_head import MOST_HEADS, Fields, Head, read_head
+from draftgate.compressed import BodyDecoder, CompressionError
+
+_ENCODINGS: Final = {b"gzip": "gzip", b"x-gzip": "gzip", b"deflate": "deflate"}
+"""The codings that some upstreams use although `Accept-Encoding` does not allow them."""
 
 _MOST_HEAD_BYTES: Final = 64 << 10
 """Maximum size of the head of a response in bytes, of which a gateway passes on most."""
@@ -101,7 +104,7 @@ class Response:
             OSError: the connection broke within the body.
         """
         while not self._blocks:
-            if self._decoder is not None and self._decoder.waits:
+            if self._decoder is not None and self._decoder.pending:
                 if block := self._decoded(self._decoder):
                     self._blocks.append(block)
                 self._end_decoded(self._decoder)
@@ -162,8 +165,8 @@ class Response:
         """Read the head."""
         self.head = head = read_head(fields)
         coding = head.coding
-        if coding in CODINGS:
-            self._decoder = BodyDecoder(coding)
+        if encoding := _ENCODINGS.get(coding):
+            self._decoder = BodyDecoder(encoding, lenient=True)
         elif coding != b"identity":
             raise ConnectionFailed("its response cannot be read (unknown Content-Encoding)")
         self.status = status
@@ -197,18 +200,21 @@ class Response:
     def _decoded(self, decoder: BodyDecoder) -> bytes:
         """Decode received bytes until the reader has to take some."""
         found, size = list[bytes](), self._unread_bytes
-        while decoder.waits and size <= MOST_UNREAD_BYTES:
-            found.append(decoder.take(MOST_UNREAD_BYTES))
-            size += len(found[-1])
+        try:
+            while decoder.pending and size <= MOST_UNREAD_BYTES:
+                found.append(decoder.decode(MOST_UNREAD_BYTES))
+                size += len(found[-1])
+        except CompressionError:
+            raise ConnectionFailed("its response cannot be read (compression)") from None
         return b"".join(found)
 
     def _end_decoded(self, decoder: BodyDecoder) -> None:
         """Note the end of a body that has arrived, once all of it is decoded."""
-        if self._has_arrived and not decoder.waits and self._error is None:
+        if self._has_arrived and not decoder.pending and self._error is None:
             try:
-                decoder.check_end()
-            except ConnectionFailed as error:
-                self._error = error
+                decoder.finish()
+            except CompressionError:
+                self._error = ConnectionFailed("the compressed body is incomplete")
             else:
                 self.is_complete = True
 

@@ -9,99 +9,19 @@ body, up to the limit of a body.
 from __future__ import annotations
 
 import asyncio
-import zlib
 from typing import Final
 
 from aiohttp import web
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from draftgate.compressed import ENCODINGS, BodyDecoder, CompressionError
 from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, UnsupportedEncoding
-
-ENCODINGS: Final = ("gzip", "deflate")
-
-SLICE_BYTES: Final = 64 << 10
-"""Maximum input and output of one call of the decoder. A slice takes 0.1 to 0.3 ms, and no callback
-may hold the event loop for longer than 5 ms. (AMD Zen 4, busy machine, 2026-11-28.)"""
-
-MOST_MEMBERS: Final = 1024
-"""Maximum gzip members of a body. An empty member has 20 bytes, and each takes a turn of the event
-loop. Programs that compress in blocks write a member for 64 KiB or more. (Chosen, not tuned.)"""
 
 DECODING: Final = web.AppKey("decoding", asyncio.Lock)
 """A lock that all bodies share, so that one turn of the event loop decodes one slice."""
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
-
-
-class BodyDecoder:
-    """The decoder of one body. Each call of `decode` takes a short time."""
-
-    def __init__(self, encoding: str) -> None:
-        """Begin a body.
-
-        Args:
-            encoding: one of `ENCODINGS`.
-        """
-        self._encoding = encoding
-        self._stream: zlib._Decompress | None = None
-        self._members = 0
-        self._input = memoryview(b"")
-        self._may_have_output = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether `decode` has something to do."""
-        return bool(self._input) or self._may_have_output
-
-    def add(self, data: bytes) -> None:
-        """Add encoded bytes, after all earlier ones have been decoded."""
-        self._input = memoryview(data)
-
-    def decode(self, most_bytes: int) -> bytes:
-        """Decode the next slice, and return at most `most_bytes` and `SLICE_BYTES` bytes.
-
-        Raises:
-            InvalidRequest: the bytes do not have this encoding.
-        """
-        most = min(most_bytes, SLICE_BYTES)
-        data = self._input[:SLICE_BYTES]
-        stream = self._stream or self._next_stream(data)
-        try:
-            decoded = stream.decompress(data, most)
-        except zlib.error:
-            raise InvalidRequest(f"the body is not valid {self._encoding}") from None
-        left = len(stream.unused_data if stream.eof else stream.unconsumed_tail)
-        self._input = self._input[len(data) - left :]
-        self._stream = None if stream.eof else stream
-        self._may_have_output = not stream.eof and len(decoded) == most
-        return decoded
-
-    def finish(self) -> None:
-        """Check that the body is complete.
-
-        Raises:
-            InvalidRequest: the body breaks off.
-        """
-        if self._stream is not None:
-            raise InvalidRequest(f"the body breaks off before the end of its {self._encoding}")
-
-    def _next_stream(self, data: memoryview) -> zlib._Decompress:
-        """Return the decoder of the body, or of the next member of a gzip body.
-
-        Raises:
-            InvalidRequest: the body has too many members, or bytes after its end.
-        """
-        self._members += 1
-        if self._encoding == "gzip":
-            if self._members > MOST_MEMBERS:
-                raise InvalidRequest(f"the body has more than {MOST_MEMBERS} gzip members")
-            return zlib.decompressobj(16 + zlib.MAX_WBITS)
-        if self._members > 1:
-            raise InvalidRequest("the body has bytes after the end of its deflate")
-        # Some clients omit zlib's header (RFC 9110, 8.4.1.2).
-        has_header = data[0] & 0xF == 8
-        return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
 
 
 def body_encoding(headers: Headers) -> str | None:
@@ -141,16 +61,19 @@ async def read_decoded(
         InvalidRequest: the body does not have this encoding.
     """
     decoder, body, received = BodyDecoder(encoding), bytearray(), 0
-    while data := await content.readany():
-        received += len(data)
-        if received > most_bytes:
-            raise BodyTooLarge(most_bytes)
-        decoder.add(data)
-        while decoder.pending:
-            async with turns:
-                body += decoder.decode(most_bytes + 1 - len(body))
-                await asyncio.sleep(0)
-            if len(body) > most_bytes:
+    try:
+        while data := await content.readany():
+            received += len(data)
+            if received > most_bytes:
                 raise BodyTooLarge(most_bytes)
-    decoder.finish()
+            decoder.add(data)
+            while decoder.pending:
+                async with turns:
+                    body += decoder.decode(most_bytes + 1 - len(body))
+                    await asyncio.sleep(0)
+                if len(body) > most_bytes:
+                    raise BodyTooLarge(most_bytes)
+        decoder.finish()
+    except CompressionError as error:
+        raise InvalidRequest(str(error)) from None
     return bytes(body)

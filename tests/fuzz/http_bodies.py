@@ -13,9 +13,10 @@ from multidict import CIMultiDict
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.compressed import SLICE_BYTES, BodyDecoder, CompressionError
 from draftgate.gateway.accounts import ANONYMOUS
 from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.content_encoding import SLICE_BYTES, BodyDecoder, body_encoding
+from draftgate.gateway.http.content_encoding import body_encoding
 from draftgate.gateway.http.endpoints.embeddings import parse_embeddings
 from draftgate.gateway.http.endpoints.models import _detokenize, _tokenize
 from draftgate.gateway.http.endpoints.rerank import parse_rerank
@@ -97,5 +98,5 @@ TARGETS = [
         Target(name, parse, (InvalidRequest, RequestRejected), JSON)
         for name, parse in PARSERS.items()
     ),
-    Target("content_encoding", encoded, (InvalidRequest,)),
+    Target("content_encoding", encoded, (InvalidRequest, CompressionError)),
 ]

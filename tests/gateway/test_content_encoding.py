@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.gateway.app import Listening
-from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.content_encoding import (
+from draftgate.compressed import (
     ENCODINGS,
     MOST_MEMBERS,
     SLICE_BYTES,
     BodyDecoder,
+    CompressionError,
 )
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import PATIENCE_S, client, port_of, running
 
 TEXT = "/v1/completions"
@@ -256,5 +256,5 @@ def test_cut_body_is_an_error(encoding: str, text: bytes, data: st.DataObject) -
     """No proper part of a body passes for the whole, except the empty one."""
     body = gzip.compress(text, mtime=0) if encoding == "gzip" else zlib.compress(text)
     cut = data.draw(st.integers(1, len(body) - 1))
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(CompressionError):
         decoded_body(encoding, body[:cut], 500)
