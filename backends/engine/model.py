@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
 from draftgate.backends.engine.kv_pool import Layers
 from draftgate.backends.engine.linear import PRODUCT_ROWS, padded_rows
-from draftgate.backends.engine.mlp import SparseMlp
+from draftgate.backends.engine.mlp import LiveRows, SparseMlp
 from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.packed_layers import packed_layers
 from draftgate.backends.engine.quantisation.packed import embedded
-from draftgate.backends.engine.taps import Taps
+from draftgate.backends.engine.taps import Tapping, Taps
 from draftgate.backends.engine.weights import Weights
 
 
@@ -48,6 +49,7 @@ class Decoder:
         self._weights = weights
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
+        self._packed_layers = packed_layers(config, self.operators, weights.layers)
         self._rope_variant = config.rope.variant(max_model_len)
         self.is_padded = weights.padded
         self.padded_rows = padded_rows if self.is_padded else _unpadded
@@ -126,14 +128,34 @@ class Decoder:
         """
         ops = self.operators
         inputs = inputs.on(self.device)
-        step, live_rows, gate = ops.begin(inputs), inputs.live_rows, ops.gate
+        step, live_rows = ops.begin(inputs), inputs.live_rows
         if self._adapters is not None:
             self._adapters.begin(inputs)
         hidden = embedded(self._weights.embedding, inputs.token_ids)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
-        delta = None
         tapping = None if self.taps is None else self.taps.begin()
+        if self._packed_layers is not None and tapping is None:
+            delta = self._packed_layers.run(step, hidden, kv)
+        else:
+            delta = self._layers(step, hidden, kv, live_rows, tapping)
+        if tapping is not None:
+            tapping.end(hidden, delta, inputs.slots)
+        if not inputs.num_samples + inputs.num_hidden:
+            return hidden[:0]
+        rows = inputs.sample_rows
+        last = None if delta is None else delta[rows]
+        return ops.add_norm(hidden[rows], last, self._weights.final_norm)
+
+    def _layers(
+        self, step: Any, hidden: Tensor, kv: Layers, live_rows: LiveRows, tapping: Tapping | None
+    ) -> Tensor | None:
+        """Run the layers one operator at a time, with the arguments and result of `PackedLayers`.
+
+        Returns:
+            None for a model without layers.
+        """
+        ops, gate, delta = self.operators, self.operators.gate, None
         ropes = self.config.layer_ropes or (None,) * len(kv)
         layers = zip(self._weights.layers, kv, self.config.windows, ropes, strict=True)
         for layer, layer_kv, window, rope in layers:
@@ -148,13 +170,7 @@ class Decoder:
             delta = layer.mlp(normed, gate, live_rows)
             if layer.down_norm is not None:
                 delta = ops.add_norm(delta, None, layer.down_norm)
-        if tapping is not None:
-            tapping.end(hidden, delta, inputs.slots)
-        if not inputs.num_samples + inputs.num_hidden:
-            return hidden[:0]
-        rows = inputs.sample_rows
-        last = None if delta is None else delta[rows]
-        return ops.add_norm(hidden[rows], last, self._weights.final_norm)
+        return delta
 
 
 def _unpadded(rows: int) -> int:

@@ -8,6 +8,7 @@
  * Every MAX_ROWS rows share one read of keys and values. Memory limits the speed of a decode.
  */
 
+#include "layers.h"
 #include "tiles.h"
 
 enum { ROWS = 4, MAX_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
@@ -21,27 +22,6 @@ enum { COLUMNS = 2, BLOCK = COLUMNS * LANES };
 /* Minimum rows for which transposed keys pay. With vectors of 4 lanes, they never pay. With 64 rows
  * and heads of 32, they save 18% of the time with AVX-512, and 8% with AVX2 (Zen 4, 2026-11-22). */
 enum { MANY_ROWS = LANES > 4 ? 16 : MAX_ROWS + 1 };
-
-/* Tokens `row` to `row + tokens` of the step, the first at `position`. Keys before `tail_start` are
- * in pages of `page_tokens` slots, later keys in the slots of `tail`. */
-typedef struct {
-    int64_t row, tokens, position;
-    const int64_t *pages;
-    int64_t page_tokens, tail_start;
-    const int64_t *tail;
-} Chunk;
-
-typedef struct {
-    Number *out;
-    const Number *query;
-    const void *kv;
-    int64_t heads, kv_heads, strip, window;
-    const Chunk *chunks;
-    int64_t num_chunks;
-    float softcap; /* bound on the scores, or 0 */
-    int32_t e4m3;  /* whether the KV memory is in FP8 */
-    int32_t tiles; /* whether to multiply in matrix tiles, if the head fits */
-} Step;
 
 /* Keys or values of a head: the KV memory of a layer, and the offset of the head in it. `e4m3` is a
  * constant of each copy of the code. */

@@ -1,6 +1,6 @@
 /* Operations of a layer on single rows, between its products. Widths are multiples of 16. */
 
-#include "vectors.h"
+#include "layers.h"
 
 /* Minimum elements of a call that uses several threads. */
 enum { WORTH_SHARING = 1 << 15 };
@@ -45,14 +45,6 @@ void gate(
                 activated(load(gates + i), gelu) * load(gates + width + i));
     }
 }
-
-typedef struct {
-    const int64_t *positions, *slots;
-    const Number *cosines, *sines; /* [positions, half] */
-    int64_t rows, heads, kv_heads, head_dim, half, strip; /* half of the rotated dimensions */
-    float scale, eps;
-    int32_t e4m3; /* whether the KV memory is in FP8 */
-} Rotation;
 
 /* Converts a head of any width to floats. */
 INLINE void widen(float *to, const Number *from, int64_t count) {

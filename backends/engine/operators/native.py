@@ -39,7 +39,7 @@ _Int = ctypes.c_int64
 
 
 class _Attention(ctypes.Structure):
-    """The struct `Step` of `attention.c`."""
+    """The struct `Step` of `layers.h`."""
 
     _fields_ = (
         ("out", _Pointer), ("query", _Pointer), ("kv", _Pointer),
@@ -50,7 +50,7 @@ class _Attention(ctypes.Structure):
 
 
 class _Rotation(ctypes.Structure):
-    """The struct `Rotation` of `layers.c`."""
+    """The struct `Rotation` of `layers.h`."""
 
     _fields_ = (
         ("positions", _Pointer), ("slots", _Pointer), ("cosines", _Pointer), ("sines", _Pointer),
@@ -65,7 +65,7 @@ class NativeStep:
     """A step in the format of the C code. The object owns the memory of its pointers.
 
     Attributes:
-        chunks: 7 numbers for each `Chunk` of `attention.c`.
+        chunks: 7 numbers for each `Chunk` of `layers.h`.
         tables: the page tables and tails of the chunks.
     """
 
@@ -90,6 +90,7 @@ def native_operators(
         return None
     library = compiled(
         "attention.c",
+        "decoder.c",
         "layers.c",
         HEAD_DIM=config.head_dim,
         BFLOAT16=int(dtype is torch.bfloat16),
@@ -101,7 +102,12 @@ def native_operators(
 
 
 class NativeOperators:
-    """Implements `Operators`. All tensors are on the CPU and contiguous."""
+    """Implements `Operators`. All tensors are on the CPU and contiguous.
+
+    Attributes:
+        library: the compiled library.
+        rotations: the addresses of the cosines and sines of each rotation, and their width.
+    """
 
     def __init__(
         self,
@@ -116,15 +122,16 @@ class NativeOperators:
             tiles: whether attention may use matrix tiles.
         """
         self.name = library_name()
+        self.library = library
         self._config = config
         self._tables = tables  # which own the memory of the pointers
-        self._rotations = {
+        self.rotations = {
             rope: (cosines.data_ptr(), sines.data_ptr(), cosines.shape[1])
             for rope, (cosines, sines) in tables.items()
         }
         self._gelu = config.activation == "gelu"
         self._tiles = tiles
-        self._rotation = self._rotations[config.rope]
+        self._rotation = self.rotations[config.rope]
         self._chunk_tokens = MAX_ROWS // (config.num_heads // config.num_kv_heads)
         self._add_norm = library.add_norm
         self._add_norm.argtypes = (*[_Pointer] * 4, _Int, _Int, ctypes.c_float, _Int)
@@ -186,7 +193,7 @@ class NativeOperators:
         """Rotate queries and keys by their positions, and write keys and values to the pool."""
         config = self._config
         queries = fused.new_empty(fused.shape[0], config.num_heads, config.head_dim)
-        rotation, turns = step.rotation, self._rotation if rope is None else self._rotations[rope]
+        rotation, turns = step.rotation, self._rotation if rope is None else self.rotations[rope]
         rotation.cosines, rotation.sines, rotation.half = turns
         rotation.strip, rotation.e4m3 = layer_kv.stride(0), layer_kv.dtype is FP8
         qk_norm = None if qk_norm is None else _float32(qk_norm)

@@ -142,7 +142,7 @@ def multiply(x: Tensor, parts: Sequence[PackedMatrix], *, wide: bool) -> Tensor:
     out = torch.empty(rows, outputs, dtype=dtype)
     source: int | None = x.data_ptr()
     at, threads = out.data_ptr(), torch.get_num_threads()
-    blocks = _memory(rows * (width // BLOCK) * _ROW_BLOCK_BYTES)
+    blocks = row_memory(rows, width)
     for product, matrix, count in products:
         if product(at, source, blocks, matrix, rows, outputs, wide, threads):
             raise MemoryError(f"not enough memory for {threads} unpacked parts of a matrix")
@@ -160,8 +160,9 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _memory(num_bytes: int) -> int:
-    """Return the address of memory until the next call in this thread."""
+def row_memory(rows: int, width: int) -> int:
+    """Return the address of memory for rounded rows, until the next call in this thread."""
+    num_bytes = rows * (width // BLOCK) * _ROW_BLOCK_BYTES
     if num_bytes > _scratch.memory.nbytes:
         _scratch.memory = torch.empty(num_bytes, dtype=torch.uint8)
         _scratch.address = _scratch.memory.data_ptr()

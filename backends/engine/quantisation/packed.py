@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ class PackedLinear:
         self._parts = parts
         self.in_features = parts[0].shape[1]
         self.out_features = sum(part.shape[0] for part in parts)
+
+    @property
+    def products(self) -> list[tuple[Any, int, int]]:
+        """The `product` of each matrix."""
+        return [part.product for part in self._parts]
 
     @property
     def library(self) -> str:
