@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
+from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.compiler import compiler_version
 from draftgate.backends.engine.quantisation import packed as packed_module
 from draftgate.backends.engine.quantisation.packed import choose_packing
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.gguf.folder import settings_folder
 from draftgate.backends.worker_config import WorkerConfig
 from tests.engine.eagle_engine import check_head
@@ -26,7 +32,7 @@ from tests.engine.mixed_batches import at_random
 from tests.engine.shipped_proposers import check_shipped_proposers
 from tests.engine.step_logits import blocks_of, logits_in_steps
 from tests.engine.test_fp8_kv import text
-from tests.engine.test_gguf_models import REAL, WIDE, Kind
+from tests.engine.test_gguf_models import GEMMA, REAL, WIDE, Kind
 from tests.engine.test_lossless import PROMPTS, check_all
 from tests.engine.test_model_families import random_model_of
 
@@ -87,6 +93,54 @@ def test_many_prompts_are_lossless_under_every_policy(
 def test_drafts_of_a_head_do_not_change_a_token(packed: Model, tmp_path: Path) -> None:
     """Drafts of an EAGLE-3 head, which reads the packed embedding, leave the text of `off`."""
     check_head(packed, tmp_path, at_random(BATCHINGS), num_prompts=6)
+
+
+ONE_CALL = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": ("gemma2", {**GEMMA, "num_hidden_layers": 3}),
+    "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {"sliding_window": 40}),
+}
+"""Families that together have biases, norms of heads and of results, windows, two rotations, a soft
+cap, and GELU."""
+
+
+def random_decoder(
+    family: str, changes: dict[str, Any], directory: Path, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """Write a random model, and load it quantised to Q4_0."""
+    random_model_of(family, {**WIDE, **changes}).save_pretrained(directory)
+    config = read_model_config(directory)
+    return Decoder(config, load_weights(directory, config, dtype, packing="q4_0"), 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_layers_in_one_call_have_the_bits_of_single_operators(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The C code that runs all layers gives the logits of the operators that Python calls."""
+    family, changes = ONE_CALL[name]
+    decoder = random_decoder(family, changes, tmp_path, dtype)
+    tokens = torch.randint(0, 300, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits() -> Tensor:
+        runner = Runner(decoder, KvPool(decoder.config, 16, dtype))
+        return logits_in_steps(runner, blocks_of(0, 90), tokens, [0, 50, 51, 52, 57, 90])
+
+    assert decoder._packed_layers is not None
+    in_one_call = logits()
+    decoder._packed_layers = None
+    assert torch.equal(in_one_call, logits())
+
+
+def test_experts_and_unpacked_matrices_run_as_single_operators(tmp_path: Path) -> None:
+    """A packed mixture of experts and a model with an unpacked matrix are computed, too."""
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    for family, changes in (("mixtral", experts), ("llama", {"intermediate_size": 112})):
+        decoder = random_decoder(family, changes, tmp_path / family)
+        assert decoder._packed_layers is None
 
 
 def loaded(**settings: Any) -> LoadedEngine:

@@ -48,7 +48,15 @@ def quantised(form: str, directory: Path) -> tuple[ModelConfig, Weights, Weights
     return config, on_cpu, on_gpu
 
 
-@pytest.mark.parametrize("form", FORMATS)
+QUICK = {"fp8-block", "compressed-fp8-channel", "awq", "gptq-ordered", "compressed-int4"}
+"""Formats that together use each kernel. The others differ in how their weights are read, which
+tests on a CPU cover."""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [form if form in QUICK else pytest.param(form, marks=pytest.mark.long) for form in FORMATS],
+)
 def test_logits_equal_those_of_a_cpu(form: str, tmp_path: Path) -> None:
     """Prompts, chunks, decodes, chains and trees have the logits of the CPU's products."""
     config, *weights = quantised(form, tmp_path)
