@@ -28,7 +28,7 @@ PREFILLED = "x-draftgate-prefill-upstream"
 
 NOT_JSON = refusal(200, b"<html>")
 BROKEN_STREAM = stream_of(
-    b'data: {"error":{"message":"KV cache load failed","type":"InternalServerError","code":500}}\n\n'
+    b'data: {"error":{"message":"KV load failed","type":"InternalServerError","code":500}}\n\n'
 )
 
 
@@ -126,7 +126,7 @@ def _both_fail(handler: Any) -> Callable[[Divided], None]:
 NO_PROMPT = {"d-0": ["both"]}
 
 # Each case: preparation of two servers for prompts and two for outputs, what the servers do then,
-# and the one that computed the prompt, if any. Server `p-0` gets the first prompt, `d-0` the output.
+# and the one that computed the prompt, if any. `p-0` and `d-0` get the first calls.
 FAILURES: dict[str, tuple[Callable[[Divided], None], dict[str, list[str]], str | None]] = {
     "prefill-lost": (_fails(p_0=cut_after()), {"p-1": ["prompt"], "d-0": ["output"]}, "p-1"),
     "prefill-busy": (_fails(p_0=refusal(429)), {"p-1": ["prompt"], "d-0": ["output"]}, "p-1"),
