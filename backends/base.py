@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -208,6 +208,8 @@ class UpstreamCall(NamedTuple):
         model: the name of the model in the body, or an empty string without one.
         renamed: the body with each other name that an upstream has for the model, by this name.
         translation: the form for upstreams without the endpoint, or None if there is no other form.
+        rewrite: changes the body for its phase, after its model and form have been chosen, or None
+            to send it unchanged (`draftgate.backends.openai.kv_transfer_params`).
     """
 
     method: str
@@ -219,6 +221,7 @@ class UpstreamCall(NamedTuple):
     model: str = ""
     renamed: Mapping[str, bytes] = MappingProxyType({})
     translation: CallTranslation | None = None
+    rewrite: Callable[[bytes], bytes] | None = None
 
 
 BYTES_PER_TOKEN: Final = 4

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from draftgate.addresses import mask_url
+from draftgate.policies.types import Role
 
 
 def kind(name: str, *, secret: bool = False) -> Meta:
@@ -218,6 +219,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         kv_events: address of the ZeroMQ socket that publishes its KV cache events, such as
             `tcp://host:5557`. It requires `tokenizer`.
         kv_events_replay: address of the socket that repeats these events.
+        role: phase of requests that it computes. If the upstreams of a model have different roles,
+            those for prompts hand the KV cache of each prompt to those for outputs.
     """
 
     url: str
@@ -234,6 +237,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tokenizer: str | None = None
     kv_events: ZmqAddress | None = None
     kv_events_replay: ZmqAddress | None = None
+    role: Role = Role.ANY
 
     @property
     def shown(self) -> str:

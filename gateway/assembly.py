@@ -32,6 +32,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.admission.appointments import Appointments
 from draftgate.policies.ordering.single import ReturningFirst
+from draftgate.policies.phases.apart import UpstreamRoles
 from draftgate.policies.protocols import SharesAppointments, SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import (
@@ -63,6 +64,8 @@ class WaitingRules:
             queues.
         shared: whether other gateways use the same workers, which makes leases binding.
         moves: whether the streams of a worker that is leaving move to other workers.
+        prefill_tokens: uncached prompt tokens from which upstreams with roles divide a request, or
+            0 without such upstreams, where `phases` decides.
     """
 
     ordering: str = "fair"
@@ -75,6 +78,7 @@ class WaitingRules:
     rescheduling: str = "off"
     binding: str = "late"
     phases: str = "together"
+    prefill_tokens: int = 0
 
 
 def loop_time_s() -> float:
@@ -110,6 +114,8 @@ def build_dispatcher(  # noqa: PLR0913 - the parts of a node that a dispatcher u
     phases = phases_policy(rules.phases)
     if phases.separates and not rules.moves:
         raise ValueError(f"the phases policy {rules.phases} moves streams: remove --no-moves")
+    if rules.prefill_tokens:
+        phases = UpstreamRoles(rules.prefill_tokens)
     router = Router(routing, draw, KvPulls(loop_time_s), phases)
     claims = Claims(fleet, store)
     queue = CentralQueue(

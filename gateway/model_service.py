@@ -41,7 +41,7 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
-from draftgate.policies.types import WorkerLoad
+from draftgate.policies.types import Role, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +339,7 @@ class ModelService:
 
 
 def _rules(config: ServeConfig) -> WaitingRules:
+    has_roles = any(one.role is not Role.ANY for one in config.upstream)
     return WaitingRules(
         config.ordering,
         config.admission,
@@ -349,6 +350,7 @@ def _rules(config: ServeConfig) -> WaitingRules:
         moves=not config.no_moves,
         rescheduling=config.rescheduling,
         phases=config.phases,
+        prefill_tokens=config.upstream_prefill_tokens if has_roles else 0,
     )
 
 

@@ -52,6 +52,9 @@ given up. This is also the patience with a machine that acknowledges nothing."""
 
 _MOST_ERROR_BYTES: Final = 64 << 10
 
+_INLINE_BYTES: Final = 256 << 10
+"""Larger bodies are changed in a thread, because no callback may hold the event loop for long."""
+
 _REPORTING_USAGE: Final = frozenset({"vllm", "sglang", "draftgate"})
 """The owners of models, as lists name them, whose servers can report the usage in each chunk of a
 stream. Other servers may refuse a request with this option."""
@@ -67,6 +70,7 @@ class OpenAIUpstream:
         models: the models that clients may use, by name, as its latest list describes them, or None
             until a list was read. An alias is described as its model.
         aliases: further names for clients, with the upstream's own name of each model.
+        role: the phase of requests that it computes.
     """
 
     recovers = True
@@ -94,6 +98,7 @@ class OpenAIUpstream:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url, credentials = split_credentials(read_server_url(settings.url))
         self.aliases = settings.aliases
+        self.role = settings.role
         self._settings = settings
         self._headers = {
             "Accept-Encoding": "identity",
@@ -196,8 +201,11 @@ class OpenAIUpstream:
         try:
             translation = call.translation
             if translation is None:
+                body = self._body(call)
+                if call.rewrite is not None:
+                    body = await _rewritten(call.rewrite, body)
                 response = await self._connections.request(
-                    call.method, call.path, self._body(call), call.headers, call.request_id
+                    call.method, call.path, body, call.headers, call.request_id
                 )
             else:
                 translation, response = await self._offer_forms(
@@ -294,8 +302,11 @@ class OpenAIUpstream:
         """
         path, _, _ = call.path.partition("?")
         if not (self._settings.chats_only or path in self._missing):
+            body = self._body(call)
+            if call.rewrite is not None:
+                body = await _rewritten(call.rewrite, body)
             response = await connections.request(
-                call.method, call.path, self._body(call), call.headers, call.request_id
+                call.method, call.path, body, call.headers, call.request_id
             )
             if self._settings.chats_only is not None or response.status not in _MISSING:
                 return None, response
@@ -311,6 +322,8 @@ class OpenAIUpstream:
         body = await translation.translate(
             name, continuous_usage=listed.get("owned_by") in _REPORTING_USAGE
         )
+        if call.rewrite is not None:
+            body = await _rewritten(call.rewrite, body)
         headers, path = call.headers, translation.path
         return translation, await connections.request("POST", path, body, headers, call.request_id)
 
@@ -344,6 +357,13 @@ class OpenAIUpstream:
             await asyncio.sleep(self._poll_s)
             if self.pause is None:
                 await self.poll()
+
+
+async def _rewritten(rewrite: Callable[[bytes], bytes], body: bytes) -> bytes:
+    """Return a body for its phase, changed in a thread if it is large (`received.INLINE_BYTES`)."""
+    if len(body) <= _INLINE_BYTES:
+        return rewrite(body)
+    return await asyncio.to_thread(rewrite, body)
 
 
 def _tokenizer(settings: UpstreamSettings) -> Tokenizer | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,21 +47,35 @@ def is_installed(models: Path) -> bool:
 
 @contextmanager
 def vllm_server(
-    models: Path, log: Path, *options: str, port: int | None = None
+    models: Path,
+    log: Path,
+    *options: str,
+    port: int | None = None,
+    variables: Mapping[str, str] = _VARIABLES,
 ) -> Iterator[VllmServer]:
-    """Serve the model in a folder on a free port, and stop the server at the end."""
-    with vllm_servers(models, [log], *options, ports=[port]) as (server,):
+    """Serve the model in a folder on a free port, and stop the server at the end.
+
+    Args:
+        variables: further environment variables.
+    """
+    environment = {**_VARIABLES, **variables}
+    with vllm_servers(models, [log], *options, ports=[port], variables=environment) as (server,):
         yield server
 
 
 @contextmanager
 def vllm_servers(
-    models: Path, logs: Sequence[Path], *options: str, ports: Sequence[int | None] = ()
+    models: Path,
+    logs: Sequence[Path],
+    *options: str,
+    ports: Sequence[int | None] = (),
+    variables: Mapping[str, str] = _VARIABLES,
 ) -> Iterator[list[VllmServer]]:
     """Serve the model with a server for each log, which start one after the other.
 
     Args:
         ports: their ports, with None for a free one.
+        variables: their environment variables in addition to those of this process.
     """
     servers: list[VllmServer] = []
     try:
@@ -77,7 +91,7 @@ def vllm_servers(
                 "--enforce-eager",
                 *options,
             ]
-            server = VllmServer(start(command, None, log, _VARIABLES), f"http://127.0.0.1:{port}")
+            server = VllmServer(start(command, None, log, variables), f"http://127.0.0.1:{port}")
             servers.append(server)
             wait_until_up(server.process, f"{server.url}/health", None, START_S)
         yield servers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import TypeAlias
 
 from draftgate.backends.types import Delta, GenerationRequest
@@ -92,10 +93,35 @@ class Fallback:
     reason: str
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback
+class PrefillEnd(StrEnum):
+    """What became of the prompt of a request for upstreams with roles."""
+
+    COMPUTED = "computed"
+    """The upstream has computed it for another one, which gets the request."""
+    FAILED = "failed"
+    """The upstream has not computed it."""
+    DIRECT = "direct"
+    """The upstream of the output computes it, by the decision about the request."""
+
+
+@immutable
+class Prefill:
+    """The call of an upstream for the prompt of a request, or the decision to omit it.
+
+    Attributes:
+        worker_id: id of the upstream, or empty for `PrefillEnd.DIRECT`.
+        seconds: the duration of the call.
+    """
+
+    worker_id: str
+    end: PrefillEnd
+    seconds: float = 0.0
+
+
+Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | Prefill
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
-on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, or gets
-another model."""
+on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, gets
+another model, or is computed by another upstream than its output."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""

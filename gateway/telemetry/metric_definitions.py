@@ -227,6 +227,15 @@ FALLBACKS: Final = _counter(
     unit="requests",
     labels=("requested", "used", "reason"),
 )
+PREFILLS: Final = _counter(
+    "draftgate_upstream_prefills",
+    "Prompts for upstreams with roles, by what became of them (computed, failed, direct)",
+    labels=("outcome",),
+)
+PREFILL_CALLS: Final = _histogram(
+    "draftgate_upstream_prefill_seconds",
+    "Time in which an upstream computed a prompt for the upstream of the output",
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )

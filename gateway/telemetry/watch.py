@@ -12,7 +12,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Event, Fallback, Resume
+from draftgate.gateway.dispatch.run import Event, Fallback, Prefill, PrefillEnd, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -70,6 +70,7 @@ class RequestWatch:
     _output_events = 0  # output events of an upstream
     _resumes = 0
     _fallback: Fallback | None = None
+    _prefill_worker: str | None = None  # which computed the prompt for another upstream
     _failure: tuple[Ending, int, BaseException | None] | None = None
     _ending: Ending | None = None  # once it has ended
     _seconds = 0.0  # from its arrival to its end
@@ -165,6 +166,8 @@ class RequestWatch:
             case _:
                 if isinstance(event, Fallback):
                     self._fallback = event
+                elif isinstance(event, Prefill) and event.end is PrefillEnd.COMPUTED:
+                    self._prefill_worker = event.worker_id
                 self._series.record(event)
 
     def _placed(self, decision: Decision) -> None:
@@ -405,6 +408,8 @@ class RequestWatch:
         }
         if self.plan is not None:
             found.update(outcome_attributes(self.outcome))
+        if self._prefill_worker is not None:
+            found["draftgate.prefill_worker_id"] = self._prefill_worker
         if self._ttft_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._ttft_s
         if self._finish_reasons:
@@ -423,6 +428,7 @@ class RequestWatch:
             "seconds": self._seconds,
             "ttft_s": self._ttft_s,
             "worker": ",".join(self.workers) or None,
+            "prefill_worker": self._prefill_worker,
             "resumes": self._resumes or None,
             "fallback": self._fallback and self._fallback.reason,
             "model": self._fallback and self._fallback.model,

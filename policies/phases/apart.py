@@ -148,6 +148,61 @@ def _ids(workers: Sequence[PhaseWorker]) -> tuple[str, ...]:
     return tuple(one.worker_id for one in workers)
 
 
+# --- Upstreams with roles -------------------------------------------------------------------------
+
+
+class UpstreamRoles:
+    """Separates the phases of a request if upstreams have roles and much of its prompt is uncached.
+
+    The servers exchange KV blocks themselves, in formats and over links that the gateway does not
+    know. The number of tokens that the output's upstream would compute therefore decides.
+    """
+
+    name = "upstream_roles"
+    separates = True
+
+    def __init__(self, least_tokens: int) -> None:
+        """Separate the phases of requests with at least this number of uncached prompt tokens."""
+        self._least_tokens = least_tokens
+
+    def choose(self, request: RouteView, pool: PhasePool) -> PhaseChoice:
+        if all(one.role is Role.ANY for one in pool.workers):
+            return Together(_ids(pool.usable), "no upstream has a role")
+        output_tokens = request.request.max_tokens
+        if not output_tokens:
+            return Together(_ids(pool.usable), "the request has no output")
+        if output_tokens == 1:
+            return _alone(of_role(pool.workers, Role.PREFILL))
+        decode = [one for one in pool.workers if one.role is not Role.PREFILL]
+        if not decode:
+            return Together(_ids(pool.usable), "no upstream for outputs is available")
+        sinks = _usable(decode)
+        if not sinks:
+            return None
+        if not request.may_separate or request.sequences > 1:
+            return Together(_ids(sinks), "the output needs the whole prompt")
+        prompt_tokens = request.request.prompt_tokens
+        near = [
+            one for one in sinks if prompt_tokens - one.candidate.cached_tokens < self._least_tokens
+        ]
+        if near:
+            return Together(_ids(near), f"fewer than {self._least_tokens} uncached prompt tokens")
+        sink = _best(sinks, _used)
+        sources = [one for one in pool.workers if one.role is not Role.DECODE and one is not sink]
+        if not sources:
+            return Together(_ids(sinks), "no upstream for prompts is available")
+        source = _best(_usable(sources), _pending(request))
+        if source is None or sink is None:
+            return None
+        outputs = [one for one in sinks if one is not source]
+        prompts = [one for one in _usable(sources) if one not in outputs]
+        words = (
+            f"prompt on {source.worker_id} with {source.candidate.prompt_tokens} prompt tokens "
+            f"ahead, output on {sink.worker_id} with {sink.candidate.sequences} sequences"
+        )
+        return Apart(_ranked(prompts, _pending(request)), _ranked(outputs, _used), words)
+
+
 # --- `together`: compute the prompt and the output of every request on one worker -----------------
 
 

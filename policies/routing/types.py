@@ -42,6 +42,7 @@ class RouteView:
         block_tokens: number of tokens in a block.
         cached: what workers have cached of the prompt, by worker id, as far as more is known than
             the placements of earlier prompts, or None.
+        may_separate: whether another worker may compute its prompt than its output.
     """
 
     request: RequestView
@@ -52,6 +53,7 @@ class RouteView:
     block_hashes: Sequence[bytes] = ()
     block_tokens: int = 16
     cached: Mapping[str, CachedPrefix] | None = None
+    may_separate: bool = True
 
 
 @immutable

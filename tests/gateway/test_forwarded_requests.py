@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage, UpstreamCall, UpstreamPause
 from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
+from draftgate.backends.openai.kv_transfer_params import prefill_body
 from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Entry
 from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
-from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.dispatch.routing import TOGETHER, Router
 from draftgate.gateway.dispatch.upstreams.forwarder import MOST_ATTEMPTS, Forwarder
 from draftgate.gateway.dispatch.upstreams.forwarding import (
     ANSWERED,
@@ -28,6 +29,7 @@ from draftgate.gateway.dispatch.upstreams.forwarding import (
     LOST,
     ForwardedRequest,
 )
+from draftgate.gateway.dispatch.upstreams.prefill import MOST_PREFILLS
 from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -37,11 +39,13 @@ from draftgate.gateway.state.memory.quotas import MemoryQuotas
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.policies.capacity import CapacityNeed
+from draftgate.policies.phases.apart import UpstreamRoles
+from draftgate.policies.protocols import PhasesPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.types import RequestView, WorkerLoad
+from draftgate.policies.types import RequestView, Role, WorkerLoad
 
 TENANT = "tenant"
 REQUESTED, OTHER = "requested", "other"
@@ -119,7 +123,14 @@ class Upstream:
     card = SimpleNamespace(numerics_class=None, root="http://upstream")
     failure, progress, recovers = None, 1.0, True
 
-    def __init__(self, replies: Sequence[tuple[Reply, float]], most: int, model: str) -> None:
+    def __init__(
+        self,
+        replies: Sequence[tuple[Reply, float]],
+        most: int,
+        model: str,
+        role: Role = Role.ANY,
+    ) -> None:
+        self.role = role
         self.replies = list(replies)
         self.model = model
         self.most = most
@@ -136,7 +147,7 @@ class Upstream:
 
     async def forward(self, call: UpstreamCall) -> Exchange:
         reply, delay_s = self.replies.pop(0) if self.replies else (Reply.WHOLE, 0.0)
-        call.headers["calls"] += "t" if call.path == "/tokenize" else "x"
+        call.headers["calls"] += _kind(call)
         self.calls += 1
         assert self.worker.usage.sequences >= self.calls, "each call has reserved capacity"
         try:
@@ -147,6 +158,13 @@ class Upstream:
             raise UpstreamUnreachable("gone")
         self.exchanges.append(Exchange(reply, delay_s))
         return self.exchanges[-1]
+
+
+def _kind(call: UpstreamCall) -> str:
+    """Return `t` for a count of tokens, `p` for a prompt, and `x` for any other call."""
+    if call.path == "/tokenize":
+        return "t"
+    return "p" if call.rewrite is prefill_body else "x"
 
 
 class Client:
@@ -183,14 +201,16 @@ class Client:
             await request.end()  # has no effect
 
 
-def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
+def forwarder_of(
+    upstreams: Sequence[Upstream], phases: PhasesPolicy = TOGETHER
+) -> tuple[Forwarder, Quotas]:
     """Return a forwarder to some upstreams, with a quota."""
     clock = asyncio.get_running_loop().time
     fleet = Fleet(lambda: None, ())
     fleet.workers = tuple(one.worker for one in upstreams)
     for number, worker in enumerate(fleet.workers):
         worker.worker_id = f"u-{number}"
-    router = Router(routing_policy("least_loaded"), Random(0).random, KvPulls(clock))
+    router = Router(routing_policy("least_loaded"), Random(0).random, KvPulls(clock), phases)
     claims = Claims(fleet, MemoryStore(clock))
     queue = CentralQueue(fleet, ordering_policy("fair"), router, claims, clock, QUEUE_S)
     quotas = Quotas(MemoryQuotas(clock), {TENANT: Quota(tokens_per_minute=10**6)}, clock)
@@ -237,10 +257,40 @@ def test_nothing_is_lost_or_released_twice(
     clients: list[tuple[float, float | None]],
 ) -> None:
     """Capacity, quota and responses are given back once, whatever upstreams and clients do."""
+    servers = [Upstream(replies, most, model) for replies, most, model in upstreams]
+    check(servers, TOGETHER, clients)
+
+
+ROLES = st.sampled_from([Role.PREFILL, Role.DECODE, Role.DECODE, Role.ANY])
+
+
+@given(
+    st.lists(st.tuples(REPLIES, st.integers(1, 2), ROLES), min_size=1, max_size=5),
+    st.lists(st.tuples(DELAYS, st.none() | st.sampled_from([0.5, 1.5, 2.5, 4.5])), max_size=6),
+)
+@settings(deadline=None)
+def test_nothing_is_lost_between_prompt_and_output(
+    upstreams: list[tuple[list[tuple[Reply, float]], int, Role]],
+    clients: list[tuple[float, float | None]],
+) -> None:
+    """The same holds for upstreams with roles, which compute the prompt and the output."""
+    servers = [Upstream(replies, most, REQUESTED, role) for replies, most, role in upstreams]
+    check(servers, UpstreamRoles(1), clients)
+
+
+def check(
+    servers: Sequence[Upstream],
+    phases: PhasesPolicy,
+    clients: Sequence[tuple[float, float | None]],
+) -> None:
+    """Run clients, each with the times of its request and of its cancellation, and check the end.
+
+    Raises:
+        AssertionError: something is lost or released twice.
+    """
 
     async def scenario() -> None:
-        servers = [Upstream(replies, most, model) for replies, most, model in upstreams]
-        forwarder, quotas = forwarder_of(servers)
+        forwarder, quotas = forwarder_of(servers, phases)
         waiting = [Client(forwarder, number) for number in range(len(clients))]
         tasks = [
             asyncio.create_task(client.run(begin_s))
@@ -264,6 +314,7 @@ def test_nothing_is_lost_or_released_twice(
             state = client.request.state
             assert state is ENDED or not client.headers["calls"]
             assert client.headers["calls"].count("x") <= MOST_ATTEMPTS * (2 + MOST_RESUMES)
+            assert client.headers["calls"].count("p") <= MOST_PREFILLS
             assert client.entry.prompt_tokens <= PROMPT_TOKENS
             assert client.entry.output_tokens <= MAX_TOKENS
 

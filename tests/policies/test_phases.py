@@ -10,12 +10,14 @@ from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.costs.speed import SpeedMeter
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.kv_transfer import visible_s
+from draftgate.policies.phases.apart import UpstreamRoles
 from draftgate.policies.phases.auto import Cheaper
 from draftgate.policies.phases.testing import check_choice, check_phases
 from draftgate.policies.phases.types import Apart, PhasePool, PhaseWorker, Together
 from draftgate.policies.registry import phases_policy
 from draftgate.policies.routing.types import Candidate, RouteView
 from draftgate.policies.types import RequestView, Role, WorkerSpeed
+from draftgate.policies.values import replace
 from tests.policies.routing_workers import load
 
 SPECS = ("together", "apart", "splitwise", "auto")
@@ -175,3 +177,91 @@ def test_share_of_prompts_follows_the_last_seconds() -> None:
     meter.record_idle()
     meter.begin_step(now_s + 100.0)
     assert meter.speed(cost, 4, 100).prompt_share < 1e-3
+
+
+# --- Upstreams with roles -------------------------------------------------------------------------
+
+FULL = {"has_capacity": False}
+
+
+def cached(one: PhaseWorker, tokens: int) -> PhaseWorker:
+    """Return a worker that has cached the beginning of the prompt."""
+    return replace(one, candidate=replace(one.candidate, cached_tokens=tokens))
+
+
+def of_upstreams(request: RouteView, *workers: PhaseWorker) -> object:
+    """Return the choice between upstreams with roles, in the form of `chosen`."""
+    choice = UpstreamRoles(256).choose(request, pool(*workers))
+    if isinstance(choice, Apart):
+        offered = [one.worker_id for one in (*choice.prefill, *choice.decode)]
+        assert len(offered) == len(set(offered)), "no upstream is offered for both phases"
+        return f"{choice.prefill[0].worker_id} then {choice.decode[0].worker_id}"
+    return choice.worker_ids if isinstance(choice, Together) else None
+
+
+WHOLE = replace(LONG, may_separate=False)
+SEVERAL = replace(LONG, sequences=2)
+ONE_TOKEN = replace(LONG, request=replace(LONG.request, max_tokens=1))
+NO_OUTPUT = replace(LONG, request=replace(LONG.request, max_tokens=0))
+
+
+@pytest.mark.parametrize(
+    ("request_", "workers", "choice"),
+    [
+        (LONG, [worker(0, P), worker(1, D)], "w-0 then w-1"),
+        (LONG, [worker(0, P, prompts=9000), worker(1, P), worker(2, D)], "w-1 then w-2"),
+        (LONG, [worker(0, P), worker(1, D, kv_blocks_free=2), worker(2, D)], "w-0 then w-2"),
+        (CHAT, [worker(0, P), worker(1, D), worker(2, D)], ("w-1", "w-2")),
+        (LONG, [worker(0, P), cached(worker(1, D), 7900), worker(2, D)], ("w-1",)),
+        (LONG, [worker(0, P), cached(worker(1, D), 7000), worker(2, D)], "w-0 then w-1"),
+        (LONG, [worker(0, P, **FULL), worker(1, D)], None),
+        (LONG, [worker(0, P), worker(1, D, **FULL)], None),
+        (CHAT, [worker(0, P, **FULL), worker(1, D)], ("w-1",)),
+        (CHAT, [worker(0, P), worker(1, D, **FULL)], None),
+        (LONG, [worker(0, D), worker(1, D)], ("w-0", "w-1")),
+        (LONG, [worker(0, P), worker(1, P)], ("w-0", "w-1")),
+        (LONG, [worker(0), worker(1)], ("w-0", "w-1")),
+        (LONG, [worker(0, P), worker(1)], "w-0 then w-1"),
+        (LONG, [worker(0, kv_blocks_free=2), worker(1, D)], "w-0 then w-1"),
+        (LONG, [worker(0), worker(1, D, kv_blocks_free=2)], ("w-0", "w-1")),
+        (WHOLE, [worker(0, P), worker(1, D)], ("w-1",)),
+        (SEVERAL, [worker(0, P), worker(1, D)], ("w-1",)),
+        (ONE_TOKEN, [worker(0, P), worker(1, D)], ("w-0",)),
+        (ONE_TOKEN, [worker(0, P, **FULL), worker(1, D)], None),
+        (NO_OUTPUT, [worker(0, P), worker(1, D)], ("w-0", "w-1")),
+    ],
+)
+def test_upstreams_with_roles(
+    request_: RouteView, workers: list[PhaseWorker], choice: object
+) -> None:
+    """A request is divided if the upstream of the output would compute many prompt tokens, and
+    waits while the upstreams for one of its phases are full."""
+    assert of_upstreams(request_, *workers) == choice
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Role), st.booleans(), st.integers(0, 9000)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([CHAT, LONG, WHOLE, SEVERAL, ONE_TOKEN, NO_OUTPUT]),
+)
+def test_upstreams_with_roles_always_get_a_request_that_they_can_run(
+    states: list[tuple[Role, bool, int]], request_: RouteView
+) -> None:
+    """A choice names only upstreams with capacity, and a request waits only for full ones."""
+    workers = [
+        worker(number, role, prompts=prompts, has_capacity=usable)
+        for number, (role, usable, prompts) in enumerate(states)
+    ]
+    usable = {one.worker_id for one in workers if one.has_capacity}
+    if not usable:
+        return  # the queue asks for no choice
+    choice = of_upstreams(request_, *workers)
+    if choice is None:
+        assert len(usable) < len(workers)
+    else:
+        named = choice.split(" then ") if isinstance(choice, str) else choice
+        assert named
+        assert set(named) <= usable

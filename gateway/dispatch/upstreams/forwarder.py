@@ -10,6 +10,7 @@ from typing import Final
 from draftgate.backends.base import UpstreamCall, UpstreamPause
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.openai.exchange import with_values
+from draftgate.backends.openai.kv_transfer_params import SEPARABLE
 from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.queue import CentralQueue
@@ -19,7 +20,7 @@ from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
-from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
+from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt, UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -28,7 +29,9 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.types import RequestView
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.types import RequestView, Role
+from draftgate.policies.values import replace
 
 MOST_ATTEMPTS: Final = 3
 """Maximum attempts of one request. More would multiply the load on the remaining upstreams during
@@ -40,6 +43,9 @@ connection."""
 
 UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
 """The header of a response with the name of its upstream, if there are several."""
+
+PREFILL_HEADER: Final = "X-Draftgate-Prefill-Upstream"
+"""The header of a response whose prompt another upstream has computed, with its name."""
 
 
 class Forwarder:
@@ -88,8 +94,8 @@ class Forwarder:
         """Record the decision for a request before it is sent to an upstream."""
         reason = "" if fallback is None else fallback.reason
         if pool is None:
-            return self.pools.record_other(entry, routed.worker, view, reason)
-        return self.pools.record(entry, routed.worker, pool, routed.route, reason)
+            return self.pools.record_other(entry, routed, view, reason)
+        return self.pools.record(entry, routed, pool, reason)
 
     def choose_pool(self, entry: Entry, view: RequestView) -> PoolDecision | None:
         """Choose between upstreams with and without speculation, if both are open."""
@@ -125,6 +131,7 @@ class Forwarder:
         if len(tried) >= MOST_ATTEMPTS:
             return None
         usable = [(worker, worker.usage) for worker in self._open(model)]
+        usable = [pair for pair in usable if pair[0].role is not Role.PREFILL] or usable
         if need is not None:
             usable = [pair for pair in usable if has_capacity(pair[1], need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
@@ -135,6 +142,25 @@ class Forwarder:
         if not found:
             return None
         if tried and not self.takes_retry("refused" if refused else "failed"):
+            return None
+        return self.queue.router.choose(view, found, self.fleet.workers).worker
+
+    def choose_prefill(
+        self, need: CapacityNeed, view: View, tried: list[str]
+    ) -> FleetWorker | None:
+        """Return another upstream for a prompt, or None without an upstream or budget.
+
+        Args:
+            need: the capacity that the request needs.
+            tried: ids of upstreams that have failed.
+        """
+        found = [
+            (worker, worker.usage)
+            for worker in self._open(need.offer)
+            if worker.role is Role.PREFILL and worker.worker_id not in tried
+        ]
+        found = [pair for pair in found if has_capacity(pair[1], need)]
+        if not found or not self.takes_retry("failed"):
             return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
 
@@ -172,18 +198,43 @@ class Forwarder:
         return routed
 
     def headers(
-        self, worker: FleetWorker, pool: PoolDecision | None, fallback: Fallback | None
+        self,
+        worker: FleetWorker,
+        pool: PoolDecision | None,
+        fallback: Fallback | None,
+        prefilled_by: str,
     ) -> Mapping[str, str]:
-        """Return the headers of a response that say how its upstream was chosen."""
+        """Return the headers of a response that say how its upstream was chosen.
+
+        Args:
+            prefilled_by: id of the upstream that has computed the prompt for it, or empty.
+        """
         found: dict[str, str] = {}
         if len(self.fleet.workers) > 1:
             found[UPSTREAM_HEADER] = worker.worker_id
+        if prefilled_by:
+            found[PREFILL_HEADER] = prefilled_by
         if pool is not None:
             found.update(pool.headers(worker))
         if fallback is not None:
             found[FALLBACK_HEADER] = fallback.reason
             found[MODEL_HEADER] = fallback.model.encode("ascii", "replace").decode()
         return found
+
+    def route_view(
+        self, entry: Entry, request: RequestView, prompt: ForwardedPrompt | None, path: str
+    ) -> RouteView:
+        """Return a routing policy's view of a request with what is known of its prompt.
+
+        Args:
+            path: the endpoint of the request, with its query.
+        """
+        need = entry.needs[0]
+        tokens = need.most_tokens, entry.expected_tokens
+        view = RouteView(request, *tokens, need.sequences, entry.tenant)
+        if self.queue.router.separates:
+            view = replace(view, may_separate=path.partition("?")[0] in SEPARABLE)
+        return view if prompt is None else self.prefixes.add_to(view, prompt, self.fleet.workers)
 
     def call_for(self, model: str, call: UpstreamCall) -> UpstreamCall:
         """Return a call for another model."""

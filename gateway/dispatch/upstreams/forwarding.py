@@ -21,7 +21,9 @@ from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attem
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.upstreams.prefill import DividedCall
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
+from draftgate.gateway.dispatch.upstreams.usage import NO_TOKENS, usage_so_far
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
@@ -31,7 +33,6 @@ from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 from draftgate.policies.values import replace
 
-_NO_TOKENS: Final = TokenUsage(0, 0, 0)
 _NO_WORKERS: Final = frozenset[str]()
 _NO_VIEW: Final = RequestView(0, 0, 0.0)
 
@@ -40,6 +41,7 @@ class ForwardState(Enum):
     """The states of a forwarded request.
 
     NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
+    ADMITTED -> PREFILLING -> SENT, for upstreams with roles
     SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
     any of these -> NEW or ADMITTED with another model
     ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
@@ -47,6 +49,8 @@ class ForwardState(Enum):
 
     NEW = auto()
     ADMITTED = auto()
+    PREFILLING = auto()
+    """Another upstream may compute the prompt for the one that has reserved capacity for it."""
     SENT = auto()
     """An upstream has reserved capacity for it, and gets it."""
     ANSWERED = auto()
@@ -61,7 +65,7 @@ class ForwardState(Enum):
 
 
 # A name of the module is found in a tenth of the time of a member of an enum.
-NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
+NEW, ADMITTED, PREFILLING, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
 
 
 class ForwardedRequest:
@@ -87,10 +91,10 @@ class ForwardedRequest:
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
-        "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange", "fallback",
-        "headers", "is_error", "plan", "state", "status", "streaming", "translation", "worker",
-        "worker_id",
+        "_avoid", "_call", "_call_span", "_decision", "_divided", "_first", "_forwarder", "_kept",
+        "_need", "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange",
+        "fallback", "headers", "is_error", "plan", "state", "status", "streaming", "translation",
+        "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -137,26 +141,13 @@ class ForwardedRequest:
         self._decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
         self.fallback: Fallback | None = None
+        self._divided: DividedCall | None = None  # for upstreams with roles
 
     def usage(self) -> TokenUsage:
-        """Return the reported or estimated tokens of the response so far.
-
-        An error has no tokens.
-        """
-        exchange, entry, kept = self.exchange, self.entry, self._kept
-        if entry is None or self.is_error:
-            return _NO_TOKENS
-        need = entry.needs[0]
-        if kept is not None and kept.tokens is not None:
-            return kept.usage(None if exchange is None else exchange.usage())
-        if exchange is None:
-            return _NO_TOKENS
-        usage = exchange.usage()
-        if usage.prompt:
-            return usage
-        is_counted = self.streaming or usage.output > 0
-        output = usage.output if is_counted else need.sequences * entry.max_tokens
-        return TokenUsage(need.prompt_tokens, 0, output)
+        """Return the reported or estimated tokens of the response so far, or none for an error."""
+        if self.entry is None or self.is_error:
+            return NO_TOKENS
+        return usage_so_far(self.exchange, self.entry, self._kept, streaming=self.streaming)
 
     async def start(self) -> None:
         """Get a response from an upstream, which may be an error.
@@ -180,6 +171,7 @@ class ForwardedRequest:
             forwarder.admission.answered(entry)
             if self.streaming:
                 assert self.worker is not None
+                self._leave_kv()
                 self._kept = forwarder.keep(self._call, entry, self.worker, self._watch)
 
     async def attempt(self) -> None:
@@ -191,6 +183,10 @@ class ForwardedRequest:
             worker = await self._seat(entry)
         self.worker, self.state = worker, SENT
         forwarder.budget.count_request(forwarder.queue.now_s())
+        if self._divided is not None:
+            self.state = PREFILLING
+            self._call = await self._divided.compute(self._call)
+            self.state = SENT
         await self._send(worker, [])
 
     def fall_back(self, model: str, reason: FallbackReason) -> None:
@@ -202,7 +198,7 @@ class ForwardedRequest:
         entry.needs = (replace(entry.needs[0], offer=model),)
         self._call = self._forwarder.call_for(model, self._call)
         self._need, self._avoid, self._pool = entry.needs[0], _NO_WORKERS, None
-        self._prompt = None  # of the model before
+        self._prompt = self._divided = None  # of the model before
         self.state = NEW if self.state is NEW else ADMITTED
         self.fallback = Fallback(requested, model, reason)
         self._watch(self.fallback)
@@ -227,9 +223,12 @@ class ForwardedRequest:
         if routed is None:
             routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool is not None or self.fallback is not None:
+        if self._pool or self.fallback or routed.phases:
             self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
-        return routed.worker
+        if routed.phases is None:
+            return routed.worker
+        self._divided = DividedCall(forwarder, entry, routed, self.route_view, span, self._watch)
+        return self._divided.worker
 
     async def read(self) -> bytes:
         """Return the next bytes of the body, or nothing at its end or if the upstream is lost.
@@ -307,15 +306,9 @@ class ForwardedRequest:
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
-        entry = self.entry
-        if entry is None:
+        if self.entry is None:
             return RouteView(self._view, 0, 0.0)
-        need = entry.needs[0]
-        tokens = need.most_tokens, entry.expected_tokens
-        view = RouteView(self._view, *tokens, need.sequences, entry.tenant)
-        if self._prompt is None:
-            return view
-        return self._forwarder.prefixes.add_to(view, self._prompt, self._forwarder.fleet.workers)
+        return self._forwarder.route_view(self.entry, self._view, self._prompt, self._call.path)
 
     async def resume(self) -> None:
         """Continue a lost stream on another upstream, or give the client the error.
@@ -383,6 +376,7 @@ class ForwardedRequest:
                 other.reserve(entry.request_id, need)
             self.worker = worker = other
             self.state = SENT
+            self._leave_kv()
         if failure is not None:
             raise failure
         retry_after_s = forwarder.retry_after_s(self._call.model)
@@ -402,8 +396,7 @@ class ForwardedRequest:
             self._call_span = span = open_dispatch(self._span, worker.worker_id, worker.server)
             call = call._replace(headers={**call.headers, **span.propagation()})
         if self._prompt is not None and self._need is not None:
-            tokens = self._need.prompt_tokens
-            self._forwarder.prefixes.sent(self._prompt, worker, tokens)
+            self._forwarder.prefixes.sent(self._prompt, worker, self._need.prompt_tokens)
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         self.exchange = exchange = await upstream.forward(call)
         if not exchange.body:
@@ -415,19 +408,25 @@ class ForwardedRequest:
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
         self.translation = exchange.translation
         self.is_error = exchange.status >= refusals.FIRST_ERROR
+        prefilled_by = "" if self._divided is None else self._divided.prefilled_by
         if self._span.recording:
             self._call_span.set({"http.response.status_code": exchange.status})
         if self.status >= refusals.FIRST_REDIRECT and self.status not in refusals.PASSED_ON:
             if self.body is None:
                 self.body, _ = await refusals.read_begin(self.read, refusals.MOST_REASON_BYTES)
-            refusals.check_refusal(self.status, self.body, worker)
+            refusals.check_refusal(self.status, self.body, worker, has_kv=bool(prefilled_by))
             self.state = REFUSED
             return
         self.state = ANSWERED
         pool = self._pool
-        if more := self._forwarder.headers(worker, pool, self.fallback):
+        if more := self._forwarder.headers(worker, pool, self.fallback, prefilled_by):
             self.headers = {**self.headers, **more}
         self.plan = None if pool is None else pool.plan
+
+    def _leave_kv(self) -> None:
+        """Send the request without the KV cache of its prompt from now on."""
+        if self._divided is not None:
+            self._call = self._divided.undivided(self._call)
 
     def _release(self, entry: Entry) -> None:
         """Release the capacity of the present upstream."""

@@ -25,7 +25,7 @@ from draftgate.gateway.dispatch.admission import AdmissionController, Entry
 from draftgate.gateway.dispatch.decisions import Decision, MoveRecord
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.recovery import wait_for
-from draftgate.gateway.dispatch.routing import View
+from draftgate.gateway.dispatch.routing import Routed, View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
@@ -296,6 +296,7 @@ class KeptStream:
         waiting = self._shared.admission.waiting(entry, 0)
         waiting = waiting.for_rest(entry.request_id, need, lost, 0)
         waiting.returning = True
+        waiting.has_blocks = True  # the rest is not divided between upstreams with roles
         with span.child("queue"):
             return (await queue.turn(waiting, view)).worker
 
@@ -351,7 +352,7 @@ class KeptStream:
         self._watch(resume)
         move = MoveRecord(lost, sink, cause.value, MoveEnd.MOVED)
         pools = self._shared.pools
-        decision = decision or pools.record_other(self._entry, worker, view)
+        decision = decision or pools.record_other(self._entry, Routed(worker), view)
         pools.record_move(self._entry, decision, move)
         self._watched = worker
         self._shared.watchdog.watch(self, worker)

@@ -7,16 +7,16 @@ from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
+from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.upstream_speculation import (
     ReplicaPool,
     UpstreamPoolState,
     choose_pool,
 )
-from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.types import RequestView, Role, SpeculationPlan, WorkerLoad
 from draftgate.policies.values import immutable
 
 POOL_HEADER: Final = "X-Speculation-Pool"
@@ -80,6 +80,8 @@ class UpstreamPools:
         workers = self._fleet.open_among(self._fleet.workers, model)
         if len(workers) < 2:
             return None
+        # An upstream for prompts drafts nothing, whatever its kind.
+        workers = [one for one in workers if one.role is not Role.PREFILL]
         open_upstreams = [(worker, worker.usage) for worker in workers]
         drafting = [
             pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.SPECULATING
@@ -98,12 +100,7 @@ class UpstreamPools:
         return PoolDecision(request, state.load, choice.plan, avoid)
 
     def record(
-        self,
-        request: Entry,
-        worker: FleetWorker,
-        decision: PoolDecision,
-        route: Route | None,
-        fallback: str = "",
+        self, request: Entry, routed: Routed, decision: PoolDecision, fallback: str = ""
     ) -> Decision:
         """Record the decision for a request before it is sent to an upstream.
 
@@ -113,23 +110,32 @@ class UpstreamPools:
         self._on_decision(decision.plan)
         return self._decisions.record(
             request.request_id,
-            worker.worker_id,
+            routed.worker.worker_id,
             decision.request,
             decision.load,
             decision.plan,
-            route,
+            routed.route,
             tenant=request.tenant,
+            phases=routed.phases,
             fallback=fallback,
         )
 
     def record_other(
-        self, request: Entry, worker: FleetWorker, view: RequestView, fallback: str = ""
+        self, request: Entry, routed: Routed, view: RequestView, fallback: str = ""
     ) -> Decision:
         """Record that an upstream gets a request without a choice between pools."""
+        worker = routed.worker
         plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
         load, name = worker.backend.load(), worker.worker_id
         return self._decisions.record(
-            request.request_id, name, view, load, plan, tenant=request.tenant, fallback=fallback
+            request.request_id,
+            name,
+            view,
+            load,
+            plan,
+            tenant=request.tenant,
+            phases=routed.phases,
+            fallback=fallback,
         )
 
     def record_move(self, request: Entry, decision: Decision, move: MoveRecord) -> None:

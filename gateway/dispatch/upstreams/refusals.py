@@ -33,16 +33,22 @@ PASSED_ON: Final = frozenset({*range(400, 500), 501}) - REFUSALS
 _RETRY_HEADERS: Final = frozenset({"retry-after", "retry-after-ms"})
 
 
-def check_refusal(status: int, body: bytes, worker: FleetWorker) -> None:
+def check_refusal(status: int, body: bytes, worker: FleetWorker, *, has_kv: bool) -> None:
     """Check that another upstream may succeed after an error of this one.
 
+    Args:
+        has_kv: whether the upstream was to copy the KV cache of the prompt from another one.
+
     Raises:
+        UpstreamFailed: the upstream may not have got the KV cache, which it can compute itself.
         UpstreamBroken: another attempt would not avoid the error.
     """
     if status in DENIED:
         where = worker.backend.card.root
         log(logging.WARNING, "an upstream denies access", upstream=where, status=status)
     if status not in REFUSALS:
+        if has_kv:
+            raise UpstreamFailed(reason(status, body))
         raise UpstreamBroken(reason(status, body))
 
 

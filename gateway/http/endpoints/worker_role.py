@@ -64,7 +64,7 @@ async def _change_role(worker: FleetWorker, role: Role) -> None:
     if worker.server is None:
         worker.role = role
     elif not isinstance(backend, PeerBackend):
-        raise FixedRole("an upstream has no role")
+        raise FixedRole("the configuration of this node sets the role of an upstream")
     elif backend.changes_role:
         await backend.change_role(role)
     else:
