@@ -208,6 +208,7 @@ class UpstreamCall(NamedTuple):
         model: the name of the model in the body, or an empty string without one.
         renamed: the body with each other name that an upstream has for the model, by this name.
         translation: the form for upstreams without the endpoint, or None if there is no other form.
+        stream: whether the client has asked for a stream of events.
     """
 
     method: str
@@ -219,6 +220,7 @@ class UpstreamCall(NamedTuple):
     model: str = ""
     renamed: Mapping[str, bytes] = MappingProxyType({})
     translation: CallTranslation | None = None
+    stream: bool = False
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -250,12 +252,14 @@ class UpstreamPause(NamedTuple):
         status: HTTP status for clients meanwhile: 429 if the upstream is overloaded, 503 if it is
             out.
         denied: the status with which the upstream denied access to this gateway, or 0.
+        late: whether the upstream has not responded in time to its latest requests.
     """
 
     remaining_s: float
     status: int
     reason: str
     denied: int = 0
+    late: bool = False
 
 
 class Exchange(Protocol):

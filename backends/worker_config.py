@@ -194,6 +194,9 @@ ZmqAddress: TypeAlias = Annotated[str, Meta(pattern=r"^(tcp://[^\s*/]+:\d{1,5}|i
 LONGEST_PAUSE_S: Final = 30.0
 """Default of the longest pause of an upstream."""
 
+CONNECT_TIMEOUT_S: Final = 5.0
+"""Default of the time to open a connection to an upstream, which takes a round trip or two."""
+
 
 class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a server that runs requests, for the backends `openai` and `peer`.
@@ -211,6 +214,12 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             `upstream_concurrency`.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
+        connect_timeout_s: maximum time to open a connection in seconds, or None for the setting
+            `upstream_connect_timeout_s`.
+        first_byte_timeout_s: maximum time until the first byte of a stream in seconds, 0 for no
+            limit, or None for the setting `upstream_first_byte_timeout_s`.
+        response_timeout_s: maximum time until a response arrives that is not streamed, in seconds,
+            0 for no limit, or None for the setting `upstream_response_timeout_s`.
         chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
             to try the endpoints.
         tokenizer: directory with the `tokenizer.json` of its models, with which the gateway encodes
@@ -230,6 +239,9 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     speculates: bool | None = None
     concurrency: Count | None = None
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
+    connect_timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    first_byte_timeout_s: Amount | None = None
+    response_timeout_s: Amount | None = None
     chats_only: bool | None = None
     tokenizer: str | None = None
     kv_events: ZmqAddress | None = None

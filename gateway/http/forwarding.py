@@ -133,7 +133,7 @@ async def forward(
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
-    call = _call(request, received, service, wanted, sequences=choices)
+    call = _call(request, received, service, wanted, sequences=choices, stream=stream)
     failure: Callable[[GatewayError, str], bytes]
     failure = partial(error_event, wanted=error_format(request))
     if translate is not None:
@@ -403,6 +403,7 @@ def _call(
     wanted: ServiceLevel,
     *,
     sequences: int,
+    stream: bool = False,
 ) -> UpstreamCall:
     """Return the call to the upstream.
 
@@ -428,6 +429,7 @@ def _call(
         request[REQUEST_ID],
         received.model,
         received.renamed,
+        stream=stream,
     )
 
 

@@ -21,7 +21,7 @@ from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
-from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError, ModelNotFound, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -108,8 +108,7 @@ class Forwarder:
         avoid: frozenset[str],
         view: View,
         tried: list[str],
-        *,
-        refused: bool,
+        cause: RetryCause = RetryCause.FAILED,
     ) -> FleetWorker | None:
         """Return the upstream for the next attempt, or None without an upstream or budget.
 
@@ -120,7 +119,7 @@ class Forwarder:
             view: a function that returns the routing policy's view of the request.
             tried: ids of upstreams that were already called. After a failure, they are used if no
                 other is left.
-            refused: whether the last upstream refused the request.
+            cause: why the last attempt was not the last one.
         """
         if len(tried) >= MOST_ATTEMPTS:
             return None
@@ -128,13 +127,13 @@ class Forwarder:
         if need is not None:
             usable = [pair for pair in usable if has_capacity(pair[1], need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
-        if not found and not refused:
+        if not found and cause is RetryCause.FAILED:
             found = [pair for pair in usable if tried.count(pair[0].worker_id) < _MOST_CALLS]
         if avoid:
             found = [pair for pair in found if pair[0].worker_id not in avoid] or found
         if not found:
             return None
-        if tried and not self.takes_retry("refused" if refused else "failed"):
+        if tried and not self.takes_retry(cause):
             return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
 
@@ -144,12 +143,12 @@ class Forwarder:
         Raises:
             GatewayError: none is open.
         """
-        worker = self.choose(model, None, frozenset(), view, [], refused=False)
+        worker = self.choose(model, None, frozenset(), view, [])
         if worker is None:
             raise self.no_upstream(model)
         return worker
 
-    def takes_retry(self, cause: str) -> bool:
+    def takes_retry(self, cause: RetryCause) -> bool:
         """Return whether the budget allows a retry now, and count the retry if so."""
         allowed = self.budget.take_retry(self.queue.now_s())
         self._on_retry(cause, allowed)

@@ -22,6 +22,7 @@ from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
+from draftgate.gateway.dispatch.upstreams.rules import RetryCause
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
@@ -373,10 +374,8 @@ class ForwardedRequest:
             self._leave(failure)
             if entry is not None:
                 self._release(entry)
-            refused, model = self.state is REFUSED, self._call.model
-            other = forwarder.choose(
-                model, need, self._avoid, self.route_view, tried, refused=refused
-            )
+            model, avoid, cause = self._call.model, self._avoid, RetryCause.of(failure)
+            other = forwarder.choose(model, need, avoid, self.route_view, tried, cause)
             if other is None:
                 break
             if entry is not None and need is not None:
