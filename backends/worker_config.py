@@ -212,6 +212,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         speculates: whether it drafts for every request, or None to read its metrics.
         concurrency: maximum concurrent requests, 0 to read its metrics, or None for the setting
             `upstream_concurrency`.
+        weight: its share of the requests, relative to the weights of other upstreams, or 0 if it
+            gets a request only if no other upstream can take it.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
         connect_timeout_s: maximum time to open a connection in seconds, or None for the setting
@@ -238,6 +240,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     headers: dict[str, str] = {}
     speculates: bool | None = None
     concurrency: Count | None = None
+    weight: Amount = 1.0
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
     connect_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     first_byte_timeout_s: Amount | None = None

@@ -40,6 +40,7 @@ from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.routing.preferences import Preferences
 from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
 from draftgate.policies.types import WorkerLoad
 
@@ -224,6 +225,12 @@ class ModelService:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         await self.fleet.start(prefix, self._first_worker)
+        workers = self.fleet.workers
+        preferences = Preferences(
+            {one.worker_id: getattr(one.backend, "weight", 1.0) for one in workers}
+        )
+        if preferences.has_any:
+            self.dispatcher.queue.router.preferences = preferences
         if self.members is not None:
             await self.members.first()
         if not self.forwards:

@@ -77,6 +77,7 @@ class OpenAIUpstream:
         models: the models that clients may use, by name, as its latest list describes them, or None
             until a list was read. An alias is described as its model.
         aliases: further names for clients, with the upstream's own name of each model.
+        weight: its share of requests, relative to other upstreams, or 0 for a spare one.
     """
 
     recovers = True
@@ -104,6 +105,7 @@ class OpenAIUpstream:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url, credentials = split_credentials(read_server_url(settings.url))
         self.aliases = settings.aliases
+        self.weight = settings.weight
         self._settings = settings
         self._headers = {
             "Accept-Encoding": "identity",

@@ -42,6 +42,9 @@ class RouteView:
         block_tokens: number of tokens in a block.
         cached: what workers have cached of the prompt, by worker id, as far as more is known than
             the placements of earlier prompts, or None.
+        offer: what only some workers have (`CapacityNeed.offer`).
+        session_worker: id of the worker that ran the last request of its session, or empty if that
+            is unknown.
     """
 
     request: RequestView
@@ -52,6 +55,8 @@ class RouteView:
     block_hashes: Sequence[bytes] = ()
     block_tokens: int = 16
     cached: Mapping[str, CachedPrefix] | None = None
+    offer: str = ""
+    session_worker: str = ""
 
 
 @immutable

@@ -313,7 +313,7 @@ class ForwardedRequest:
             return RouteView(self._view, 0, 0.0)
         need = entry.needs[0]
         tokens = need.most_tokens, entry.expected_tokens
-        view = RouteView(self._view, *tokens, need.sequences, entry.tenant)
+        view = RouteView(self._view, *tokens, need.sequences, entry.tenant, offer=need.offer)
         if self._prompt is None:
             return view
         return self._forwarder.prefixes.add_to(view, self._prompt, self._forwarder.fleet.workers)
