@@ -198,6 +198,30 @@ CONNECT_TIMEOUT_S: Final = 5.0
 """Default of the time to open a connection to an upstream, which takes a round trip or two."""
 
 
+class TokenPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The price of a model at an upstream, in USD per million tokens.
+
+    Attributes:
+        input: price of prompt tokens.
+        output: price of output tokens.
+        cached_input: price of prompt tokens that were cached, or None for that of other ones.
+    """
+
+    input: Amount
+    output: Amount
+    cached_input: Amount | None = None
+
+    def usd(self, prompt_tokens: int, cached_tokens: int, output_tokens: float) -> float:
+        """Return the cost of a request in USD.
+
+        Args:
+            cached_tokens: number of prompt tokens that were cached.
+        """
+        cached = self.input if self.cached_input is None else self.cached_input
+        prompt = (prompt_tokens - cached_tokens) * self.input + cached_tokens * cached
+        return (prompt + output_tokens * self.output) / 1e6
+
+
 class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a server that runs requests, for the backends `openai` and `peer`.
 
@@ -214,6 +238,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             `upstream_concurrency`.
         weight: its share of the requests, relative to the weights of other upstreams, or 0 if it
             gets a request only if no other upstream can take it.
+        price: prices by its names of its models, or of all other models under an empty name.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
         connect_timeout_s: maximum time to open a connection in seconds, or None for the setting
@@ -241,6 +266,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     speculates: bool | None = None
     concurrency: Count | None = None
     weight: Amount = 1.0
+    price: dict[str, TokenPrice] = {}
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
     connect_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     first_byte_timeout_s: Amount | None = None

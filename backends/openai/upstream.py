@@ -78,6 +78,7 @@ class OpenAIUpstream:
             until a list was read. An alias is described as its model.
         aliases: further names for clients, with the upstream's own name of each model.
         weight: its share of requests, relative to other upstreams, or 0 for a spare one.
+        prices: prices by its own names of models, or of all other models under an empty name.
     """
 
     recovers = True
@@ -105,7 +106,7 @@ class OpenAIUpstream:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url, credentials = split_credentials(read_server_url(settings.url))
         self.aliases = settings.aliases
-        self.weight = settings.weight
+        self.weight, self.prices = settings.weight, settings.price
         self._settings = settings
         self._headers = {
             "Accept-Encoding": "identity",

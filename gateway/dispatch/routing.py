@@ -217,7 +217,7 @@ class Router:
         places = {one.worker_id: place for place, one in enumerate(candidates)}
         allowed = candidates
         if self.preferences is not None:
-            allowed = self.preferences.narrowed(request, candidates)
+            allowed = self.preferences.preferred(request, candidates)
         route = self._policy.route(request, Candidates(allowed, rivals), self._draw)
         chosen = [places[offer.worker_id] for offer in route.offers]
         self._placed(request, candidates[chosen[0]])

@@ -227,6 +227,17 @@ FALLBACKS: Final = _counter(
     unit="requests",
     labels=("requested", "used", "reason"),
 )
+COST: Final = _counter(
+    "draftgate_cost_usd",
+    "Cost of the responses of upstreams with prices, by tenant (empty without API keys) and by the "
+    "upstream's name of the model",
+    labels=("tenant", "model"),
+)
+UNKNOWN_COSTS: Final = _counter(
+    "draftgate_unknown_cost_requests",
+    "Requests whose upstream has a price but reported no usage, so that the cost is unknown",
+    labels=("tenant", "model"),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )

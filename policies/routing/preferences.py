@@ -1,10 +1,12 @@
-"""The operator's preferences among upstreams, which precede the routing policy.
+"""The operator's preferences among upstreams: weights, spare ones and prices.
 
-If the weights of upstreams differ, requests take turns. An upstream of weight w gets the share w /
-(sum of weights) of the requests for a model. The order is that of start-time fair queueing (Goyal
-et al. 1996): each request advances the clock of its upstream by 1 / w, and the upstream with the
-earliest clock is next. An upstream that was away continues at the present time, so it does not
-catch up.
+Among upstreams with equal estimates, the routing policy chooses the cheapest.
+
+If the weights of upstreams differ, requests take turns instead. An upstream of weight w gets the
+share w / (sum of weights) of the requests for a model. The order is that of start-time fair
+queueing (Goyal et al. 1996): each request advances the clock of its upstream by 1 / w, and the
+upstream with the earliest clock is next. An upstream that was away continues at the present time,
+so it does not catch up.
 
 An upstream is passed over while it has more than `OVERLOAD` times its share of the load: its load
 divided by its weight exceeds that of another upstream with one more request by this factor. So an
@@ -15,9 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeAlias
 
 from draftgate.policies.routing.types import Candidate, RouteView
+from draftgate.policies.values import replace
+
+Estimate: TypeAlias = Callable[[RouteView, Candidate], float]
+"""A function that returns the expected cost of a request on a worker in USD."""
 
 OVERLOAD: Final = 2.0
 """Multiple of its share of the load above which an upstream gets no request. With a factor of 1,
@@ -32,33 +38,40 @@ _PROMPT_TOKENS: Final = attrgetter("prompt_tokens")
 
 
 class Preferences:
-    """The weights of workers, and the turns of requests.
+    """The weights and prices of workers, and the turns of requests.
 
     Attributes:
         spares: ids of workers of weight 0, which run a request only if no other worker can.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        """Use the weights of workers, by their ids. Each is 0 or more."""
+    def __init__(self, weights: Mapping[str, float], estimate: Estimate | None = None) -> None:
+        """Use the weights of workers, by their ids.
+
+        Args:
+            weights: numbers of 0 or more.
+            estimate: returns the cost of a request on a worker, or None if no worker has a price.
+        """
         self.spares = frozenset(one for one, weight in weights.items() if not weight)
         differ = len({weight for weight in weights.values() if weight}) > 1
         # Without other workers, spare ones take turns as equals.
         self._weights = {one: weight or 1.0 for one, weight in weights.items()} if differ else {}
+        self._estimate = estimate
         self._turns: dict[str, _Turns] = {}  # by model, the one that was used first is first
 
     @property
     def has_any(self) -> bool:
         """Whether any request depends on the preferences."""
-        return bool(self.spares or self._weights)
+        return bool(self.spares or self._weights or self._estimate)
 
-    def narrowed(self, request: RouteView, workers: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    def preferred(self, request: RouteView, workers: Sequence[Candidate]) -> tuple[Candidate, ...]:
         """Return the workers between which the routing policy decides.
 
-        These are the worker whose turn it is, and the worker that ran the request's session last.
-        They are all workers if the weights are equal.
+        If weights differ, these are the worker whose turn it is, and the worker that ran the
+        request's session last. Otherwise, they are all workers, and the cheapest one has
+        precedence.
         """
         if not self._weights:
-            return tuple(workers)
+            return self._by_price(request, workers)
         own_prompt = request.request.prompt_tokens
         able = self._within_share(workers, _SEQUENCES, request.sequences)
         able = self._within_share(able, _PROMPT_TOKENS, own_prompt)
@@ -67,6 +80,15 @@ class Preferences:
         return tuple(
             one for one in workers if one is turn or one.worker_id == request.session_worker
         )
+
+    def _by_price(self, request: RouteView, workers: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return workers with their places in the order of their prices."""
+        if self._estimate is None:
+            return tuple(workers)
+        usd = [self._estimate(request, worker) for worker in workers]
+        places = {cost: place for place, cost in enumerate(sorted(set(usd)))}
+        pairs = zip(workers, usd, strict=True)
+        return tuple([replace(worker, precedence=places[cost]) for worker, cost in pairs])
 
     def placed(self, request: RouteView, worker_id: str) -> None:
         """Record the worker that gets a request."""

@@ -95,6 +95,7 @@ class Candidate:
         cached_tokens: prompt tokens that are probably in its cache, less than the prompt has.
         pull: the next tokens of the prompt, if the worker would rather pull than compute them over
             a link of known bandwidth.
+        precedence: place among workers that are otherwise equal, of which the smallest is chosen.
     """
 
     worker_id: str
@@ -106,6 +107,7 @@ class Candidate:
     own: bool = True
     cached_tokens: int = 0
     pull: PrefixPull | None = None
+    precedence: int = 0
 
     @property
     def load(self) -> WorkerLoad:

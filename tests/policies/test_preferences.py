@@ -27,7 +27,7 @@ def test_shares_of_idle_workers_are_exact(weights: list[int]) -> None:
     workers = [worker(number) for number in range(len(weights))]
     counts = Counter[str]()
     for _ in range(rounds * sum(weights)):
-        (chosen,) = preferences.narrowed(REQUEST, workers)
+        (chosen,) = preferences.preferred(REQUEST, workers)
         preferences.placed(REQUEST, chosen.worker_id)
         counts[chosen.worker_id] += 1
     assert [counts[one.worker_id] for one in workers] == pytest.approx(
@@ -53,7 +53,7 @@ def shares(
             now_s, place = ends.pop(0)
             running[place] -= 1
         workers = [worker(number, running=count) for number, count in enumerate(running)]
-        (chosen,) = preferences.narrowed(REQUEST, workers)
+        (chosen,) = preferences.preferred(REQUEST, workers)
         preferences.placed(REQUEST, chosen.worker_id)
         place = int(chosen.worker_id[2:])
         running[place] += 1
@@ -84,7 +84,7 @@ def test_worker_that_returns_does_not_catch_up() -> None:
         preferences.placed(REQUEST, "w-1")
     counts = Counter[str]()
     for _ in range(30):
-        (chosen,) = preferences.narrowed(REQUEST, both)
+        (chosen,) = preferences.preferred(REQUEST, both)
         preferences.placed(REQUEST, chosen.worker_id)
         counts[chosen.worker_id] += 1
     assert counts["w-0"] == pytest.approx(10, abs=1)
@@ -98,7 +98,7 @@ def test_models_have_their_own_turns() -> None:
     for number in range(80):
         for _ in range(5):
             preferences.placed(replace(REQUEST, offer=f"other-{number * 100}"), "w-0")
-        (chosen,) = preferences.narrowed(REQUEST, both)
+        (chosen,) = preferences.preferred(REQUEST, both)
         preferences.placed(REQUEST, chosen.worker_id)
         counts[chosen.worker_id] += 1
     assert counts == {"w-0": 60, "w-1": 20}
@@ -113,15 +113,15 @@ def test_worker_of_the_session_stays_a_candidate() -> None:
     both = [worker(0), worker(1)]
     preferences.placed(REQUEST, "w-0")
     at = [replace(REQUEST, session_worker=name) for name in ("w-0", "w-1")]
-    assert preferences.narrowed(at[0], both) == tuple(both)
-    assert preferences.narrowed(at[1], both) == (both[1],)
+    assert preferences.preferred(at[0], both) == tuple(both)
+    assert preferences.preferred(at[1], both) == (both[1],)
 
 
 def test_equal_weights_are_no_preference() -> None:
     """With equal weights, the policy chooses among all workers that are not spare."""
     both = [worker(0), worker(1)]
     assert not named([2, 2]).has_any
-    assert named([2, 2]).narrowed(REQUEST, both) == tuple(both)
+    assert named([2, 2]).preferred(REQUEST, both) == tuple(both)
     spare = named([2, 2, 0])
     assert (spare.has_any, spare.spares) == (True, {"w-2"})
-    assert spare.narrowed(REQUEST, both) == tuple(both)
+    assert spare.preferred(REQUEST, both) == tuple(both)

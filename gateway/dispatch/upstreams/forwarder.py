@@ -16,6 +16,7 @@ from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, View
 from draftgate.gateway.dispatch.run import Fallback, Watch
 from draftgate.gateway.dispatch.span_attributes import record_route
+from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
@@ -75,6 +76,7 @@ class Forwarder:
         self.watchdog = watchdog
         self.rules = rules
         self.fallbacks = rules.fallbacks
+        self.costs: UpstreamCosts | None = None  # if an upstream has prices
         self._on_retry = on_retry
 
     def record(

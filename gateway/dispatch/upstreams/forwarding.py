@@ -85,11 +85,12 @@ class ForwardedRequest:
         worker_id: id of the upstream that responded.
         plan: the decision about speculation, or None without a choice.
         fallback: the last change of its model, or None.
+        decision: the recorded decision about it, or None without one.
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
-        "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange", "fallback",
+        "_avoid", "_call", "_call_span", "_first", "_forwarder", "_kept", "_need", "_pool",
+        "_prompt", "_span", "_view", "_watch", "body", "decision", "entry", "exchange", "fallback",
         "headers", "is_error", "plan", "state", "status", "streaming", "translation", "worker",
         "worker_id",
     )  # fmt: skip
@@ -135,7 +136,7 @@ class ForwardedRequest:
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
         self._watch = watch
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
         self.fallback: Fallback | None = None
 
@@ -228,8 +229,8 @@ class ForwardedRequest:
         if routed is None:
             routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool is not None or self.fallback is not None:
-            self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
+        if self._pool is not None or self.fallback is not None or forwarder.costs is not None:
+            self.decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
         return routed.worker
 
     async def read(self) -> bytes:
@@ -342,7 +343,7 @@ class ForwardedRequest:
                     await self._send(self.worker, [lost])
                     if self.is_error or not self.streaming:
                         raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
-                    kept.join(lost, self.worker, self._decision, self._view)
+                    kept.join(lost, self.worker, self.decision, self._view)
         except (BackendFailed, GatewayError) as later:
             why, error = GivenUp.NO_WORKER, later
             self._leave(later)
