@@ -210,6 +210,7 @@ class UpstreamCall(NamedTuple):
         translation: the form for upstreams without the endpoint, or None if there is no other form.
         rewrite: changes the body for its phase, after its model and form have been chosen, or None
             to send it unchanged (`draftgate.backends.openai.kv_transfer_params`).
+        stream: whether the client has asked for a stream of events.
     """
 
     method: str
@@ -222,6 +223,7 @@ class UpstreamCall(NamedTuple):
     renamed: Mapping[str, bytes] = MappingProxyType({})
     translation: CallTranslation | None = None
     rewrite: Callable[[bytes], bytes] | None = None
+    stream: bool = False
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -253,12 +255,14 @@ class UpstreamPause(NamedTuple):
         status: HTTP status for clients meanwhile: 429 if the upstream is overloaded, 503 if it is
             out.
         denied: the status with which the upstream denied access to this gateway, or 0.
+        late: whether the upstream has not responded in time to its latest requests.
     """
 
     remaining_s: float
     status: int
     reason: str
     denied: int = 0
+    late: bool = False
 
 
 class Exchange(Protocol):

@@ -10,6 +10,7 @@ BackendError
     ├── StreamMoved     the stream continues on another worker, so this worker has stopped it
     └── UpstreamFailed  an upstream failed, or its response cannot be forwarded
         └── UpstreamUnreachable  the upstream did not respond, so another one may be called
+            └── UpstreamLate     it has sent no byte within its timeout
 """
 
 from __future__ import annotations
@@ -64,3 +65,7 @@ class UpstreamFailed(BackendFailed):
 
 class UpstreamUnreachable(UpstreamFailed):
     """No byte of a response arrived from an upstream."""
+
+
+class UpstreamLate(UpstreamUnreachable):
+    """No byte of a response arrived within the timeout. The upstream may still work on it."""

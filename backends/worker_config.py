@@ -195,6 +195,33 @@ ZmqAddress: TypeAlias = Annotated[str, Meta(pattern=r"^(tcp://[^\s*/]+:\d{1,5}|i
 LONGEST_PAUSE_S: Final = 30.0
 """Default of the longest pause of an upstream."""
 
+CONNECT_TIMEOUT_S: Final = 5.0
+"""Default of the time to open a connection to an upstream, which takes a round trip or two."""
+
+
+class TokenPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The price of a model at an upstream, in USD per million tokens.
+
+    Attributes:
+        input: price of prompt tokens.
+        output: price of output tokens.
+        cached_input: price of prompt tokens that were cached, or None for that of other ones.
+    """
+
+    input: Amount
+    output: Amount
+    cached_input: Amount | None = None
+
+    def usd(self, prompt_tokens: int, cached_tokens: int, output_tokens: float) -> float:
+        """Return the cost of a request in USD.
+
+        Args:
+            cached_tokens: number of prompt tokens that were cached.
+        """
+        cached = self.input if self.cached_input is None else self.cached_input
+        prompt = (prompt_tokens - cached_tokens) * self.input + cached_tokens * cached
+        return (prompt + output_tokens * self.output) / 1e6
+
 
 class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a server that runs requests, for the backends `openai` and `peer`.
@@ -210,8 +237,17 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         speculates: whether it drafts for every request, or None to read its metrics.
         concurrency: maximum concurrent requests, 0 to read its metrics, or None for the setting
             `upstream_concurrency`.
+        weight: its share of the requests, relative to the weights of other upstreams, or 0 if it
+            gets a request only if no other upstream can take it.
+        price: prices by its names of its models, or of all other models under an empty name.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
+        connect_timeout_s: maximum time to open a connection in seconds, or None for the setting
+            `upstream_connect_timeout_s`.
+        first_byte_timeout_s: maximum time until the first byte of a stream in seconds, 0 for no
+            limit, or None for the setting `upstream_first_byte_timeout_s`.
+        response_timeout_s: maximum time until a response arrives that is not streamed, in seconds,
+            0 for no limit, or None for the setting `upstream_response_timeout_s`.
         chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
             to try the endpoints.
         tokenizer: directory with the `tokenizer.json` of its models, with which the gateway encodes
@@ -232,7 +268,12 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     headers: dict[str, str] = {}
     speculates: bool | None = None
     concurrency: Count | None = None
+    weight: Amount = 1.0
+    price: dict[str, TokenPrice] = {}
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
+    connect_timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    first_byte_timeout_s: Amount | None = None
+    response_timeout_s: Amount | None = None
     chats_only: bool | None = None
     tokenizer: str | None = None
     kv_events: ZmqAddress | None = None

@@ -33,6 +33,7 @@
     ├── NotOffered            501  ... code not_offered
     ├── UpstreamRejection     the upstream's status, type and code
     ├── UpstreamBroken        502  ... code upstream_failed
+    ├── UpstreamTimeout       504  ... code upstream_timeout
     └── Unavailable           503  server_error, with Retry-After
         ├── Starting               ... code model_loading
         ├── Draining               ... code draining
@@ -60,6 +61,7 @@ from draftgate.backends.errors import (
     BackendFailed,
     RequestRejected,
     UpstreamFailed,
+    UpstreamLate,
     UpstreamUnreachable,
 )
 
@@ -386,6 +388,10 @@ class UpstreamBroken(GatewayError, status=502, code="upstream_failed"):
     """An upstream did not respond, broke off its response, or sent an error."""
 
 
+class UpstreamTimeout(GatewayError, status=504, code="upstream_timeout"):
+    """An upstream did not respond within its timeout."""
+
+
 class Unavailable(GatewayError, status=503, code="unavailable"):
     """This node accepts no requests at present, but another node may."""
 
@@ -420,6 +426,8 @@ def as_gateway_error(error: Exception) -> GatewayError:
     if isinstance(error, RequestRejected):
         kind = InvalidRequest if error.limit_tokens is None else ContextTooLong
         return kind(str(error), error.param)
+    if isinstance(error, UpstreamLate):
+        return UpstreamTimeout("the upstream did not respond in time")
     if isinstance(error, UpstreamUnreachable):
         return UpstreamBroken("the upstream does not respond")  # only the log has its address
     if isinstance(error, UpstreamFailed):

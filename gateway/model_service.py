@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
+from typing import cast
 
 from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.types import Task
@@ -24,6 +25,7 @@ from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.upstreams.costs import Priced, UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.errors import NotOffered, Starting
 from draftgate.gateway.fleet import Fleet
@@ -40,6 +42,7 @@ from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.routing.preferences import Preferences
 from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
 from draftgate.policies.types import Role, WorkerLoad
 
@@ -100,6 +103,7 @@ class ModelService:
         self._served: ServedModel | None = None
         self._model_id = model_id
         self._policy = parts.policy
+        self._decisions = parts.decisions
         self._lifecycle = parts.lifecycle
         self.config = config
         self.fleet = fleet
@@ -224,6 +228,7 @@ class ModelService:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         await self.fleet.start(prefix, self._first_worker)
+        self._use_preferences()
         if self.members is not None:
             await self.members.first()
         if not self.forwards:
@@ -232,6 +237,20 @@ class ModelService:
         else:
             self._check_fallbacks()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)
+
+    def _use_preferences(self) -> None:
+        """Use the weights and prices of upstreams, if they have any."""
+        backends = {one.worker_id: one.backend for one in self.fleet.workers}
+        priced = {name: one for name, one in backends.items() if getattr(one, "prices", None)}
+        costs = None
+        if priced:
+            upstreams = cast("Mapping[str, Priced]", priced)
+            count = partial(_count_cost, self.metrics)
+            self.forwarder.costs = costs = UpstreamCosts(upstreams, self._decisions, count)
+        weights = {name: getattr(one, "weight", 1.0) for name, one in backends.items()}
+        preferences = Preferences(weights, costs.estimate if costs is not None else None)
+        if preferences.has_any:
+            self.dispatcher.queue.router.preferences = preferences
 
     async def stop(self) -> None:
         """Stop the own workers and disconnect from other nodes' workers.
@@ -352,6 +371,13 @@ def _rules(config: ServeConfig) -> WaitingRules:
         phases=config.phases,
         prefill_tokens=config.upstream_prefill_tokens if has_roles else 0,
     )
+
+
+def _count_cost(metrics: Metrics, tenant: str, model: str, cost_usd: float | None) -> None:
+    if cost_usd is None:
+        metrics.add(metric.UNKNOWN_COSTS, 1, tenant, model)
+    else:
+        metrics.add(metric.COST, cost_usd, tenant, model)
 
 
 # The scaling advice of a node, from the loads of the pool and from its own queue and requests.

@@ -22,10 +22,7 @@ from yarl import URL
 from draftgate import __version__
 from draftgate.backends.connection_errors import ConnectionFailed
 from draftgate.backends.openai.connection import Connection, Response
-
-_CONNECT_S: Final = 5.0
-"""Timeout of a connection in seconds, which takes a round trip or two. The response may take any
-time."""
+from draftgate.backends.worker_config import CONNECT_TIMEOUT_S
 
 IDLE_CONNECTION_S: Final = 4.0
 """Seconds for which an idle connection is reused. vLLM and SGLang (uvicorn) close idle connections
@@ -59,13 +56,21 @@ class _Abandoned(ConnectionFailed):
 class Connections:
     """The connections to one upstream."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         """Open no connection yet.
 
         Args:
             url: the address of the upstream, without a final slash.
             headers: headers of every request.
+            connect_timeout_s: maximum time to find the address of the upstream and to open a
+                connection with TLS, in seconds. A response may take any time.
         """
+        self._connect_timeout_s = connect_timeout_s
         address = URL(url, encoded=True)
         self._host, self._port = address.raw_host or "", address.port or 0
         self._is_tls = address.scheme == "https"
@@ -211,16 +216,11 @@ class Connections:
         Raises:
             OSError: the name cannot be resolved, no address responds, or TLS fails.
         """
-        loop = asyncio.get_running_loop()
-        if loop.time() - self._resolved_s >= ADDRESSES_S:
-            self._addresses = await loop.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-            )
-            self._resolved_s = loop.time()
         tls = {"ssl": _tls_context(), "server_hostname": self._host} if self._is_tls else {}
-        async with asyncio.timeout(_CONNECT_S) as limit:
+        async with asyncio.timeout(self._connect_timeout_s) as limit:
             self._connecting.add(limit)
             try:
+                await self._resolve()
                 connection = await self._open_connection(tls)
             finally:
                 self._connecting.discard(limit)
@@ -229,6 +229,15 @@ class Connections:
             connection.abort()
             raise ConnectionFailed("this node stops")
         return connection
+
+    async def _resolve(self) -> None:
+        """Find the addresses of the upstream, unless they are known."""
+        loop = asyncio.get_running_loop()
+        if loop.time() - self._resolved_s >= ADDRESSES_S:
+            self._addresses = await loop.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+            )
+            self._resolved_s = loop.time()
 
     async def _open_connection(self, tls: Mapping[str, Any]) -> Connection:
         connected = await start_connection(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -34,6 +35,11 @@ class Pauses:
     healthy upstream off. A successful probe ends it early. If the upstream then refuses the next
     requests, probes say nothing about its load, and the next pause lasts until its end.
 
+    An upstream that sends no response within its timeout several times in a row, and none in
+    between, gets pauses that double, too. Probes do not end them, because the server of a hung
+    engine still responds to them. After such a pause, the upstream gets one request on trial. Any
+    response ends the pause.
+
     An upstream that denies access gets pauses that double with each denial. Probes do not end them,
     because most servers need no key for `/health`. A single 403 causes no pause, because it may
     concern one request only.
@@ -61,6 +67,8 @@ class Pauses:
         self.requested = False
         self._probes_count = True  # whether a successful probe ends a requested pause
         self._denials = 0  # in a row
+        self._late = self._late_pauses = 0  # since the last response
+        self._late_since_s = -math.inf  # the last pause after late responses
 
     def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
         """Return the rest of a pause, or None if the gateway may call the upstream.
@@ -93,6 +101,8 @@ class Pauses:
         """Record a response, which may request a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()
+        if self._late:
+            self._end_late(now_s)
         status = response.status
         if status in DENIED:
             self._note_denial(status, now_s)
@@ -102,7 +112,40 @@ class Pauses:
             self._probes_count = True
             return
         asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        self._begin(DEFAULT_PAUSE_S if asked_s is None else asked_s, status, now_s)
+        seconds = DEFAULT_PAUSE_S if asked_s is None else asked_s
+        self._begin(seconds, status, now_s, f"responded with status {status}")
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the latest requests have got no response in time, so the next one is a trial."""
+        return self._late >= _PATIENCE.failures
+
+    def note_late(self, sent_s: float, now_s: float) -> None:
+        """Record that a response has not begun in time, after which a pause may begin.
+
+        Args:
+            sent_s: time at which its request was sent.
+        """
+        self._late += 1
+        # Requests that were sent before the last pause say nothing new.
+        if self.is_late and sent_s > self._late_since_s:
+            self._late_pauses += 1
+            self._late_since_s = now_s
+            self._begin_late(_doubled_s(self._late_pauses), now_s)
+
+    def begin_trial(self, limit_s: float, now_s: float) -> None:
+        """Begin a pause until the response to the next request, which must arrive in a time."""
+        self._begin_late(limit_s, now_s)
+
+    def _begin_late(self, seconds: float, now_s: float) -> None:
+        self._probes_count = False
+        self._begin(seconds, 503, now_s, "has not responded in time", late=True)
+
+    def _end_late(self, now_s: float) -> None:
+        """End a pause of late responses, because one has arrived."""
+        if self.is_late:
+            self._until_s, self._probes_count = min(self._until_s, now_s), True
+        self._late = self._late_pauses = 0
 
     def _note_denial(self, status: int, now_s: float) -> None:
         """Begin a pause after a denial, unless the request was sent before the present pause."""
@@ -111,17 +154,30 @@ class Pauses:
         self._denials += 1
         if status == _FORBIDDEN and self._denials == 1:
             return
-        seconds = DEFAULT_PAUSE_S * 2.0 ** min(self._denials - 1, _MOST_DOUBLINGS)
         self._probes_count = False
-        self._begin(seconds, 503, now_s, denied=status)
+        reason = f"responded with status {status}"
+        self._begin(_doubled_s(self._denials), 503, now_s, reason, denied=status)
 
-    def _begin(self, seconds: float, status: int, now_s: float, *, denied: int = 0) -> None:
+    def _begin(
+        self,
+        seconds: float,
+        status: int,
+        now_s: float,
+        reason: str,
+        *,
+        denied: int = 0,
+        late: bool = False,
+    ) -> None:
         """Begin a pause, unless a longer one has begun."""
         until_s = now_s + min(seconds, self._longest_s)
         if until_s >= self._until_s:
-            reason = f"{self._url} responded with status {denied or status}"
-            self._until_s, self._pause = until_s, UpstreamPause(0.0, status, reason, denied)
-            self.requested = True
+            pause = UpstreamPause(0.0, status, f"{self._url} {reason}", denied, late)
+            self._until_s, self._pause, self.requested = until_s, pause, True
+
+
+def _doubled_s(number: int) -> float:
+    """Return the length of the pause with a number, from 1, before it is bounded."""
+    return DEFAULT_PAUSE_S * 2.0 ** min(number - 1, _MOST_DOUBLINGS)
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:

@@ -21,7 +21,7 @@ from draftgate.backends.base import (
     UpstreamPause,
 )
 from draftgate.backends.connection_errors import ConnectionFailed, public_reason
-from draftgate.backends.errors import CheckpointError, UpstreamUnreachable
+from draftgate.backends.errors import CheckpointError, UpstreamLate, UpstreamUnreachable
 from draftgate.backends.openai.block_index import BlockIndex
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import DEAD_S, Connections
@@ -34,9 +34,19 @@ from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.prompt_blocks import PromptBlocks
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
-from draftgate.backends.worker_config import LONGEST_PAUSE_S, UpstreamSettings, WorkerConfig
+from draftgate.backends.worker_config import (
+    CONNECT_TIMEOUT_S,
+    LONGEST_PAUSE_S,
+    UpstreamSettings,
+    WorkerConfig,
+)
 from draftgate.policies.routing.types import CachedPrefix
 from draftgate.policies.types import WorkerLoad
+
+
+class _ResponseLate(ConnectionFailed):
+    """No byte of a response has arrived within its limit."""
+
 
 Models: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Descriptions of models, as an upstream lists them, by name."""
@@ -71,6 +81,8 @@ class OpenAIUpstream:
             until a list was read. An alias is described as its model.
         aliases: further names for clients, with the upstream's own name of each model.
         role: the phase of requests that it computes.
+        weight: its share of requests, relative to other upstreams, or 0 for a spare one.
+        prices: prices by its own names of models, or of all other models under an empty name.
     """
 
     recovers = True
@@ -99,6 +111,7 @@ class OpenAIUpstream:
         self.url, credentials = split_credentials(read_server_url(settings.url))
         self.aliases = settings.aliases
         self.role = settings.role
+        self.weight, self.prices = settings.weight, settings.price
         self._settings = settings
         self._headers = {
             "Accept-Encoding": "identity",
@@ -109,6 +122,9 @@ class OpenAIUpstream:
         self._probe_s = probe_s
         self._poll_s = poll_s
         self._pauses = Pauses(self.url, settings.max_pause_s or LONGEST_PAUSE_S)
+        # Without and with a stream.
+        limits_s = settings.response_timeout_s or None, settings.first_byte_timeout_s or None
+        self._limits_s = limits_s if any(limits_s) else None
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
         self.tokenizer = _tokenizer(settings)
         self._cache = EventLog(BlockIndex())
@@ -158,7 +174,8 @@ class OpenAIUpstream:
 
         An upstream that does not respond is no error, because it may start later than this node.
         """
-        self._connections = Connections(self.url, self._headers)
+        connect_timeout_s = self._settings.connect_timeout_s or CONNECT_TIMEOUT_S
+        self._connections = Connections(self.url, self._headers, connect_timeout_s)
         self._monitor = UpstreamMonitor(self._connections, self._clock)
         failure = await self._monitor.probe()
         self._offer(self._monitor.models)
@@ -198,19 +215,14 @@ class OpenAIUpstream:
         self._sent += call.sequences
         begin_s = self._clock()
         running = self._load.running(self._sent, begin_s)
+        translation: CallTranslation | None = None
         try:
-            translation = call.translation
-            if translation is None:
-                body = self._body(call)
-                if call.rewrite is not None:
-                    body = await _rewritten(call.rewrite, body)
+            if call.translation is None and self._limits_s is None and call.rewrite is None:
                 response = await self._connections.request(
-                    call.method, call.path, body, call.headers, call.request_id
+                    call.method, call.path, self._body(call), call.headers, call.request_id
                 )
             else:
-                translation, response = await self._offer_forms(
-                    call, translation, self._connections
-                )
+                translation, response = await self._first_bytes(call, self._connections)
             if response.head.content_type == "text/html" and response.status == _OK:
                 response.close()
                 raise ConnectionFailed("it responded with an HTML page")
@@ -219,6 +231,9 @@ class OpenAIUpstream:
             if not isinstance(error, OSError):  # TimeoutError is one
                 raise
             reason = public_reason(error)
+            if isinstance(error, _ResponseLate):
+                self._pauses.note_late(begin_s, self._clock())
+                raise UpstreamLate(f"{self.url}: {reason}") from error
             timeout = isinstance(error, TimeoutError)
             self._missing.clear()
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
@@ -292,6 +307,31 @@ class OpenAIUpstream:
         name = self.aliases.get(call.model)
         return call.body if name is None else call.renamed[name]
 
+    async def _first_bytes(
+        self, call: UpstreamCall, connections: Connections
+    ) -> tuple[CallTranslation | None, Response]:
+        """Send a call, and wait for its response within the limits, as `_offer_forms` does.
+
+        Raises:
+            _ResponseLate: no byte has arrived in time.
+        """
+        limits_s = self._limits_s or (None, None)
+        limit_s = limits_s[call.stream]
+        if self._pauses.is_late:
+            self._pauses.begin_trial(max(filter(None, limits_s)), self._clock())
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                if call.translation is not None:
+                    return await self._offer_forms(call, call.translation, connections)
+                body = await _rewritten(call, self._body(call))
+                return None, await connections.request(
+                    call.method, call.path, body, call.headers, call.request_id
+                )
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _ResponseLate(f"it sent no response within {limit_s:g} s") from error
+
     async def _offer_forms(
         self, call: UpstreamCall, translation: CallTranslation, connections: Connections
     ) -> tuple[CallTranslation | None, Response]:
@@ -302,9 +342,7 @@ class OpenAIUpstream:
         """
         path, _, _ = call.path.partition("?")
         if not (self._settings.chats_only or path in self._missing):
-            body = self._body(call)
-            if call.rewrite is not None:
-                body = await _rewritten(call.rewrite, body)
+            body = await _rewritten(call, self._body(call))
             response = await connections.request(
                 call.method, call.path, body, call.headers, call.request_id
             )
@@ -322,8 +360,7 @@ class OpenAIUpstream:
         body = await translation.translate(
             name, continuous_usage=listed.get("owned_by") in _REPORTING_USAGE
         )
-        if call.rewrite is not None:
-            body = await _rewritten(call.rewrite, body)
+        body = await _rewritten(call, body)
         headers, path = call.headers, translation.path
         return translation, await connections.request("POST", path, body, headers, call.request_id)
 
@@ -359,11 +396,12 @@ class OpenAIUpstream:
                 await self.poll()
 
 
-async def _rewritten(rewrite: Callable[[bytes], bytes], body: bytes) -> bytes:
+async def _rewritten(call: UpstreamCall, body: bytes) -> bytes:
     """Return a body for its phase, changed in a thread if it is large (`received.INLINE_BYTES`)."""
-    if len(body) <= _INLINE_BYTES:
-        return rewrite(body)
-    return await asyncio.to_thread(rewrite, body)
+    rewrite = call.rewrite
+    if rewrite is None:
+        return body
+    return rewrite(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(rewrite, body)
 
 
 def _tokenizer(settings: UpstreamSettings) -> Tokenizer | None:

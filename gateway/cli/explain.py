@@ -142,6 +142,8 @@ def _outcome(decision: Decision) -> list[str]:
     outcome = decision.outcome
     if outcome is None:
         return []
+    if outcome.cost_usd is not None:
+        return [f"cost: {outcome.cost_usd:.6f} USD"]
     result = (
         f"outcome: {outcome.accepted_tokens} of {outcome.drafted_tokens} draft tokens accepted "
         f"in {outcome.spec_steps} steps"

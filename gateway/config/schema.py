@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from draftgate.addresses import mask_url, split_credentials
 from draftgate.backends.worker_config import (
+    CONNECT_TIMEOUT_S,
     LONGEST_PAUSE_S,
     Amount,
     Count,
@@ -117,6 +118,17 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     upstream_max_pause_s: Annotated[float, Meta(gt=0)] = LONGEST_PAUSE_S
     """Maximum time for which an upstream gets no requests after a refusal (429, 503) or a failed
     probe, in seconds, whatever its Retry-After header says."""
+
+    upstream_connect_timeout_s: Annotated[float, Meta(gt=0)] = CONNECT_TIMEOUT_S
+    """Maximum time to open a connection to an upstream, in seconds."""
+
+    upstream_first_byte_timeout_s: Amount = 0.0
+    """Maximum time until an upstream sends the first byte of a stream, in seconds (0: no limit).
+    Afterwards, another upstream gets the request. Must exceed the time of the longest prompt."""
+
+    upstream_response_timeout_s: Amount = 0.0
+    """Maximum time until an upstream sends a response that is not streamed, in seconds (0: no
+    limit). Must exceed the time of the longest output."""
 
     upstream_concurrency: Count = 0
     """Maximum concurrent requests of an upstream (0: according to its metrics)."""
@@ -327,6 +339,11 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 api_key_env=one.api_key_env or self.upstream_api_key_env,
                 concurrency=_given(one.concurrency, self.upstream_concurrency),
                 max_pause_s=_given(one.max_pause_s, self.upstream_max_pause_s),
+                connect_timeout_s=_given(one.connect_timeout_s, self.upstream_connect_timeout_s),
+                first_byte_timeout_s=_given(
+                    one.first_byte_timeout_s, self.upstream_first_byte_timeout_s
+                ),
+                response_timeout_s=_given(one.response_timeout_s, self.upstream_response_timeout_s),
             )
             for number, one in enumerate(self.upstream, 1)
         )
@@ -378,6 +395,7 @@ _PANELS: Final = {
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s "
+    "upstream_connect_timeout_s upstream_first_byte_timeout_s upstream_response_timeout_s "
     "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
     "upstream_prefill_tokens fallbacks",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "

@@ -162,6 +162,9 @@ def _upstream(item: object) -> dict[str, object]:
     for name, text in headers.items() if isinstance(headers, dict) else ():
         if not re.fullmatch(r"[A-Za-z0-9-]+", str(name)) or not str(text).isprintable():
             raise ValueError(f"expected a header, not {str(name)!r}")
+    price = item.get("price")
+    if isinstance(price, dict) and not any(isinstance(one, dict) for one in price.values()):
+        item = {**item, "price": {"": price}}  # of all models
     return {**item, "url": read_server_url(str(item["url"]))}
 
 

@@ -111,6 +111,7 @@ class DecisionOutcome(msgspec.Struct, frozen=True):
         choices: number of choices that have finished.
         spec_steps: number of steps that verified at least one draft token.
         drafted_tokens, accepted_tokens: numbers of verified and accepted draft tokens.
+        cost_usd: cost of the response of an upstream in USD, or None without a known cost.
     """
 
     choices: int = 0
@@ -118,6 +119,7 @@ class DecisionOutcome(msgspec.Struct, frozen=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     revisions: tuple[RevisionRecord, ...] = ()
+    cost_usd: float | None = None
 
     def plus(self, outcome: SpeculationOutcome, choices: int = 1) -> DecisionOutcome:
         """Return the sum with the outcome of another choice, or of an unfinished one with 0."""
@@ -133,6 +135,7 @@ class DecisionOutcome(msgspec.Struct, frozen=True):
             self.drafted_tokens + outcome.num_drafted_tokens,
             self.accepted_tokens + outcome.num_accepted_tokens,
             self.revisions + revised,
+            self.cost_usd,
         )
 
 
@@ -260,13 +263,19 @@ class Decisions:
         Args:
             choices: 1 for a choice that has finished, or 0 for the drafts of unfinished choices.
         """
-        decision.outcome = (decision.outcome or DecisionOutcome()).plus(outcome, choices)
+        self._set_outcome(decision, (decision.outcome or DecisionOutcome()).plus(outcome, choices))
+
+    def add_cost(self, decision: Decision, cost_usd: float) -> None:
+        """Record the cost of a response of an upstream in USD."""
+        outcome = decision.outcome or DecisionOutcome()
+        self._set_outcome(decision, msgspec.structs.replace(outcome, cost_usd=cost_usd))
+
+    def _set_outcome(self, decision: Decision, outcome: DecisionOutcome) -> None:
+        decision.outcome = outcome
         if self._changed is not None:
             self._changed.add(id(decision))
         if self._file is not None:
-            line = OutcomeLine(
-                decision.request_id, decision.decided_s, decision.worker_id, decision.outcome
-            )
+            line = OutcomeLine(decision.request_id, decision.decided_s, decision.worker_id, outcome)
             self._file.append(line)
 
     def add_move(

@@ -15,6 +15,7 @@ from draftgate.policies.phases.apart import OneWorker
 from draftgate.policies.phases.types import Apart, PhasePool, PhaseWorker, Together
 from draftgate.policies.protocols import PhasesPolicy, RoutingPolicy
 from draftgate.policies.routing.placement_history import PlacementHistory
+from draftgate.policies.routing.preferences import Preferences
 from draftgate.policies.routing.selection import Ranking, draw_some, spread
 from draftgate.policies.routing.types import (
     Candidate,
@@ -99,7 +100,10 @@ class Router:
         history: the prompts that each worker may have cached.
         pulls: the links over which workers may pull prefixes.
         separates: whether the phases of requests may run on different workers.
+        preferences: the operator's preferences among upstreams, or None without any.
     """
+
+    preferences: Preferences | None = None
 
     def __init__(
         self,
@@ -161,6 +165,9 @@ class Router:
         begun_s = time.monotonic()
         if len(workers) == 1:
             return Routed(usable[0][0], begun_s=begun_s, ended_s=time.monotonic())
+        if self.preferences is not None:
+            spares = self.preferences.spares
+            usable = [pair for pair in usable if pair[0].worker_id not in spares] or usable
         if has_blocks and self.separates:
             usable = [pair for pair in usable if pair[0].role is not Role.PREFILL] or usable
         routed = self._choose(view, usable, workers, rivals)
@@ -207,8 +214,11 @@ class Router:
         if len(usable) == 1:
             self._placed(request, candidates[0])
             return Routed(usable[0][0], cached_blocks=blocks)
-        route = self._policy.route(request, Candidates(candidates, rivals), self._draw)
         places = {one.worker_id: place for place, one in enumerate(candidates)}
+        allowed = candidates
+        if self.preferences is not None:
+            allowed = self.preferences.preferred(request, candidates)
+        route = self._policy.route(request, Candidates(allowed, rivals), self._draw)
         chosen = [places[offer.worker_id] for offer in route.offers]
         self._placed(request, candidates[chosen[0]])
         choices = tuple(usable[place][0] for place in chosen)
@@ -305,6 +315,8 @@ class Router:
     def _placed(self, request: RouteView, worker: Candidate) -> None:
         """Report the worker of a request to the policy, and record what it will have cached."""
         self._policy.placed(request, worker)
+        if self.preferences is not None:
+            self.preferences.placed(request, worker.worker_id)
         self._record(request, worker)
 
     def _record(self, request: RouteView, worker: Candidate) -> None:

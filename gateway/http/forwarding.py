@@ -15,6 +15,7 @@ from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
 from draftgate.gateway.dispatch.upstreams.forwarding import LOST, NEW, ForwardedRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
@@ -133,7 +134,7 @@ async def forward(
     service, choices = entry.service, entry.needs[0].sequences
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
-    call = _call(request, received, service, wanted, sequences=choices)
+    call = _call(request, received, service, wanted, sequences=choices, stream=stream)
     failure: Callable[[GatewayError, str], bytes]
     failure = partial(error_event, wanted=error_format(request))
     if translate is not None:
@@ -155,14 +156,15 @@ async def forward(
         watch,
         prompt,
     )
+    costs = model.forwarder.costs
     if not fields.stream:
         await sent.start()
         if not sent.streaming:
-            return await _ended(sent, watch, _send_whole(request, sent, watch))
+            return await _ended(sent, watch, _send_whole(request, sent, watch), costs)
     events = EventStream(request, request.app[READERS])
     whole = None
     async with OneEnding(events, watch, failure):
-        whole = await _ended(sent, watch, _send_events(request, sent, events, watch))
+        whole = await _ended(sent, watch, _send_events(request, sent, events, watch), costs)
     return events.response if whole is None else whole
 
 
@@ -195,7 +197,10 @@ async def pass_on(
 
 
 async def _ended(
-    sent: ForwardedRequest, watch: RequestWatch | None, sending: Coroutine[Any, Any, T]
+    sent: ForwardedRequest,
+    watch: RequestWatch | None,
+    sending: Coroutine[Any, Any, T],
+    costs: UpstreamCosts | None = None,
 ) -> T:
     """Return the result of sending a response, and end the request at its upstream."""
     error = usage = None
@@ -211,6 +216,8 @@ async def _ended(
                 watch.fail(Ending.REJECTED, sent.status, None)
             usage = sent.usage()
             watch.settled(usage)
+            if costs is not None and not sent.is_error:
+                watch.cost_usd = costs.charge(sent)
         await sent.end(error, usage)
 
 
@@ -403,6 +410,7 @@ def _call(
     wanted: ServiceLevel,
     *,
     sequences: int,
+    stream: bool = False,
 ) -> UpstreamCall:
     """Return the call to the upstream.
 
@@ -428,6 +436,7 @@ def _call(
         request[REQUEST_ID],
         received.model,
         received.renamed,
+        stream=stream,
     )
 
 

@@ -236,6 +236,17 @@ PREFILL_CALLS: Final = _histogram(
     "draftgate_upstream_prefill_seconds",
     "Time in which an upstream computed a prompt for the upstream of the output",
 )
+COST: Final = _counter(
+    "draftgate_cost_usd",
+    "Cost of the responses of upstreams with prices, by tenant (empty without API keys) and by the "
+    "upstream's name of the model",
+    labels=("tenant", "model"),
+)
+UNKNOWN_COSTS: Final = _counter(
+    "draftgate_unknown_cost_requests",
+    "Requests whose upstream has a price but reported no usage, so that the cost is unknown",
+    labels=("tenant", "model"),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )

@@ -54,12 +54,14 @@ class RequestWatch:
         plan: the speculation plan of its first prompt.
         outcome: the outcome of speculation, summed over the choices that have finished, and after
             the end over all choices.
+        cost_usd: the cost of an upstream's response in USD, or None without a known cost.
     """
 
     prompt_tokens = cached_tokens = output_tokens = 0
     outcome = NO_OUTCOME
     plan: SpeculationPlan | None = None
     tenant: str | None = None
+    cost_usd: float | None = None
     _service = ANYTIME
     _adapter = ""  # the name of its LoRA adapter
     _ttft_s: float | None = None
@@ -410,6 +412,8 @@ class RequestWatch:
             found.update(outcome_attributes(self.outcome))
         if self._prefill_worker is not None:
             found["draftgate.prefill_worker_id"] = self._prefill_worker
+        if self.cost_usd is not None:
+            found["draftgate.cost_usd"] = self.cost_usd
         if self._ttft_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = self._ttft_s
         if self._finish_reasons:
@@ -436,6 +440,7 @@ class RequestWatch:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "cost_usd": self.cost_usd,
             "proposer": None if plan is None else plan.proposer,
             "drafted": self.outcome.num_drafted_tokens,
             "accepted": self.outcome.num_accepted_tokens,

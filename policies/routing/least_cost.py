@@ -112,7 +112,7 @@ def _timely(service: ServiceLevel, predictions: Sequence[RoutePrediction]) -> Se
 def _next_of_equals(
     offers: Ranking, by_id: dict[str, tuple[Candidate, RoutePrediction]], last_worker: str
 ) -> ScoredWorker:
-    """Return the next worker in turn among the best worker and its equals."""
+    """Return the first worker by precedence and in turn among the best worker and its equals."""
     most = offers[0].level + TIE_MARGIN * abs(offers[0].level)
     best, best_prediction = by_id[offers[0].worker_id]
     equals = []
@@ -122,7 +122,14 @@ def _next_of_equals(
             break
         if prediction.cached_tokens >= best_prediction.cached_tokens and _no_busier(worker, best):
             equals.append(offer)
-    return min(equals, key=lambda offer: (offer.worker_id <= last_worker, offer.worker_id))
+    return min(
+        equals,
+        key=lambda offer: (
+            by_id[offer.worker_id][0].precedence,
+            offer.worker_id <= last_worker,
+            offer.worker_id,
+        ),
+    )
 
 
 def _no_busier(worker: Candidate, other: Candidate) -> bool:

@@ -39,13 +39,17 @@ def rank(candidates: Candidates, scores: Sequence[Score], last_worker: str) -> l
     Args:
         scores: score of each candidate, [workers].
         last_worker: id of the last chosen worker. Among equal workers, the next id has precedence,
-            so idle workers take turns and a broken worker does not get every request.
+            so idle workers take turns and a broken worker does not get every request. The
+            precedence of candidates comes before the turns.
     """
     ranking = [
         ScoredWorker(w.worker_id, score.value, score.per_token, w.leased_tokens, w.age_s)
         for w, score in zip(candidates.workers, scores, strict=True)
     ]
-    ranking.sort(key=lambda w: (w.level, w.worker_id <= last_worker, w.worker_id))
+    places = {worker.worker_id: worker.precedence for worker in candidates.workers}
+    ranking.sort(
+        key=lambda w: (w.level, places[w.worker_id], w.worker_id <= last_worker, w.worker_id)
+    )
     return ranking
 
 

@@ -51,6 +51,11 @@ class Sessions:
             return {}
         return {place.worker_id: CachedPrefix(max(min(place.tokens, prompt_tokens - 1), 0))}
 
+    def worker(self, session: str, now_s: float) -> str:
+        """Return the id of the session's last worker, or an empty text if it is unknown."""
+        place = self._places.get(session)
+        return "" if place is None or place.until_s <= now_s else place.worker_id
+
     def record(self, session: str, worker_id: str, tokens: int, now_s: float) -> None:
         """Record the worker of a session's request.
 

@@ -43,6 +43,9 @@ class RouteView:
         cached: what workers have cached of the prompt, by worker id, as far as more is known than
             the placements of earlier prompts, or None.
         may_separate: whether another worker may compute its prompt than its output.
+        offer: what only some workers have (`CapacityNeed.offer`).
+        session_worker: id of the worker that ran the last request of its session, or empty if that
+            is unknown.
     """
 
     request: RequestView
@@ -54,6 +57,8 @@ class RouteView:
     block_tokens: int = 16
     cached: Mapping[str, CachedPrefix] | None = None
     may_separate: bool = True
+    offer: str = ""
+    session_worker: str = ""
 
 
 @immutable
@@ -92,6 +97,7 @@ class Candidate:
         cached_tokens: prompt tokens that are probably in its cache, less than the prompt has.
         pull: the next tokens of the prompt, if the worker would rather pull than compute them over
             a link of known bandwidth.
+        precedence: place among workers that are otherwise equal, of which the smallest is chosen.
     """
 
     worker_id: str
@@ -103,6 +109,7 @@ class Candidate:
     own: bool = True
     cached_tokens: int = 0
     pull: PrefixPull | None = None
+    precedence: int = 0
 
     @property
     def load(self) -> WorkerLoad:

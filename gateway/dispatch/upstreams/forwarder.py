@@ -17,12 +17,13 @@ from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Routed, View
 from draftgate.gateway.dispatch.run import Fallback, Watch
 from draftgate.gateway.dispatch.span_attributes import record_route
+from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt, UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
-from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.errors import GatewayError, ModelNotFound, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import Fleet, FleetWorker
@@ -81,6 +82,7 @@ class Forwarder:
         self.watchdog = watchdog
         self.rules = rules
         self.fallbacks = rules.fallbacks
+        self.costs: UpstreamCosts | None = None  # if an upstream has prices
         self._on_retry = on_retry
 
     def record(
@@ -114,8 +116,7 @@ class Forwarder:
         avoid: frozenset[str],
         view: View,
         tried: list[str],
-        *,
-        refused: bool,
+        cause: RetryCause = RetryCause.FAILED,
     ) -> FleetWorker | None:
         """Return the upstream for the next attempt, or None without an upstream or budget.
 
@@ -126,7 +127,7 @@ class Forwarder:
             view: a function that returns the routing policy's view of the request.
             tried: ids of upstreams that were already called. After a failure, they are used if no
                 other is left.
-            refused: whether the last upstream refused the request.
+            cause: why the last attempt was not the last one.
         """
         if len(tried) >= MOST_ATTEMPTS:
             return None
@@ -135,13 +136,13 @@ class Forwarder:
         if need is not None:
             usable = [pair for pair in usable if has_capacity(pair[1], need)]
         found = [pair for pair in usable if pair[0].worker_id not in tried]
-        if not found and not refused:
+        if not found and cause is RetryCause.FAILED:
             found = [pair for pair in usable if tried.count(pair[0].worker_id) < _MOST_CALLS]
         if avoid:
             found = [pair for pair in found if pair[0].worker_id not in avoid] or found
         if not found:
             return None
-        if tried and not self.takes_retry("refused" if refused else "failed"):
+        if tried and not self.takes_retry(cause):
             return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
 
@@ -170,12 +171,12 @@ class Forwarder:
         Raises:
             GatewayError: none is open.
         """
-        worker = self.choose(model, None, frozenset(), view, [], refused=False)
+        worker = self.choose(model, None, frozenset(), view, [])
         if worker is None:
             raise self.no_upstream(model)
         return worker
 
-    def takes_retry(self, cause: str) -> bool:
+    def takes_retry(self, cause: RetryCause) -> bool:
         """Return whether the budget allows a retry now, and count the retry if so."""
         allowed = self.budget.take_retry(self.queue.now_s())
         self._on_retry(cause, allowed)
@@ -231,7 +232,7 @@ class Forwarder:
         """
         need = entry.needs[0]
         tokens = need.most_tokens, entry.expected_tokens
-        view = RouteView(request, *tokens, need.sequences, entry.tenant)
+        view = RouteView(request, *tokens, need.sequences, entry.tenant, offer=need.offer)
         if self.queue.router.separates:
             view = replace(view, may_separate=path.partition("?")[0] in SEPARABLE)
         return view if prompt is None else self.prefixes.add_to(view, prompt, self.fleet.workers)

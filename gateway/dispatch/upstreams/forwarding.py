@@ -23,6 +23,7 @@ from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
 from draftgate.gateway.dispatch.upstreams.prefill import DividedCall
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
+from draftgate.gateway.dispatch.upstreams.rules import RetryCause
 from draftgate.gateway.dispatch.upstreams.usage import NO_TOKENS, usage_so_far
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
@@ -88,11 +89,12 @@ class ForwardedRequest:
         worker_id: id of the upstream that responded.
         plan: the decision about speculation, or None without a choice.
         fallback: the last change of its model, or None.
+        decision: the recorded decision about it, or None without one.
     """
 
     __slots__ = (
-        "_avoid", "_call", "_call_span", "_decision", "_divided", "_first", "_forwarder", "_kept",
-        "_need", "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange",
+        "_avoid", "_call", "_call_span", "_divided", "_first", "_forwarder", "_kept", "_need",
+        "_pool", "_prompt", "_span", "_view", "_watch", "body", "decision", "entry", "exchange",
         "fallback", "headers", "is_error", "plan", "state", "status", "streaming", "translation",
         "worker", "worker_id",
     )  # fmt: skip
@@ -138,7 +140,7 @@ class ForwardedRequest:
         self._call_span = NO_SPAN  # of the present call
         self._first = b""
         self._watch = watch
-        self._decision: Decision | None = None
+        self.decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
         self.fallback: Fallback | None = None
         self._divided: DividedCall | None = None  # for upstreams with roles
@@ -223,8 +225,8 @@ class ForwardedRequest:
         if routed is None:
             routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool or self.fallback or routed.phases:
-            self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
+        if self._pool or self.fallback or routed.phases or forwarder.costs is not None:
+            self.decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
         if routed.phases is None:
             return routed.worker
         self._divided = DividedCall(forwarder, entry, routed, self.route_view, span, self._watch)
@@ -334,7 +336,7 @@ class ForwardedRequest:
                     await self._send(self.worker, [lost])
                     if self.is_error or not self.streaming:
                         raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
-                    kept.join(lost, self.worker, self._decision, self._view)
+                    kept.join(lost, self.worker, self.decision, self._view)
         except (BackendFailed, GatewayError) as later:
             why, error = GivenUp.NO_WORKER, later
             self._leave(later)
@@ -366,10 +368,8 @@ class ForwardedRequest:
             self._leave(failure)
             if entry is not None:
                 self._release(entry)
-            refused, model = self.state is REFUSED, self._call.model
-            other = forwarder.choose(
-                model, need, self._avoid, self.route_view, tried, refused=refused
-            )
+            model, avoid, cause = self._call.model, self._avoid, RetryCause.of(failure)
+            other = forwarder.choose(model, need, avoid, self.route_view, tried, cause)
             if other is None:
                 break
             if entry is not None and need is not None:

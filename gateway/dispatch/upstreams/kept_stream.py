@@ -29,7 +29,7 @@ from draftgate.gateway.dispatch.routing import Routed, View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
 from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
-from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
+from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
@@ -63,7 +63,7 @@ class Continuer(Protocol):
     watchdog: Watchdog
     rules: ForwardingRules
 
-    def takes_retry(self, cause: str) -> bool:
+    def takes_retry(self, cause: RetryCause) -> bool:
         """Return whether the budget allows a retry now, and count the retry if so."""
         ...
 
@@ -278,7 +278,7 @@ class KeptStream:
         if rest is None:
             return GivenUp.UNABLE
         why = given_up([*self._losses, self._loss(lost, rest)], rules.most_resumes, len(able))
-        return why or (None if self._shared.takes_retry("lost") else GivenUp.BUDGET)
+        return why or (None if self._shared.takes_retry(RetryCause.LOST) else GivenUp.BUDGET)
 
     def _loss(self, worker_id: str, rest: RestOfStream) -> Loss:
         return Loss(worker_id, rest.output.pieces - self._seen_pieces)
@@ -322,7 +322,7 @@ class KeptStream:
             return output.tokens or 0
         model = self._call.model
         call = self._shared.changed_call(self._call, count_request(model, rest.text), model)
-        call = call._replace(path=TOKENIZE, sequences=0)
+        call = call._replace(path=TOKENIZE, sequences=0, stream=False)
         found = None
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         with suppress(UpstreamFailed, TimeoutError):

@@ -63,6 +63,7 @@ class UpstreamPrefixes:
             block_hashes=prompt.block_hashes,
             block_tokens=BLOCK_TOKENS,
             cached=self.cached(prompt, view.request.prompt_tokens, workers),
+            session_worker=self._sessions.worker(prompt.session, self._now_s()),
         )
 
     def cached(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from draftgate.backends.base import UpstreamCall
+from draftgate.backends.errors import UpstreamFailed, UpstreamLate
 from draftgate.backends.openai.continuation import CONTINUED
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
@@ -16,6 +18,26 @@ MOST_KEPT_BYTES: Final = 1 << 20
 these are 5,000 tokens."""
 
 NO_FALLBACKS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
+
+
+class RetryCause(StrEnum):
+    """Why another attempt for a request is necessary."""
+
+    FAILED = "failed"
+    """The upstream did not respond."""
+    LATE = "late"
+    """The upstream sent no byte within its timeout."""
+    REFUSED = "refused"
+    """The upstream refused the request."""
+    LOST = "lost"
+    """The upstream broke off a stream."""
+
+    @classmethod
+    def of(cls, failure: UpstreamFailed | None) -> RetryCause:
+        """Return the cause for an attempt that failed, or was refused without a failure."""
+        if failure is None:
+            return cls.REFUSED
+        return cls.LATE if isinstance(failure, UpstreamLate) else cls.FAILED
 
 
 class ForwardingRules(NamedTuple):

@@ -93,6 +93,11 @@ def _described(worker: FleetWorker) -> WorkerHealth:
             f"it denied this gateway access with status {pause.denied}, and gets no requests for "
             f"{pause.remaining_s:.1f} s"
         )
+    elif pause is not None and pause.late:
+        found.reason = (
+            "it did not respond in time to its latest requests, and gets no requests for "
+            f"{pause.remaining_s:.1f} s, and then one at a time"
+        )
     elif pause is not None:
         found.reason = (
             f"it responded with status {pause.status}, and gets no requests for "
