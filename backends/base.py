@@ -208,6 +208,7 @@ class UpstreamCall(NamedTuple):
         model: the name of the model in the body, or an empty string without one.
         renamed: the body with each other name that an upstream has for the model, by this name.
         translation: the form for upstreams without the endpoint, or None if there is no other form.
+        stream: whether it asks for a stream.
     """
 
     method: str
@@ -219,6 +220,7 @@ class UpstreamCall(NamedTuple):
     model: str = ""
     renamed: Mapping[str, bytes] = MappingProxyType({})
     translation: CallTranslation | None = None
+    stream: bool = False
 
 
 BYTES_PER_TOKEN: Final = 4
@@ -338,6 +340,9 @@ class Upstream(WorkerHandle, Protocol):
         Args:
             model: the name by which the client calls the model.
         """
+
+    def may_abort(self, call: UpstreamCall) -> bool:
+        """Return whether the gateway may abort a call for another one, which then has capacity."""
 
     async def forward(self, call: UpstreamCall) -> Exchange:
         """Forward a request, and return the response, which the caller ends.

@@ -211,6 +211,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             `upstream_concurrency`.
         max_pause_s: maximum time in seconds for which it gets no requests after a refusal or a
             failed probe, or None for the setting `upstream_max_pause_s`.
+        preemptible: whether requests of higher classes may abort those that it runs, or None for
+            the setting `upstream_preemptible`.
         chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
             to try the endpoints.
         tokenizer: directory with the `tokenizer.json` of its models, with which the gateway encodes
@@ -230,6 +232,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     speculates: bool | None = None
     concurrency: Count | None = None
     max_pause_s: Annotated[float, Meta(gt=0)] | None = None
+    preemptible: bool | None = None
     chats_only: bool | None = None
     tokenizer: str | None = None
     kv_events: ZmqAddress | None = None

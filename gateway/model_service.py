@@ -134,12 +134,7 @@ class ModelService:
             parts.decisions,
             self.metrics,
             budget,
-            ForwardingRules(
-                config.upstream_kept_bytes,
-                config.upstream_stall_s,
-                config.max_resumes,
-                chains_of(config.fallbacks),
-            ),
+            _forwarding_rules(config),
         )
         self.scaling = Scaling(fleet, queue, self.metrics.recent)
         self.meter = ActivityMeter(
@@ -349,6 +344,17 @@ def _rules(config: ServeConfig) -> WaitingRules:
         moves=not config.no_moves,
         rescheduling=config.rescheduling,
         phases=config.phases,
+    )
+
+
+def _forwarding_rules(config: ServeConfig) -> ForwardingRules:
+    preempts = config.upstream_preemptible or any(one.preemptible for one in config.upstream)
+    return ForwardingRules(
+        config.upstream_kept_bytes,
+        config.upstream_stall_s,
+        config.max_resumes,
+        chains_of(config.fallbacks),
+        config.max_preemptions if preempts else 0,
     )
 
 

@@ -186,6 +186,15 @@ class OpenAIUpstream:
         adapter = name if (listed or {}).get(name, {}).get("parent") else ""
         return CachedPrefix(log.index.cached_tokens(prompt, adapter), log.index.is_complete)
 
+    def may_abort(self, call: UpstreamCall) -> bool:
+        """Return whether its settings allow that, and the server stops when its client leaves.
+
+        llama.cpp's server completes a response that is not streamed.
+        """
+        model = None if self._monitor is None else self._monitor.model
+        stops = call.stream or model is None or not model.is_llama_cpp
+        return bool(self._settings.preemptible) and stops
+
     async def forward(self, call: UpstreamCall) -> HttpExchange:
         """Forward a request, and return the response, whose end closes its connection if early."""
         if self._connections is None or self._stopped:

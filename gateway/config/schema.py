@@ -28,7 +28,7 @@ from draftgate.backends.worker_config import (
     choices,
     kind,
 )
-from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.failover import MOST_PREEMPTIONS, MOST_RESUMES
 from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 
@@ -118,6 +118,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     upstream_concurrency: Count = 0
     """Maximum concurrent requests of an upstream (0: according to its metrics)."""
+
+    upstream_preemptible: bool = False
+    """Let a request of a higher priority class abort one of a lower class that an upstream runs, if
+    no upstream has capacity. The aborted request is sent again, or continues later."""
+
+    max_preemptions: Count = MOST_PREEMPTIONS
+    """Maximum number of times that a request is aborted for others (upstream_preemptible)."""
 
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
@@ -317,6 +324,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 api_key_env=one.api_key_env or self.upstream_api_key_env,
                 concurrency=_given(one.concurrency, self.upstream_concurrency),
                 max_pause_s=_given(one.max_pause_s, self.upstream_max_pause_s),
+                preemptible=_given(one.preemptible, self.upstream_preemptible),
             )
             for number, one in enumerate(self.upstream, 1)
         )
@@ -367,7 +375,7 @@ _PANELS: Final = {
     "gpu_memory_utilization threads own_process",
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
-    "upstream_max_pause_s "
+    "upstream_max_pause_s upstream_preemptible max_preemptions "
     "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
     "fallbacks",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "

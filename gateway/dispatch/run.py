@@ -79,6 +79,19 @@ class NotResumed:
 
 
 @immutable
+class Preempted:
+    """A request has lost its place at an upstream to a request of a higher class.
+
+    Attributes:
+        source: id of the upstream.
+        continues: whether the client has a part of the response, which continues later.
+    """
+
+    source: str
+    continues: bool
+
+
+@immutable
 class Fallback:
     """Another model than the requested one gets a request for upstreams.
 
@@ -92,10 +105,10 @@ class Fallback:
     reason: str
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback
+Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | Preempted
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
-on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, or gets
-another model."""
+on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, gets
+another model, or loses its place at an upstream."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""

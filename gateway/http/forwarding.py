@@ -16,7 +16,8 @@ from draftgate.backends.header_numbers import header_count, header_text
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import LOST, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.forward_state import LOST, NEW
+from draftgate.gateway.dispatch.upstreams.forwarding import ForwardedRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
 from draftgate.gateway.errors import (
@@ -428,6 +429,7 @@ def _call(
         request[REQUEST_ID],
         received.model,
         received.renamed,
+        stream=received.fields.stream,
     )
 
 

@@ -227,6 +227,13 @@ FALLBACKS: Final = _counter(
     unit="requests",
     labels=("requested", "used", "reason"),
 )
+PREEMPTIONS: Final = _counter(
+    "draftgate_upstream_preemptions",
+    "Requests that lost their place at an upstream to a request of a higher class, by what is left "
+    "of them: the whole request, or the rest of a stream",
+    unit="requests",
+    labels=("outcome",),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )

@@ -12,7 +12,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Event, Fallback, Resume
+from draftgate.gateway.dispatch.run import Event, Fallback, Preempted, Resume
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -68,7 +68,7 @@ class RequestWatch:
     _n = 1  # choices per prompt
     _choices = 0  # choices of all prompts, 0 before dispatch
     _output_events = 0  # output events of an upstream
-    _resumes = 0
+    _resumes = _preemptions = 0
     _fallback: Fallback | None = None
     _failure: tuple[Ending, int, BaseException | None] | None = None
     _ending: Ending | None = None  # once it has ended
@@ -165,6 +165,9 @@ class RequestWatch:
             case _:
                 if isinstance(event, Fallback):
                     self._fallback = event
+                elif isinstance(event, Preempted):
+                    self._preemptions += 1
+                    self._add_worker(event.source)
                 self._series.record(event)
 
     def _placed(self, decision: Decision) -> None:
@@ -194,7 +197,7 @@ class RequestWatch:
         if self.span.recording:
             self.span.event("resume", resume_attributes(resume))
         log(
-            logging.INFO if resume.cause is Cause.MOVED else logging.WARNING,
+            logging.INFO if resume.cause in {Cause.MOVED, Cause.PREEMPTED} else logging.WARNING,
             "resumed",
             prompt=resume.index,
             cause=resume.cause.value,
@@ -424,6 +427,7 @@ class RequestWatch:
             "ttft_s": self._ttft_s,
             "worker": ",".join(self.workers) or None,
             "resumes": self._resumes or None,
+            "preemptions": self._preemptions or None,
             "fallback": self._fallback and self._fallback.reason,
             "model": self._fallback and self._fallback.model,
             "tenant": self.tenant,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import UpstreamCall, UpstreamPause
+from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall, UpstreamPause
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.openai.exchange import with_values
 from draftgate.gateway.dispatch.admission import AdmissionController, Entry
@@ -19,7 +19,8 @@ from draftgate.gateway.dispatch.span_attributes import record_route
 from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
-from draftgate.gateway.dispatch.upstreams.prefixes import UpstreamPrefixes
+from draftgate.gateway.dispatch.upstreams.preemption import PreemptibleRequest, Preemption
+from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt, UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -28,6 +29,7 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
+from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
 
 MOST_ATTEMPTS: Final = 3
@@ -42,8 +44,15 @@ UPSTREAM_HEADER: Final = "X-Draftgate-Upstream"
 """The header of a response with the name of its upstream, if there are several."""
 
 
+NO_TOKENS: Final = TokenUsage(0, 0, 0)
+
+
 class Forwarder:
-    """The upstreams of a fleet, and what all requests for them share."""
+    """The upstreams of a fleet, and what all requests for them share.
+
+    Attributes:
+        preemption: aborts running requests for others, or None if no upstream allows it.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts that all requests share
         self,
@@ -75,6 +84,9 @@ class Forwarder:
         self.watchdog = watchdog
         self.rules = rules
         self.fallbacks = rules.fallbacks
+        self.preemption: Preemption | None = None
+        if rules.most_preemptions:
+            self.preemption = Preemption(fleet, queue, admission, rules.most_preemptions)
         self._on_retry = on_retry
 
     def record(
@@ -155,13 +167,23 @@ class Forwarder:
         self._on_retry(cause, allowed)
         return allowed
 
-    async def turn(self, entry: Entry, avoid: frozenset[str], view: View, span: Span) -> Routed:
+    async def turn(
+        self,
+        entry: Entry,
+        avoid: frozenset[str],
+        view: View,
+        span: Span,
+        place: PreemptibleRequest | None = None,
+    ) -> Routed:
         """Wait until an upstream has capacity for an admitted request, and reserve it.
+
+        Args:
+            place: the place that the request has in the queue, or None for a new one.
 
         Raises:
             GatewayError: no upstream has.
         """
-        waiting = self.admission.waiting(entry, 0)
+        waiting = self.admission.waiting(entry, 0) if place is None else place.waiting
         waiting.request_id, waiting.avoid = entry.request_id, avoid
         with span.child("queue"):
             try:
@@ -196,12 +218,40 @@ class Forwarder:
         return call._replace(body=body, model=model, renamed=renamed)
 
     def keep(
-        self, call: UpstreamCall, entry: Entry, worker: FleetWorker, watch: Watch
+        self,
+        call: UpstreamCall,
+        entry: Entry,
+        worker: FleetWorker,
+        watch: Watch,
+        place: PreemptibleRequest | None,
     ) -> KeptStream | None:
-        """Keep the stream that an upstream sends, or return None if none could continue it."""
-        if len(self.fleet.workers) < 2 or not self.rules.keeps(call):
+        """Keep the stream that an upstream sends, or return None if none could continue it.
+
+        An upstream that may lose a stream to another request can continue it itself.
+        """
+        if (len(self.fleet.workers) < 2 and place is None) or not self.rules.keeps(call):
             return None
-        return KeptStream(self, call, entry, worker, watch)
+        kept = KeptStream(self, call, entry, worker, watch)
+        if place is not None:
+            place.kept = kept
+        return kept
+
+    def route_view(
+        self, entry: Entry | None, request: RequestView, prompt: ForwardedPrompt | None
+    ) -> RouteView:
+        """Return the routing policy's view of a request.
+
+        Args:
+            entry: None if the request generates nothing.
+            prompt: what is known about its prompt beside its size, or None.
+        """
+        if entry is None:
+            return RouteView(request, 0, 0.0)
+        need = entry.needs[0]
+        view = RouteView(
+            request, need.most_tokens, entry.expected_tokens, need.sequences, entry.tenant
+        )
+        return view if prompt is None else self.prefixes.add_to(view, prompt, self.fleet.workers)
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""
@@ -227,3 +277,20 @@ class Forwarder:
         """Return the pauses of the upstreams of a model, or of all if none has it at present."""
         workers = self.fleet.workers
         return [one.pause for one in workers if one.offers(model)] or [w.pause for w in workers]
+
+
+def usage_of(
+    entry: Entry, exchange: Exchange | None, kept: KeptStream | None, *, streaming: bool
+) -> TokenUsage:
+    """Return the tokens of a response so far, as its upstream reports them or as an estimate."""
+    if kept is not None and kept.tokens is not None:
+        return kept.usage(None if exchange is None else exchange.usage())
+    if exchange is None:
+        return NO_TOKENS
+    usage = exchange.usage()
+    if usage.prompt:
+        return usage
+    need = entry.needs[0]
+    is_counted = streaming or usage.output > 0
+    output = usage.output if is_counted else need.sequences * entry.max_tokens
+    return TokenUsage(need.prompt_tokens, 0, output)

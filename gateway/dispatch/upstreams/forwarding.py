@@ -1,14 +1,13 @@
 """A request that an upstream runs, from its admission to the last byte of the response.
 
-All states and transitions are in this file. The gateway may try another upstream until one has
-responded. A stream that breaks off later continues on another upstream if the text so far suffices
-for that (`kept_stream`), and otherwise the error is final.
+All transitions between its states are in this file. The gateway may try another upstream until one
+has responded. A stream that breaks off later continues on another upstream if the text so far
+suffices for that (`kept_stream`), and otherwise the error is final.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
 from typing import Final
 
 from draftgate.backends.base import CallTranslation, Exchange, TokenUsage, Upstream, UpstreamCall
@@ -18,50 +17,32 @@ from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.run import Fallback, Watch, ignore
 from draftgate.gateway.dispatch.upstreams import refusals
 from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attempt_models
-from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
+from draftgate.gateway.dispatch.upstreams.forward_state import (
+    ADMITTED,
+    ANSWERED,
+    ENDED,
+    FAILED,
+    LOST,
+    NEW,
+    REFUSED,
+    SENT,
+)
+from draftgate.gateway.dispatch.upstreams.forwarder import NO_TOKENS, Forwarder, usage_of
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.upstreams.preemption import PreemptibleRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.resilience.failover import GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 from draftgate.policies.values import replace
 
-_NO_TOKENS: Final = TokenUsage(0, 0, 0)
 _NO_WORKERS: Final = frozenset[str]()
 _NO_VIEW: Final = RequestView(0, 0, 0.0)
-
-
-class ForwardState(Enum):
-    """The states of a forwarded request.
-
-    NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
-    SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
-    any of these -> NEW or ADMITTED with another model
-    ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
-    """
-
-    NEW = auto()
-    ADMITTED = auto()
-    SENT = auto()
-    """An upstream has reserved capacity for it, and gets it."""
-    ANSWERED = auto()
-    """The client gets the response of the upstream."""
-    REFUSED = auto()
-    """The upstream refused it, and another one may take it."""
-    FAILED = auto()
-    """The upstream did not respond, and another one may."""
-    LOST = auto()
-    """The upstream broke its stream off, and another one may continue it."""
-    ENDED = auto()
-
-
-# A name of the module is found in a tenth of the time of a member of an enum.
-NEW, ADMITTED, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
 
 
 class ForwardedRequest:
@@ -88,9 +69,9 @@ class ForwardedRequest:
 
     __slots__ = (
         "_avoid", "_call", "_call_span", "_decision", "_first", "_forwarder", "_kept", "_need",
-        "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange", "fallback",
-        "headers", "is_error", "plan", "state", "status", "streaming", "translation", "worker",
-        "worker_id",
+        "_place", "_pool", "_prompt", "_span", "_view", "_watch", "body", "entry", "exchange",
+        "fallback", "headers", "is_error", "plan", "state", "status", "streaming", "translation",
+        "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -136,6 +117,7 @@ class ForwardedRequest:
         self._watch = watch
         self._decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
+        self._place: PreemptibleRequest | None = None  # if it may lose its upstream to another one
         self.fallback: Fallback | None = None
 
     def usage(self) -> TokenUsage:
@@ -143,20 +125,9 @@ class ForwardedRequest:
 
         An error has no tokens.
         """
-        exchange, entry, kept = self.exchange, self.entry, self._kept
-        if entry is None or self.is_error:
-            return _NO_TOKENS
-        need = entry.needs[0]
-        if kept is not None and kept.tokens is not None:
-            return kept.usage(None if exchange is None else exchange.usage())
-        if exchange is None:
-            return _NO_TOKENS
-        usage = exchange.usage()
-        if usage.prompt:
-            return usage
-        is_counted = self.streaming or usage.output > 0
-        output = usage.output if is_counted else need.sequences * entry.max_tokens
-        return TokenUsage(need.prompt_tokens, 0, output)
+        if self.entry is None or self.is_error:
+            return NO_TOKENS
+        return usage_of(self.entry, self.exchange, self._kept, streaming=self.streaming)
 
     async def start(self) -> None:
         """Get a response from an upstream, which may be an error.
@@ -180,7 +151,9 @@ class ForwardedRequest:
             forwarder.admission.answered(entry)
             if self.streaming:
                 assert self.worker is not None
-                self._kept = forwarder.keep(self._call, entry, self.worker, self._watch)
+                self._kept = forwarder.keep(
+                    self._call, entry, self.worker, self._watch, self._place
+                )
 
     async def attempt(self) -> None:
         """Get a response from an upstream of the present model, with the errors of `start`."""
@@ -221,11 +194,13 @@ class ForwardedRequest:
             if self._pool is not None:
                 self._avoid = self._pool.avoid
         routed = None
-        if not span.recording:
+        if forwarder.preemption is not None:
+            self._place = forwarder.preemption.place(entry, self._watch)
+        elif not span.recording:
             view, avoid = self.route_view, self._avoid
             routed = forwarder.queue.seat_new(entry.request_id, need, view, avoid)
         if routed is None:
-            routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
+            routed = await forwarder.turn(entry, self._avoid, self.route_view, span, self._place)
         entry.prompt_tokens = need.prompt_tokens
         if self._pool is not None or self.fallback is not None:
             self._decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
@@ -307,15 +282,7 @@ class ForwardedRequest:
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
-        entry = self.entry
-        if entry is None:
-            return RouteView(self._view, 0, 0.0)
-        need = entry.needs[0]
-        tokens = need.most_tokens, entry.expected_tokens
-        view = RouteView(self._view, *tokens, need.sequences, entry.tenant)
-        if self._prompt is None:
-            return view
-        return self._forwarder.prefixes.add_to(view, self._prompt, self._forwarder.fleet.workers)
+        return self._forwarder.route_view(self.entry, self._view, self._prompt)
 
     async def resume(self) -> None:
         """Continue a lost stream on another upstream, or give the client the error.
@@ -338,7 +305,7 @@ class ForwardedRequest:
                 self._call = await kept.rest_on(self.worker)
                 if not kept.is_complete:
                     self.state = SENT
-                    await self._send(self.worker, [lost])
+                    await self._send(self.worker, [] if kept.preempted else [lost])
                     if self.is_error or not self.streaming:
                         raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
                     kept.join(lost, self.worker, self._decision, self._view)
@@ -365,7 +332,12 @@ class ForwardedRequest:
             tried.append(worker.worker_id)
             failure: UpstreamFailed | None = None
             try:
-                await self._call_upstream(worker)
+                if self._place is None:
+                    await self._call_upstream(worker)
+                elif not await self._place.run(worker, self._call, self._call_upstream(worker)):
+                    tried.pop()
+                    worker = await self._wait_again(self._place, worker)
+                    continue
             except UpstreamFailed as error:
                 self.state, failure = FAILED, error
             if self.state is ANSWERED:
@@ -389,6 +361,21 @@ class ForwardedRequest:
         body = self.body or b""
         self.headers = refusals.passed_refusal(self.status, self.headers, body, retry_after_s)
         self.state = ANSWERED
+
+    async def _wait_again(self, place: PreemptibleRequest, lost: FleetWorker) -> FleetWorker:
+        """Leave an upstream for a request of a higher class, and wait for another upstream."""
+        forwarder, entry, span = self._forwarder, self.entry, self._span
+        assert entry is not None
+        self.state = ADMITTED
+        self._leave(None)
+        self._release(entry)
+        place.hand_over(lost)
+        routed = await forwarder.turn(entry, place.waiting.avoid, self.route_view, span, place)
+        self.worker, self.state = routed.worker, SENT
+        self._decision = forwarder.pools.record_move(
+            entry, self._decision, lost.worker_id, self.worker, Cause.PREEMPTED, self._view
+        )
+        return self.worker
 
     async def _call_upstream(self, worker: FleetWorker) -> None:
         """Call an upstream, and wait for the first bytes of its response.
@@ -434,6 +421,8 @@ class ForwardedRequest:
         if self.worker is not None:
             self.worker.release(entry.request_id)
             self.worker = None
+        if self._place is not None:
+            self._place.leave()
 
     def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""

@@ -122,3 +122,14 @@ async def read_begin(
             return bytes(body), True
         body += block
     return bytes(body), False
+
+
+async def read_success(exchange: Exchange) -> bytes:
+    """Return the body of a response if it is a success, or nothing, and end the exchange."""
+    try:
+        body = exchange.body
+        if body is None:
+            body, _ = await read_begin(exchange.read, WHOLE_BYTES)
+        return body if exchange.status == 200 else b""
+    finally:
+        exchange.close()
