@@ -346,6 +346,9 @@ class Upstream(WorkerHandle, Protocol):
             model: the name by which the client calls the model.
         """
 
+    def may_abort(self, call: UpstreamCall) -> bool:
+        """Return whether the gateway may abort a call for another one, which then has capacity."""
+
     async def forward(self, call: UpstreamCall) -> Exchange:
         """Forward a request, and return the response, which the caller ends.
 

@@ -248,6 +248,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             limit, or None for the setting `upstream_first_byte_timeout_s`.
         response_timeout_s: maximum time until a response arrives that is not streamed, in seconds,
             0 for no limit, or None for the setting `upstream_response_timeout_s`.
+        preemptible: whether requests of higher classes may abort those that it runs, or None for
+            the setting `upstream_preemptible`.
         chats_only: whether it gets requests of `/v1/messages` and `/v1/responses` as chats, or None
             to try the endpoints.
         tokenizer: directory with the `tokenizer.json` of its models, with which the gateway encodes
@@ -274,6 +276,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     connect_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     first_byte_timeout_s: Amount | None = None
     response_timeout_s: Amount | None = None
+    preemptible: bool | None = None
     chats_only: bool | None = None
     tokenizer: str | None = None
     kv_events: ZmqAddress | None = None

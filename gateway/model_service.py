@@ -138,12 +138,7 @@ class ModelService:
             parts.decisions,
             self.metrics,
             budget,
-            ForwardingRules(
-                config.upstream_kept_bytes,
-                config.upstream_stall_s,
-                config.max_resumes,
-                chains_of(config.fallbacks),
-            ),
+            _forwarding_rules(config),
         )
         self.scaling = Scaling(fleet, queue, self.metrics.recent)
         self.meter = ActivityMeter(
@@ -378,6 +373,17 @@ def _count_cost(metrics: Metrics, tenant: str, model: str, cost_usd: float | Non
         metrics.add(metric.UNKNOWN_COSTS, 1, tenant, model)
     else:
         metrics.add(metric.COST, cost_usd, tenant, model)
+
+
+def _forwarding_rules(config: ServeConfig) -> ForwardingRules:
+    preempts = config.upstream_preemptible or any(one.preemptible for one in config.upstream)
+    return ForwardingRules(
+        config.upstream_kept_bytes,
+        config.upstream_stall_s,
+        config.max_resumes,
+        chains_of(config.fallbacks),
+        config.max_preemptions if preempts else 0,
+    )
 
 
 # The scaling advice of a node, from the loads of the pool and from its own queue and requests.

@@ -128,6 +128,18 @@ def missing_tokens(usage: WorkerUsage, need: CapacityNeed) -> int:
     return max(0, need.prompt_tokens - usage.free_tokens)
 
 
+def without_request(usage: WorkerUsage, need: CapacityNeed) -> WorkerUsage:
+    """Return the usage of a worker after the end of a request without a first token.
+
+    The worker reports later how much KV memory is free then.
+    """
+    return replace(
+        usage,
+        sequences=usage.sequences - need.sequences,
+        unstarted_prompt_tokens=usage.unstarted_prompt_tokens - need.prompt_tokens,
+    )
+
+
 def with_other_gateways(usage: WorkerUsage, gateways: int) -> WorkerUsage:
     """Return a worker's usage including the sequences of other gateways.
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Final, TypeAlias
-
-from aiohttp import BasicAuth
 
 from draftgate.addresses import read_server_url, split_credentials
 from draftgate.backends.base import (
@@ -21,7 +17,7 @@ from draftgate.backends.base import (
     UpstreamPause,
 )
 from draftgate.backends.connection_errors import ConnectionFailed, public_reason
-from draftgate.backends.errors import CheckpointError, UpstreamLate, UpstreamUnreachable
+from draftgate.backends.errors import UpstreamLate, UpstreamUnreachable
 from draftgate.backends.openai.block_index import BlockIndex
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import DEAD_S, Connections
@@ -30,14 +26,13 @@ from draftgate.backends.openai.exchange import HttpExchange, TranslatedExchange
 from draftgate.backends.openai.kv_events import EventLog, KvEventSubscriber
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
 from draftgate.backends.openai.pauses import Pauses
+from draftgate.backends.openai.settings import authorization, tokenizer_of
 from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.prompt_blocks import PromptBlocks
-from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import (
     CONNECT_TIMEOUT_S,
     LONGEST_PAUSE_S,
-    UpstreamSettings,
     WorkerConfig,
 )
 from draftgate.policies.routing.types import CachedPrefix
@@ -116,7 +111,7 @@ class OpenAIUpstream:
         self._headers = {
             "Accept-Encoding": "identity",
             **settings.headers,
-            **_authorization(settings, credentials),
+            **authorization(settings, credentials),
         }
         self._clock = clock
         self._probe_s = probe_s
@@ -126,7 +121,7 @@ class OpenAIUpstream:
         limits_s = settings.response_timeout_s or None, settings.first_byte_timeout_s or None
         self._limits_s = limits_s if any(limits_s) else None
         self._load = UpstreamLoad(settings.concurrency or 0, settings.speculates)
-        self.tokenizer = _tokenizer(settings)
+        self.tokenizer = tokenizer_of(settings)
         self._cache = EventLog(BlockIndex())
         self._events: KvEventSubscriber | None = None
         if settings.kv_events is not None:
@@ -207,6 +202,15 @@ class OpenAIUpstream:
         # vLLM lists an adapter with its base model as parent.
         adapter = name if (listed or {}).get(name, {}).get("parent") else ""
         return CachedPrefix(log.index.cached_tokens(prompt, adapter), log.index.is_complete)
+
+    def may_abort(self, call: UpstreamCall) -> bool:
+        """Return whether its settings allow that, and the server stops when its client leaves.
+
+        llama.cpp's server completes a response that is not streamed.
+        """
+        model = None if self._monitor is None else self._monitor.model
+        stops = call.stream or model is None or not model.is_llama_cpp
+        return bool(self._settings.preemptible) and stops
 
     async def forward(self, call: UpstreamCall) -> HttpExchange:
         """Forward a request, and return the response, whose end closes its connection if early."""
@@ -402,57 +406,3 @@ async def _rewritten(call: UpstreamCall, body: bytes) -> bytes:
     if rewrite is None:
         return body
     return rewrite(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(rewrite, body)
-
-
-def _tokenizer(settings: UpstreamSettings) -> Tokenizer | None:
-    """Return the tokenizer of the upstream's models, if it is configured.
-
-    Raises:
-        ValueError: it is missing although the events of the cache need it, or cannot be loaded.
-    """
-    if settings.tokenizer is None:
-        if settings.kv_events is not None:
-            raise ValueError(
-                f"--upstream {settings.shown}: kv_events requires tokenizer, a directory with "
-                "tokenizer.json"
-            )
-        return None
-    try:
-        return _loaded(settings.tokenizer)
-    except CheckpointError as error:
-        raise ValueError(f"--upstream {settings.shown}: tokenizer: {error}") from None
-
-
-@lru_cache(maxsize=8)
-def _loaded(directory: str) -> Tokenizer:
-    """Return a tokenizer, which upstreams with the same models share."""
-    return Tokenizer(Path(directory))
-
-
-def _authorization(
-    settings: UpstreamSettings, credentials: tuple[str, str] | None
-) -> dict[str, str]:
-    """Return the header with the credentials of an address, or the key in a variable or a file.
-
-    Raises:
-        ValueError: several are given, the variable is not set, or the file cannot be read.
-    """
-    variable, file = settings.api_key_env, settings.api_key_file
-    if credentials is not None:
-        if variable is not None or file is not None:
-            raise ValueError(
-                f"--upstream {settings.shown}: a key cannot be combined with credentials in the URL"
-            )
-        return {"Authorization": BasicAuth(*credentials, "utf-8").encode()}
-    if file is not None:
-        try:
-            key, missing = Path(file).read_text("utf-8").strip(), f"the key file {file} is empty"
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--upstream {settings.shown}: the key file: {error}") from None
-    elif variable is not None:
-        key, missing = os.environ.get(variable, "").strip(), f"the variable {variable} is not set"
-    else:
-        return {}
-    if not key:
-        raise ValueError(f"--upstream {settings.shown}: {missing}")
-    return {"Authorization": f"Bearer {key}"}

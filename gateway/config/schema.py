@@ -30,7 +30,7 @@ from draftgate.backends.worker_config import (
     choices,
     kind,
 )
-from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.failover import MOST_PREEMPTIONS, MOST_RESUMES
 from draftgate.policies.resilience.liveness import UPSTREAM_PATIENCE_S
 from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 from draftgate.policies.types import Role
@@ -132,6 +132,13 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
 
     upstream_concurrency: Count = 0
     """Maximum concurrent requests of an upstream (0: according to its metrics)."""
+
+    upstream_preemptible: bool = False
+    """Let a request of a higher priority class abort one of a lower class that an upstream runs, if
+    no upstream has capacity. The aborted request is sent again, or continues later."""
+
+    max_preemptions: Count = MOST_PREEMPTIONS
+    """Maximum number of times that a request is aborted for others (upstream_preemptible)."""
 
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
@@ -344,6 +351,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                     one.first_byte_timeout_s, self.upstream_first_byte_timeout_s
                 ),
                 response_timeout_s=_given(one.response_timeout_s, self.upstream_response_timeout_s),
+                preemptible=_given(one.preemptible, self.upstream_preemptible),
             )
             for number, one in enumerate(self.upstream, 1)
         )
@@ -396,6 +404,7 @@ _PANELS: Final = {
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s "
     "upstream_connect_timeout_s upstream_first_byte_timeout_s upstream_response_timeout_s "
+    "upstream_max_pause_s upstream_preemptible max_preemptions "
     "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
     "upstream_prefill_tokens fallbacks",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "

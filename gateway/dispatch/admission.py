@@ -15,8 +15,9 @@ from itertools import count
 from typing import Final
 
 from draftgate.gateway.dispatch.pool_totals import PoolReader
-from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
+from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.output_history import OutputHistory

@@ -11,92 +11,24 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Final
 
 from draftgate.backends.errors import AdapterFailed, BackendFailed
 from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.dispatch.search import WorkerSearch
+from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import NO_ADAPTER, Fleet, FleetWorker
 from draftgate.policies.admission.refusals import UNKNOWN_RETRY_S
-from draftgate.policies.admission.types import Refused
 from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.protocols import OrderingPolicy
-from draftgate.policies.types import Ticket
 
 RECONSIDER_S: Final = 4.5
 """Wait in seconds after which admission decides again about a request.
 
 The first heartbeat of a stream, after 5 s (`http/stream.py`), commits status 200. Half a second
 covers a late timer and the time between the two starts. (Chosen, not tuned, 2026-11-23.)"""
-
-Reconsider = Callable[[Ticket, float], Refused | None]
-"""A function that decides again about a request, from its ticket and the seconds that it has
-waited."""
-
-
-def _keep(ticket: Ticket, waited_s: float) -> None:
-    """Keep a request, without a forecast."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Waiting(Ticket):
-    """A request for a worker, which the queue holds while none has capacity.
-
-    Attributes:
-        need: the capacity that the request needs.
-        avoid: ids of workers that run the request only if no other worker is available.
-        since_s: start of the wait, for the timeout. None means the next call of `turn`.
-        reconsider: decides again about the request while it waits.
-        claim_tokens: tokens for which a resumed request may claim a worker, or 0 for a new request.
-        refused: whether workers had capacity but the store refused the lease.
-        has_blocks: whether the request moves with its KV blocks, so that it only decodes.
-        view: a function that returns the routing policy's view of the request.
-        turn: the future of its worker, while the queue holds it.
-        backs_off: whether a resumed request waits for `BACKOFF_S` after a refusal.
-    """
-
-    request_id: str
-    need: CapacityNeed
-    avoid: frozenset[str] = frozenset()
-    since_s: float | None = None
-    reconsider: Reconsider = _keep
-    claim_tokens: int = 0
-    refused: bool = False
-    has_blocks: bool = False
-    view: View = field(init=False)
-    turn: asyncio.Future[Routed] = field(init=False)
-    backs_off: bool = False
-
-    def for_rest(
-        self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
-    ) -> Waiting:
-        """Return the rest of the request, which precedes all requests that never had a worker."""
-        return replace(
-            self,
-            request_id=request_id,
-            need=need,
-            avoid=avoid,
-            since_s=None,
-            reconsider=_keep,
-            claim_tokens=claim_tokens,
-            refused=False,
-            has_blocks=False,
-            backs_off=False,
-        )
-
-    def wait_again(self, since_s: float) -> None:
-        """Prepare another wait with the same place, because the request was not sent.
-
-        Args:
-            since_s: time when the unsuccessful wait started.
-        """
-        if self.since_s is None:
-            self.since_s = since_s
-        self.returning = self.refused = True
-
 
 BACKOFF_S: Final = 0.05
 """Interval of retries for capacity that other gateways hold.
@@ -112,6 +44,8 @@ class CentralQueue:
 
     Attributes:
         places: the waiting requests, by the keys of their tickets.
+        make_room: called with a request whose turn it is while no worker has capacity for it. The
+            capacity that it frees later is the request's (`place_first`).
     """
 
     def __init__(
@@ -141,8 +75,9 @@ class CentralQueue:
         self.router = router
         self.claims = claims
         self.now_s = now_s
-        self._timeout_s = None if math.isinf(timeout_s) else timeout_s
+        self._timeout_s = timeout_s
         self.places: dict[int, Waiting] = {}
+        self.make_room: Callable[[Waiting], None] = lambda _: None
         self._resumed: dict[int, Waiting] = {}  # those of resumed requests, in order of arrival
         self._adapted: dict[int, Waiting] = {}  # those that need a LoRA adapter
         self._passed: dict[int, Waiting] = {}  # those of them whose turn came while others pass
@@ -212,7 +147,7 @@ class CentralQueue:
         waited_s = self._waited_s(waiting)
         timer = loop.call_later(max(RECONSIDER_S - waited_s, 0.0), self._reconsider, waiting)
         try:
-            async with asyncio.timeout(self._left_s(waited_s)):
+            async with asyncio.timeout(self._left_s(waiting, waited_s)):
                 return await turn
         except TimeoutError:
             self._leave(waiting)
@@ -239,6 +174,18 @@ class CentralQueue:
             return None
         worker.reserve(request_id, need)
         return Routed(worker)
+
+    def place_first(self, waiting: Waiting, worker: FleetWorker) -> None:
+        """Give a request the capacity that `make_room` has freed on a worker, if it still waits."""
+        self._search.mark(worker)
+        if waiting.key not in self.places or not self._placed(waiting):
+            return
+        now_s = self.now_s()
+        if self.ordering.choose(now_s) is waiting:
+            self.ordering.take(now_s)  # which charges its tenant
+        else:
+            self.ordering.remove(waiting.key)
+        self._forget(waiting)
 
     def dispatch_waiting(self, changed: FleetWorker | None = None) -> None:
         """Dispatch requests that now fit.
@@ -308,6 +255,7 @@ class CentralQueue:
             return True
         routed = None if waiting.backs_off else self._routed(waiting)
         if routed is None:
+            self.make_room(waiting)
             return False
         waiting.turn.set_result(routed)
         return True
@@ -372,9 +320,10 @@ class CentralQueue:
         """Return the seconds that a request has waited before this call of `turn`."""
         return 0.0 if waiting.since_s is None else self.now_s() - waiting.since_s
 
-    def _left_s(self, waited_s: float) -> float | None:
+    def _left_s(self, waiting: Waiting, waited_s: float) -> float | None:
         """Return the remaining time to wait, or None without a limit."""
-        return None if self._timeout_s is None else max(self._timeout_s - waited_s, 0.0)
+        limit_s = self._timeout_s if waiting.timeout_s is None else waiting.timeout_s
+        return None if math.isinf(limit_s) else max(limit_s - waited_s, 0.0)
 
     def _reconsider(self, waiting: Waiting) -> None:
         """Refuse a request that would wait too long."""
@@ -388,10 +337,10 @@ class CentralQueue:
 
     def _timed_out(self, waiting: Waiting) -> QueueTimeout:
         """Return the error of a request that has waited for the maximum time."""
-        assert self._timeout_s is not None  # no request times out without a limit
-        refused = waiting.reconsider(waiting, self._timeout_s)
+        limit_s = self._timeout_s if waiting.timeout_s is None else waiting.timeout_s
+        refused = waiting.reconsider(waiting, limit_s)
         retry_s = UNKNOWN_RETRY_S if refused is None else refused.retry_after_s
-        return QueueTimeout(f"no worker had capacity within {self._timeout_s:g} s", retry_s)
+        return QueueTimeout(f"no worker had capacity within {limit_s:g} s", retry_s)
 
     def _push(self, waiting: Waiting) -> None:
         self.places[waiting.key] = waiting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from draftgate.backends.types import Delta, GenerationRequest
 from draftgate.gateway.dispatch.admission import Entry
@@ -40,6 +40,16 @@ class Resume:
     reason: str
     kept_tokens: int
     same_numerics_class: bool
+
+    def shown(self) -> dict[str, Any]:
+        """Return the continuation as the `metrics` of a response show it."""
+        return {
+            "prompt": self.index,
+            "from_worker_id": self.source,
+            "to_worker_id": self.sink,
+            "kept_tokens": self.kept_tokens,
+            "same_numerics_class": self.same_numerics_class,
+        }
 
 
 @immutable
@@ -77,6 +87,19 @@ class NotResumed:
 
     cause: Cause
     why: GivenUp
+
+
+@immutable
+class Preempted:
+    """A request has lost its place at an upstream to a request of a higher class.
+
+    Attributes:
+        source: id of the upstream.
+        continues: whether the client has a part of the response, which continues later.
+    """
+
+    source: str
+    continues: bool
 
 
 @immutable
@@ -118,10 +141,10 @@ class Prefill:
     seconds: float = 0.0
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | Prefill
+Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | Prefill | Preempted
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
 on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, gets
-another model, or is computed by another upstream than its output."""
+another model, is computed by another upstream than its output, or loses its place at one."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""

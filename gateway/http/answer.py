@@ -10,7 +10,6 @@ from msgspec import UNSET, UnsetType
 from draftgate.backends.types import Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.flows import Hop
-from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.http.replies.metric_shapes import (
     FlowReply,
     PromptMetrics,
@@ -122,7 +121,7 @@ class Answer:
             first.worker.worker_id,
             self._speculation(first.request.speculation, self.watch.outcome),
             prompts,
-            [_resume_reply(one) for one in self.run.resumes] or UNSET,
+            [ResumeReply(**one.shown()) for one in self.run.resumes] or UNSET,
             UNSET if self.run.hop is None else _flow_reply(self.run.hop),
         )
 
@@ -215,16 +214,6 @@ def _flow_reply(hop: Hop) -> FlowReply:
 
 def _milliseconds(seconds: float) -> float:
     return round(seconds * 1e3, 3)
-
-
-def _resume_reply(resume: Resume) -> ResumeReply:
-    return ResumeReply(
-        resume.index,
-        resume.source,
-        resume.sink,
-        resume.kept_tokens,
-        resume.same_numerics_class,
-    )
 
 
 def speculation_reply(

@@ -17,7 +17,8 @@ from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
-from draftgate.gateway.dispatch.upstreams.forwarding import LOST, NEW, ForwardedRequest
+from draftgate.gateway.dispatch.upstreams.forward_state import LOST, NEW
+from draftgate.gateway.dispatch.upstreams.forwarding import ForwardedRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
 from draftgate.gateway.errors import (

@@ -60,6 +60,8 @@ def _expected(policy: str, proposers: Iterable[str]) -> Iterator[tuple[MetricDef
         yield metric.DECISIONS, (policy, proposer)
     for cause, outcome in product(Cause, (*RESUMED, *GivenUp)):
         yield metric.RESUMES, (cause.value, str(outcome))
+    for preempted in ("restarted", "continued"):
+        yield metric.PREEMPTIONS, (preempted,)
     for fetch, reason in product(FetchCause, PullReason):
         if (fetch is FetchCause.MOVED) is not (reason is PullReason.MOVE):
             continue

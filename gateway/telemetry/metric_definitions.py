@@ -247,6 +247,13 @@ UNKNOWN_COSTS: Final = _counter(
     "Requests whose upstream has a price but reported no usage, so that the cost is unknown",
     labels=("tenant", "model"),
 )
+PREEMPTIONS: Final = _counter(
+    "draftgate_upstream_preemptions",
+    "Requests that lost their place at an upstream to a request of a higher class, by what is left "
+    "of them: the whole request, or the rest of a stream",
+    unit="requests",
+    labels=("outcome",),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )

@@ -15,7 +15,14 @@ from typing import Final, TypeVar
 from draftgate.backends.types import FinishReason, Phases, SpeculationOutcome
 from draftgate.gateway.dispatch.flows import FlowEvent, HopEnded, HopJoined
 from draftgate.gateway.dispatch.kv_pulls import KvFetch
-from draftgate.gateway.dispatch.run import Fallback, Move, NotResumed, Prefill, PrefillEnd
+from draftgate.gateway.dispatch.run import (
+    Fallback,
+    Move,
+    NotResumed,
+    Preempted,
+    Prefill,
+    PrefillEnd,
+)
 from draftgate.gateway.logs import log
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -76,7 +83,7 @@ class RequestSeries:
         if len(self._ended) >= MOST_ENDED:
             self.fold()
 
-    def record(self, event: NotResumed | KvFetch | Move | Fallback | Prefill) -> None:
+    def record(self, event: NotResumed | KvFetch | Move | Fallback | Prefill | Preempted) -> None:
         """Count an event of the dispatcher that does not change what is known of its request."""
         metrics = self.metrics
         match event:
@@ -88,6 +95,9 @@ class RequestSeries:
                 metrics.add(metric.PREFILLS, 1, event.end.value)
                 if event.end is PrefillEnd.COMPUTED:
                     metrics.observe(metric.PREFILL_CALLS, event.seconds)
+            case Preempted():
+                outcome = "continued" if event.continues else "restarted"
+                metrics.add(metric.PREEMPTIONS, 1, outcome)
             case KvFetch():
                 end = "none" if event.end is None else event.end.value
                 reason = event.decision.reason.value

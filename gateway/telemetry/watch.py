@@ -12,7 +12,14 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.dispatch.run import Event, Fallback, Prefill, PrefillEnd, Resume
+from draftgate.gateway.dispatch.run import (
+    Event,
+    Fallback,
+    Preempted,
+    Prefill,
+    PrefillEnd,
+    Resume,
+)
 from draftgate.gateway.dispatch.span_attributes import (
     decision_attributes,
     job_attributes,
@@ -70,7 +77,7 @@ class RequestWatch:
     _n = 1  # choices per prompt
     _choices = 0  # choices of all prompts, 0 before dispatch
     _output_events = 0  # output events of an upstream
-    _resumes = 0
+    _resumes = _preemptions = 0
     _fallback: Fallback | None = None
     _prefill_worker: str | None = None  # which computed the prompt for another upstream
     _failure: tuple[Ending, int, BaseException | None] | None = None
@@ -170,6 +177,9 @@ class RequestWatch:
                     self._fallback = event
                 elif isinstance(event, Prefill) and event.end is PrefillEnd.COMPUTED:
                     self._prefill_worker = event.worker_id
+                elif isinstance(event, Preempted):
+                    self._preemptions += 1
+                    self._add_worker(event.source)
                 self._series.record(event)
 
     def _placed(self, decision: Decision) -> None:
@@ -199,7 +209,7 @@ class RequestWatch:
         if self.span.recording:
             self.span.event("resume", resume_attributes(resume))
         log(
-            logging.INFO if resume.cause is Cause.MOVED else logging.WARNING,
+            logging.INFO if resume.cause in {Cause.MOVED, Cause.PREEMPTED} else logging.WARNING,
             "resumed",
             prompt=resume.index,
             cause=resume.cause.value,
@@ -434,6 +444,7 @@ class RequestWatch:
             "worker": ",".join(self.workers) or None,
             "prefill_worker": self._prefill_worker,
             "resumes": self._resumes or None,
+            "preemptions": self._preemptions or None,
             "fallback": self._fallback and self._fallback.reason,
             "model": self._fallback and self._fallback.model,
             "tenant": self.tenant,

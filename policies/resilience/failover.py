@@ -29,6 +29,10 @@ MOST_RESUMES: Final = 2
 """Default number of resumptions. Two workers rarely fail in turn during one request, and three
 hardly ever do. (Chosen, 2026-11-22.)"""
 
+MOST_PREEMPTIONS: Final = 2
+"""Default number of times that a request loses its upstream to one of a higher class, as many as it
+may lose to failures."""
+
 
 class Cause(StrEnum):
     """The way in which a request lost its worker."""
@@ -37,6 +41,8 @@ class Cause(StrEnum):
     """The worker failed, or cut the stream off."""
     STALLED = "stalled"
     """The worker hung (`liveness`)."""
+    PREEMPTED = "preempted"
+    """A request of a higher class took its place at an upstream, so the request is not to blame."""
     LEFT = "left"
     """The worker left in order before the request ended, so the request is not to blame."""
     ADAPTER = "adapter"

@@ -19,9 +19,10 @@ from draftgate.gateway.dispatch.admission import (
 )
 from draftgate.gateway.dispatch.claims import Claims
 from draftgate.gateway.dispatch.kv_pulls import KvPulls
-from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.quotas import Quotas
 from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.state.memory.quotas import MemoryQuotas

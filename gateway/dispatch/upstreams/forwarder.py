@@ -21,6 +21,7 @@ from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.fallbacks import FALLBACK_HEADER, MODEL_HEADER
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision, UpstreamPools
+from draftgate.gateway.dispatch.upstreams.preemption import PreemptibleRequest, Preemption
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt, UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
@@ -50,7 +51,11 @@ PREFILL_HEADER: Final = "X-Draftgate-Prefill-Upstream"
 
 
 class Forwarder:
-    """The upstreams of a fleet, and what all requests for them share."""
+    """The upstreams of a fleet, and what all requests for them share.
+
+    Attributes:
+        preemption: aborts running requests for others, or None if no upstream allows it.
+    """
 
     def __init__(  # noqa: PLR0913 - the parts that all requests share
         self,
@@ -83,6 +88,9 @@ class Forwarder:
         self.rules = rules
         self.fallbacks = rules.fallbacks
         self.costs: UpstreamCosts | None = None  # if an upstream has prices
+        self.preemption: Preemption | None = None
+        if rules.most_preemptions:
+            self.preemption = Preemption(fleet, queue, admission, rules.most_preemptions)
         self._on_retry = on_retry
 
     def record(
@@ -182,13 +190,23 @@ class Forwarder:
         self._on_retry(cause, allowed)
         return allowed
 
-    async def turn(self, entry: Entry, avoid: frozenset[str], view: View, span: Span) -> Routed:
+    async def turn(
+        self,
+        entry: Entry,
+        avoid: frozenset[str],
+        view: View,
+        span: Span,
+        place: PreemptibleRequest | None = None,
+    ) -> Routed:
         """Wait until an upstream has capacity for an admitted request, and reserve it.
+
+        Args:
+            place: the place that the request has in the queue, or None for a new one.
 
         Raises:
             GatewayError: no upstream has.
         """
-        waiting = self.admission.waiting(entry, 0)
+        waiting = self.admission.waiting(entry, 0) if place is None else place.waiting
         waiting.request_id, waiting.avoid = entry.request_id, avoid
         with span.child("queue"):
             try:
@@ -223,13 +241,16 @@ class Forwarder:
         return found
 
     def route_view(
-        self, entry: Entry, request: RequestView, prompt: ForwardedPrompt | None, path: str
+        self, entry: Entry | None, request: RequestView, prompt: ForwardedPrompt | None, path: str
     ) -> RouteView:
         """Return a routing policy's view of a request with what is known of its prompt.
 
         Args:
+            entry: None if the request generates nothing.
             path: the endpoint of the request, with its query.
         """
+        if entry is None:
+            return RouteView(request, 0, 0.0)
         need = entry.needs[0]
         tokens = need.most_tokens, entry.expected_tokens
         view = RouteView(request, *tokens, need.sequences, entry.tenant, offer=need.offer)
@@ -248,12 +269,23 @@ class Forwarder:
         return call._replace(body=body, model=model, renamed=renamed)
 
     def keep(
-        self, call: UpstreamCall, entry: Entry, worker: FleetWorker, watch: Watch
+        self,
+        call: UpstreamCall,
+        entry: Entry,
+        worker: FleetWorker,
+        watch: Watch,
+        place: PreemptibleRequest | None,
     ) -> KeptStream | None:
-        """Keep the stream that an upstream sends, or return None if none could continue it."""
-        if len(self.fleet.workers) < 2 or not self.rules.keeps(call):
+        """Keep the stream that an upstream sends, or return None if none could continue it.
+
+        An upstream that may lose a stream to another request can continue it itself.
+        """
+        if (len(self.fleet.workers) < 2 and place is None) or not self.rules.keeps(call):
             return None
-        return KeptStream(self, call, entry, worker, watch)
+        kept = KeptStream(self, call, entry, worker, watch)
+        if place is not None:
+            place.kept = kept
+        return kept
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""

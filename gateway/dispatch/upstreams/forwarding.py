@@ -1,26 +1,37 @@
 """A request that an upstream runs, from its admission to the last byte of the response.
 
-All states and transitions are in this file. The gateway may try another upstream until one has
-responded. A stream that breaks off later continues on another upstream if the text so far suffices
-for that (`kept_stream`), and otherwise the error is final.
+All transitions between its states are in this file. The gateway may try another upstream until one
+has responded. A stream that breaks off later continues on another upstream if the text so far
+suffices for that (`kept_stream`), and otherwise the error is final.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
 from typing import Final
 
 from draftgate.backends.base import CallTranslation, Exchange, TokenUsage, Upstream, UpstreamCall
-from draftgate.backends.errors import BackendFailed, UpstreamFailed, UpstreamUnreachable
+from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.run import Fallback, Watch, ignore
 from draftgate.gateway.dispatch.upstreams import refusals
 from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attempt_models
+from draftgate.gateway.dispatch.upstreams.forward_state import (
+    ADMITTED,
+    ANSWERED,
+    ENDED,
+    FAILED,
+    LOST,
+    NEW,
+    PREFILLING,
+    REFUSED,
+    SENT,
+)  # fmt: skip
 from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.kept_stream import KeptStream
 from draftgate.gateway.dispatch.upstreams.pools import PoolDecision
+from draftgate.gateway.dispatch.upstreams.preemption import PreemptibleRequest
 from draftgate.gateway.dispatch.upstreams.prefill import DividedCall
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
 from draftgate.gateway.dispatch.upstreams.rules import RetryCause
@@ -29,44 +40,13 @@ from draftgate.gateway.dispatch.worker_spans import open_dispatch
 from draftgate.gateway.errors import GatewayError, UpstreamBroken, UpstreamBusy, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.tracing import NO_SPAN, Span
-from draftgate.policies.resilience.failover import GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, SpeculationPlan
 from draftgate.policies.values import replace
 
 _NO_WORKERS: Final = frozenset[str]()
 _NO_VIEW: Final = RequestView(0, 0, 0.0)
-
-
-class ForwardState(Enum):
-    """The states of a forwarded request.
-
-    NEW -> ADMITTED -> SENT -> ANSWERED -> ENDED
-    ADMITTED -> PREFILLING -> SENT, for upstreams with roles
-    SENT -> REFUSED or FAILED -> SENT to another upstream, or ENDED
-    any of these -> NEW or ADMITTED with another model
-    ANSWERED -> LOST -> SENT to another upstream, or ANSWERED with the error
-    """
-
-    NEW = auto()
-    ADMITTED = auto()
-    PREFILLING = auto()
-    """Another upstream may compute the prompt for the one that has reserved capacity for it."""
-    SENT = auto()
-    """An upstream has reserved capacity for it, and gets it."""
-    ANSWERED = auto()
-    """The client gets the response of the upstream."""
-    REFUSED = auto()
-    """The upstream refused it, and another one may take it."""
-    FAILED = auto()
-    """The upstream did not respond, and another one may."""
-    LOST = auto()
-    """The upstream broke its stream off, and another one may continue it."""
-    ENDED = auto()
-
-
-# A name of the module is found in a tenth of the time of a member of an enum.
-NEW, ADMITTED, PREFILLING, SENT, ANSWERED, REFUSED, FAILED, LOST, ENDED = ForwardState
 
 
 class ForwardedRequest:
@@ -94,7 +74,8 @@ class ForwardedRequest:
 
     __slots__ = (
         "_avoid", "_call", "_call_span", "_divided", "_first", "_forwarder", "_kept", "_need",
-        "_pool", "_prompt", "_span", "_view", "_watch", "body", "decision", "entry", "exchange",
+        "_place", "_pool", "_prompt", "_span", "_view", "_watch", "body", "decision", "entry",
+        "exchange",
         "fallback", "headers", "is_error", "plan", "state", "status", "streaming", "translation",
         "worker", "worker_id",
     )  # fmt: skip
@@ -142,6 +123,7 @@ class ForwardedRequest:
         self._watch = watch
         self.decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
+        self._place: PreemptibleRequest | None = None  # if it may lose its upstream to another one
         self.fallback: Fallback | None = None
         self._divided: DividedCall | None = None  # for upstreams with roles
 
@@ -172,18 +154,17 @@ class ForwardedRequest:
         if entry is not None and not self.is_error and (self.streaming or not entry.max_tokens):
             forwarder.admission.answered(entry)
             if self.streaming:
-                assert self.worker is not None
+                worker = self.worker
+                assert worker is not None
                 self._leave_kv()
-                self._kept = forwarder.keep(self._call, entry, self.worker, self._watch)
+                self._kept = forwarder.keep(self._call, entry, worker, self._watch, self._place)
 
     async def attempt(self) -> None:
         """Get a response from an upstream of the present model, with the errors of `start`."""
         forwarder, entry, model = self._forwarder, self.entry, self._call.model
-        if entry is None:
-            worker = forwarder.first_of(model, self.route_view)
-        else:
-            worker = await self._seat(entry)
-        self.worker, self.state = worker, SENT
+        seated = None if entry is None else await self._seat(entry)
+        self.worker = worker = seated or forwarder.first_of(model, self.route_view)
+        self.state = SENT
         forwarder.budget.count_request(forwarder.queue.now_s())
         if self._divided is not None:
             self.state = PREFILLING
@@ -219,11 +200,13 @@ class ForwardedRequest:
             if self._pool is not None:
                 self._avoid = self._pool.avoid
         routed = None
-        if not span.recording:
+        if forwarder.preemption is not None:
+            self._place = forwarder.preemption.place(entry, self._watch)
+        elif not span.recording:
             view, avoid = self.route_view, self._avoid
             routed = forwarder.queue.seat_new(entry.request_id, need, view, avoid)
         if routed is None:
-            routed = await forwarder.turn(entry, self._avoid, self.route_view, span)
+            routed = await forwarder.turn(entry, self._avoid, self.route_view, span, self._place)
         entry.prompt_tokens = need.prompt_tokens
         if self._pool or self.fallback or routed.phases or forwarder.costs is not None:
             self.decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
@@ -297,8 +280,7 @@ class ForwardedRequest:
     @property
     def outputs(self) -> int:
         """Number of events with output so far, of all upstreams of a stream."""
-        before = 0 if self._kept is None else self._kept.outputs
-        return before + (0 if self.exchange is None else self.exchange.outputs)
+        return sum(one.outputs for one in (self._kept, self.exchange) if one is not None)
 
     @property
     def error_sent(self) -> bool:
@@ -308,8 +290,6 @@ class ForwardedRequest:
 
     def route_view(self) -> RouteView:
         """Return the routing policy's view of the request."""
-        if self.entry is None:
-            return RouteView(self._view, 0, 0.0)
         return self._forwarder.route_view(self.entry, self._view, self._prompt, self._call.path)
 
     async def resume(self) -> None:
@@ -333,7 +313,7 @@ class ForwardedRequest:
                 self._call = await kept.rest_on(self.worker)
                 if not kept.is_complete:
                     self.state = SENT
-                    await self._send(self.worker, [lost])
+                    await self._send(self.worker, [] if kept.preempted else [lost])
                     if self.is_error or not self.streaming:
                         raise UpstreamBroken(refusals.reason(self.status, self.body or b""))
                     kept.join(lost, self.worker, self.decision, self._view)
@@ -360,7 +340,12 @@ class ForwardedRequest:
             tried.append(worker.worker_id)
             failure: UpstreamFailed | None = None
             try:
-                await self._call_upstream(worker)
+                if self._place is None:
+                    await self._call_upstream(worker)
+                elif not await self._place.run(worker, self._call, self._call_upstream(worker)):
+                    tried.pop()
+                    worker = await self._wait_again(self._place, worker)
+                    continue
             except UpstreamFailed as error:
                 self.state, failure = FAILED, error
             if self.state is ANSWERED:
@@ -384,6 +369,23 @@ class ForwardedRequest:
         self.headers = refusals.passed_refusal(self.status, self.headers, body, retry_after_s)
         self.state = ANSWERED
 
+    async def _wait_again(self, place: PreemptibleRequest, lost: FleetWorker) -> FleetWorker:
+        """Leave an upstream for a request of a higher class, and wait for another upstream."""
+        forwarder, entry, span = self._forwarder, self.entry, self._span
+        assert entry is not None
+        self.state = ADMITTED
+        self._leave(None)
+        self._release(entry)
+        place.hand_over(lost)
+        place.waiting.has_blocks = True  # one upstream gets it, whatever the roles are
+        routed = await forwarder.turn(entry, place.waiting.avoid, self.route_view, span, place)
+        self.worker, self.state = routed.worker, SENT
+        self._leave_kv()
+        self.decision = forwarder.pools.record_move(
+            entry, self.decision, lost.worker_id, self.worker, Cause.PREEMPTED, self._view
+        )
+        return self.worker
+
     async def _call_upstream(self, worker: FleetWorker) -> None:
         """Call an upstream, and wait for the first bytes of its response.
 
@@ -400,10 +402,7 @@ class ForwardedRequest:
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         self.exchange = exchange = await upstream.forward(call)
         if not exchange.body:
-            try:
-                self._first = await refusals.read_first(exchange)
-            except UpstreamFailed as error:
-                raise UpstreamUnreachable(str(error)) from error
+            self._first = await refusals.read_first(exchange)
         self.status, self.headers, self.body = exchange.status, exchange.headers, exchange.body
         self.streaming, self.worker_id = exchange.streaming, worker.worker_id
         self.translation = exchange.translation
@@ -433,6 +432,8 @@ class ForwardedRequest:
         if self.worker is not None:
             self.worker.release(entry.request_id)
             self.worker = None
+        if self._place is not None:
+            self._place.leave()
 
     def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""

@@ -22,19 +22,19 @@ from draftgate.backends.openai.continuation import (
 from draftgate.backends.openai.events import last_event
 from draftgate.backends.openai.stream_output import NotContinuable, read_output
 from draftgate.gateway.dispatch.admission import AdmissionController, Entry
-from draftgate.gateway.dispatch.decisions import Decision, MoveRecord
+from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.recovery import wait_for
-from draftgate.gateway.dispatch.routing import Routed, View
+from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
-from draftgate.gateway.dispatch.upstreams.refusals import WHOLE_BYTES, read_begin
+from draftgate.gateway.dispatch.upstreams.refusals import read_success
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
+from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.tracing import Span
-from draftgate.policies.moves import MoveEnd
 from draftgate.policies.resilience.failover import (
     Cause,
     GivenUp,
@@ -76,7 +76,7 @@ class KeptStream:
     """The events of a stream that its client has, and the upstreams that it has lost.
 
     The watchdog watches it while an upstream sends it (`watchdog.WatchedStream`). The states are
-    those of its request (`forwarding.ForwardedRequest`).
+    those of its request (`forward_state.ForwardState`).
 
     Attributes:
         error: why the present upstream is lost, or None.
@@ -86,13 +86,14 @@ class KeptStream:
         outputs: number of events with output of lost upstreams.
         num_deltas: number of blocks so far.
         runs: whether the gateway waits for the upstream.
+        preempted: its place in the queue if another request has taken its upstream, or None.
     """
 
     __slots__ = (
         "_blocks", "_call", "_entry", "_error_event", "_joined", "_leaving", "_left_bytes",
         "_losses", "_prompt_tokens", "_rest", "_resumes", "_seen_pieces", "_shared", "_stalled",
         "_watch", "_watched", "error", "error_passed", "is_complete", "leave", "num_deltas",
-        "outputs", "runs", "tokens",
+        "outputs", "preempted", "runs", "tokens",
     )  # fmt: skip
 
     is_owed: Final = False  # upstreams do not report steps
@@ -127,6 +128,7 @@ class KeptStream:
         self._resumes: list[Resume] = []
         self._seen_pieces = self._prompt_tokens = 0
         self._stalled = False
+        self.preempted: Waiting | None = None
         self._error_event = b""
         self._joined: JoinedStream | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -209,6 +211,31 @@ class KeptStream:
         elif why is GivenUp.BUDGET:
             self.num_deltas += 1  # which begins the silence again
 
+    async def is_continuable(self) -> bool:
+        """Return whether another request can ask for the rest of the stream so far."""
+        seen = -1
+        while seen != self.num_deltas and self.has_begun:  # events may arrive meanwhile
+            seen = self.num_deltas
+            if await self._find_rest() is None:
+                return False
+        return self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the present upstream has sent events for the client, and is not lost."""
+        return self.error is None and self.leave is not None and bool(self._blocks)
+
+    def preempt(self, waiting: Waiting) -> None:
+        """Leave the present upstream for another request.
+
+        Args:
+            waiting: the place in the queue with which the stream waits for the next upstream.
+        """
+        assert self.leave is not None
+        self.preempted = waiting
+        self._lose(UpstreamFailed("a request of a higher class took its place"))
+        self.leave()
+
     def _lose(self, error: UpstreamFailed) -> None:
         """Note the first error. Leaving a stalled upstream makes `read` raise another one."""
         if self.error is None:
@@ -251,12 +278,13 @@ class KeptStream:
             return None
         if rest is None:
             return GivenUp.UNABLE
-        if not self._stalled:
+        if not (self._stalled or self.preempted):
             await wait_for(fleet, lambda: fleet.is_open_for(self._call.model))
             why = self._given_up(lost, rest)
             if why is not None:
                 return why
-        self._losses.append(self._loss(lost, rest))
+        if self.preempted is None:
+            self._losses.append(self._loss(lost, rest))
         self._seen_pieces = rest.output.pieces
         self._prompt_tokens = rest.output.prompt_tokens or self._prompt_tokens
         return None
@@ -284,7 +312,9 @@ class KeptStream:
         return Loss(worker_id, rest.output.pieces - self._seen_pieces)
 
     async def turn(self, span: Span, view: View) -> FleetWorker:
-        """Wait until an upstream has capacity, ahead of new requests, and reserve it.
+        """Wait until an upstream has capacity, and reserve it.
+
+        A stream precedes new requests, or only those of its class if it has been preempted.
 
         Raises:
             BackendFailed, QueueTimeout: no upstream has.
@@ -293,9 +323,13 @@ class KeptStream:
         need = entry.needs[0]
         need = replace(need, prompt_tokens=need.prompt_tokens + (self.tokens or 0))
         lost = frozenset([one.worker_id for one in self._losses])
-        waiting = self._shared.admission.waiting(entry, 0)
-        waiting = waiting.for_rest(entry.request_id, need, lost, 0)
-        waiting.returning = True
+        if self.preempted is None:
+            waiting = self._shared.admission.waiting(entry, 0)
+            waiting = waiting.for_rest(entry.request_id, need, lost, 0)
+            waiting.returning = True
+        else:
+            waiting = self.preempted
+            waiting.need, waiting.avoid = need, lost
         waiting.has_blocks = True  # the rest is not divided between upstreams with roles
         with span.child("queue"):
             return (await queue.turn(waiting, view)).worker
@@ -327,7 +361,7 @@ class KeptStream:
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         with suppress(UpstreamFailed, TimeoutError):
             async with asyncio.timeout(_COUNT_S):
-                found = counted_tokens(await _whole(upstream, call))
+                found = counted_tokens(await read_success(await upstream.forward(call)))
         return output.pieces if found is None else found
 
     def join(
@@ -346,19 +380,20 @@ class KeptStream:
         reason = str(self.error)
         resume = Resume(0, lost, sink, cause, reason, tokens, same_numerics_class=False)
         self._resumes.append(resume)
-        metrics = {"worker_id": sink, "resumes": list(map(_shown, self._resumes))}
+        metrics = {"worker_id": sink, "resumes": [one.shown() for one in self._resumes]}
         self._joined = JoinedStream(rest, tokens, metrics, self._prompt_tokens)
         self.error, self._stalled, self._error_event = None, False, b""
+        self.preempted = self.leave = None
         self._watch(resume)
-        move = MoveRecord(lost, sink, cause.value, MoveEnd.MOVED)
         pools = self._shared.pools
-        decision = decision or pools.record_other(self._entry, Routed(worker), view)
-        pools.record_move(self._entry, decision, move)
+        pools.record_move(self._entry, decision, lost, worker, cause=cause, view=view)
         self._watched = worker
         self._shared.watchdog.watch(self, worker)
 
     @property
     def _cause(self) -> Cause:
+        if self.preempted is not None:
+            return Cause.PREEMPTED
         return Cause.STALLED if self._stalled else Cause.FAILED
 
     def give_up(self, why: GivenUp, later: BaseException | None) -> bytes:
@@ -403,26 +438,3 @@ def _rest_in(call: UpstreamCall, blocks: Sequence[bytes]) -> RestOfStream | None
         return rest_of(call.body, read_output(blocks), is_chat=call.path == CHATS)
     except NotContinuable:
         return None
-
-
-async def _whole(upstream: Upstream, call: UpstreamCall) -> bytes:
-    """Return the body of a successful response, or nothing."""
-    exchange = await upstream.forward(call)
-    try:
-        body = exchange.body
-        if body is None:
-            body, _ = await read_begin(exchange.read, WHOLE_BYTES)
-        return body if exchange.status == 200 else b""
-    finally:
-        exchange.close()
-
-
-def _shown(resume: Resume) -> dict[str, object]:
-    """Return a continuation as `metrics` of the node's own responses shows it."""
-    return {
-        "prompt": resume.index,
-        "from_worker_id": resume.source,
-        "to_worker_id": resume.sink,
-        "kept_tokens": resume.kept_tokens,
-        "same_numerics_class": resume.same_numerics_class,
-    }

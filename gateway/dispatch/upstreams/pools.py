@@ -10,7 +10,9 @@ from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.policies.capacity import WorkerUsage
+from draftgate.policies.moves import MoveEnd
 from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.resilience.failover import Cause
 from draftgate.policies.speculation.upstream_speculation import (
     ReplicaPool,
     UpstreamPoolState,
@@ -138,9 +140,25 @@ class UpstreamPools:
             fallback=fallback,
         )
 
-    def record_move(self, request: Entry, decision: Decision, move: MoveRecord) -> None:
-        """Record that a stream continues on another upstream."""
+    def record_move(
+        self,
+        request: Entry,
+        decision: Decision | None,
+        lost: str,
+        worker: FleetWorker,
+        cause: Cause,
+        view: RequestView,
+    ) -> Decision:
+        """Record that another upstream gets a request, or the rest of it, and return its decision.
+
+        Args:
+            decision: the decision about the request, or None without one.
+            lost: id of the upstream before.
+        """
+        decision = decision or self.record_other(request, Routed(worker), view)
+        move = MoveRecord(lost, worker.worker_id, cause.value, MoveEnd.MOVED)
         self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
+        return decision
 
 
 def _pool_of(load: WorkerLoad) -> ReplicaPool:

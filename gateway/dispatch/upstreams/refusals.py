@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from draftgate.backends.base import DENIED, Exchange
-from draftgate.backends.errors import UpstreamFailed
+from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
@@ -101,14 +101,17 @@ async def read_first(exchange: Exchange) -> bytes:
     Another upstream can still respond if a whole response breaks off.
 
     Raises:
-        UpstreamFailed: the response is incomplete, or has no body although it is a success.
+        UpstreamUnreachable: the response is incomplete, or has no body although it is a success.
     """
-    first = await exchange.read()
-    if exchange.streaming or exchange.status >= FIRST_ERROR:
-        return first
-    if not first:
-        raise UpstreamFailed("its response is empty")
-    begin, _ = await read_begin(exchange.read, WHOLE_BYTES, first)
+    try:
+        first = await exchange.read()
+        if exchange.streaming or exchange.status >= FIRST_ERROR:
+            return first
+        if not first:
+            raise UpstreamUnreachable("its response is empty")
+        begin, _ = await read_begin(exchange.read, WHOLE_BYTES, first)
+    except UpstreamFailed as error:
+        raise UpstreamUnreachable(str(error)) from error
     return begin
 
 
@@ -128,3 +131,14 @@ async def read_begin(
             return bytes(body), True
         body += block
     return bytes(body), False
+
+
+async def read_success(exchange: Exchange) -> bytes:
+    """Return the body of a response if it is a success, or nothing, and end the exchange."""
+    try:
+        body = exchange.body
+        if body is None:
+            body, _ = await read_begin(exchange.read, WHOLE_BYTES)
+        return body if exchange.status == 200 else b""
+    finally:
+        exchange.close()

@@ -48,12 +48,15 @@ class ForwardingRules(NamedTuple):
         patience_s: silence after the first byte that counts as a loss, in seconds.
         most_resumes: maximum number of continuations of a stream.
         fallbacks: for the name of a model, those that get its requests in turn.
+        most_preemptions: maximum number of times that a request is aborted for one of a higher
+            class, or 0 if no upstream allows it.
     """
 
     most_bytes: int = MOST_KEPT_BYTES
     patience_s: float = UPSTREAM_PATIENCE_S
     most_resumes: int = MOST_RESUMES
     fallbacks: Mapping[str, Sequence[str]] = NO_FALLBACKS
+    most_preemptions: int = 0
 
     def keeps(self, call: UpstreamCall) -> bool:
         """Return whether the stream of a call is kept."""
