@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, GenerationRequest, SpeculationOutcome
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.flows import Hop
@@ -92,10 +92,10 @@ class Fallback:
     reason: str
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback
+Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | SpeculationOutcome
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
-on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, or gets
-another model."""
+on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, gets
+another model, or has drafts that an upstream reports."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""
