@@ -120,7 +120,7 @@ async def send(http: httpx.AsyncClient, kind: str, body: Mapping[str, Any]) -> R
     """Return what the client of a stream sees."""
     begin_s = time.perf_counter()
     first_s = last_s = 0.0
-    request_id, tokens = "", 0
+    tokens = 0
     metrics: dict[str, Any] = {}
     async with http.stream("POST", "/v1/chat/completions", json=dict(body)) as response:
         response.raise_for_status()
@@ -129,21 +129,21 @@ async def send(http: httpx.AsyncClient, kind: str, body: Mapping[str, Any]) -> R
             if not line.startswith("data: {"):
                 continue
             now_s, chunk = time.perf_counter(), json.loads(line.removeprefix("data: "))
-            request_id = chunk["id"]
             metrics = chunk.get("metrics") or metrics
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
             if any(choice["delta"].get("content") for choice in chunk["choices"]):
                 first_s, last_s = first_s or now_s, now_s
+    first_s = first_s or time.perf_counter()  # without any text
     drafts = metrics.get("speculative_decoding") or {}
     return Reply(
         kind,
-        request_id,
+        headers["X-Request-Id"],
         headers.get("X-Draftgate-Upstream", ""),
         headers.get("X-Speculation-Pool", ""),
         tokens,
         first_s - begin_s,
-        (last_s - first_s) / (tokens - 1) if tokens > 1 else None,
+        (last_s - first_s) / (tokens - 1) if tokens > 1 and last_s > first_s else None,
         drafts.get("num_draft_tokens"),
         drafts.get("num_accepted_draft_tokens"),
     )
