@@ -10,7 +10,13 @@ from draftgate.backends.kv_transfer.exchange import BlockCount
 from draftgate.backends.kv_transfer.format import KvChunk
 from draftgate.backends.prompt_blocks import PromptBlocks
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.types import (
+    Delta,
+    GenerationRequest,
+    ModelCard,
+    Pace,
+    SpeculationOutcome,
+)
 from draftgate.policies.routing.types import CachedPrefix
 from draftgate.policies.types import WorkerLoad
 
@@ -309,6 +315,9 @@ class Exchange(Protocol):
 
     def usage(self) -> TokenUsage:
         """Return the reported token counts, or else count one token per event with output."""
+
+    def drafts(self) -> SpeculationOutcome | None:
+        """Return the drafts that the upstream reports about the request so far, or None."""
 
     async def finish(self) -> None:
         """End a response of which everything has been read."""

@@ -1,4 +1,4 @@
-"""Bodies with a `Content-Encoding`, decoded in slices, because a small body may become a huge one."""
+"""Bodies with a `Content-Encoding`, decoded in slices, because a small body may be a huge one."""
 
 from __future__ import annotations
 

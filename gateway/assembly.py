@@ -186,7 +186,7 @@ def build_forwarder(
     def on_retry(cause: str, allowed: bool) -> None:
         metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
 
-    pools = UpstreamPools(fleet, policy, decisions, on_decision)
+    pools = UpstreamPools(fleet, policy, decisions, dispatcher.sharing.history, on_decision)
     prefixes = UpstreamPrefixes(loop_time_s, partial(metrics.add, metric.PREDICTED_CACHED_TOKENS))
     return Forwarder(
         fleet,

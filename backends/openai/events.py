@@ -16,6 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from draftgate.backends.base import TokenUsage
+from draftgate.backends.types import SpeculationOutcome
+
+EVENT_STREAM: Final = "text/event-stream"
+"""The content type of a stream."""
 
 MOST_EVENT_BYTES: Final = 4 << 20
 """Maximum size of an event in bytes. A longer event ends the stream, so that an endless event
@@ -28,6 +32,8 @@ _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
 _EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+_ABORT: Final = b'"abort"'
+_ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 # Events of `/v1/responses` and of `/v1/messages`.
 _NAMED_EVENT: Final = re.compile(
     rb"(?:\A|[\r\n])event: ?(?:response\.|(?:message|content_block)_|ping)"
@@ -41,6 +47,7 @@ _NAMED_END: Final = re.compile(
 _MESSAGE_START: Final = re.compile(rb"(?:\A|[\r\n])event: ?message_start(?=[\r\n])")
 _RESPONSE_FAILED: Final = re.compile(rb"(?:\A|[\r\n])event: ?response\.failed(?=[\r\n])")
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_DRAFTS: Final = re.compile(rb'"speculative_decoding"\s*:\s*(?=\{)')
 _DONE: Final = b"data: [DONE]\n\n"
 _json: Final = json.JSONDecoder()
 
@@ -67,7 +74,17 @@ class _Whole(msgspec.Struct):
     usage: _Usage
 
 
+class _Drafts(msgspec.Struct):
+    """The drafts of a request by vLLM's names, which Draftgate sends as well."""
+
+    num_spec_steps: _Count
+    num_draft_tokens: _Count
+    num_accepted_draft_tokens: _Count
+    acceptance_histogram: Annotated[list[_Count], Meta(max_length=1024)]
+
+
 _whole: Final = msgspec.json.Decoder(_Whole)
+_drafts: Final = msgspec.json.Decoder(_Drafts)
 
 
 class StreamEnding(StrEnum):
@@ -78,7 +95,8 @@ class StreamEnding(StrEnum):
     ERROR = "error"
     """An error event of the upstream."""
     UNFINISHED = "unfinished"
-    """`[DONE]` before any choice had finished, so the output was cut."""
+    """`[DONE]` before any choice had finished, or the end of a choice that the server aborted. The
+    output was cut."""
 
 
 class EventScan:
@@ -98,6 +116,7 @@ class EventScan:
         self._ended_responses = 0
         self._held = b""
         self._usage = b""
+        self._reported_drafts = b""
         self._input: TokenUsage | None = None  # of a stream of `/v1/messages`
 
     def feed(self, block: bytes) -> bytes:
@@ -113,7 +132,7 @@ class EventScan:
             raise ValueError(f"an event exceeds {MOST_EVENT_BYTES} bytes")
         if not whole:
             return b""
-        if b"[DONE]" in whole or b'"error"' in whole:
+        if b"[DONE]" in whole or b'"error"' in whole or _ABORT in whole:
             return self._up_to_ending(whole)
         self._observe(whole)
         return whole
@@ -133,6 +152,10 @@ class EventScan:
             return last
         return last._replace(prompt=self._input.prompt, cached=self._input.cached)
 
+    def drafts(self) -> SpeculationOutcome | None:
+        """Return the drafts that the server reports after a finish reason, or None."""
+        return drafts_in(self._reported_drafts)
+
     def _complete(self, block: bytes) -> bytes:
         if not self._held and block.endswith((b"\n\n", b"\r\n\r\n")):
             return block  # as servers usually write
@@ -144,7 +167,7 @@ class EventScan:
 
     def _up_to_ending(self, whole: bytes) -> bytes:
         """Check the events, and return those up to the ending."""
-        if b'"error"' not in whole and whole.count(b"[DONE]") == 1:
+        if b'"error"' not in whole and _ABORT not in whole and whole.count(b"[DONE]") == 1:
             # Servers usually send the ending in this form. To check each event takes far longer.
             begin = whole.find(_DONE)
             if begin == 0 or (begin > 0 and whole.endswith(b"\n\n", 0, begin)):
@@ -182,6 +205,8 @@ class EventScan:
                 self._observe_input(events)
         if b'"usage"' in events and _USAGE.search(events):
             self._usage = events
+        if self.finished and b'"speculative_decoding"' in events:
+            self._reported_drafts = events
 
     def _observe_input(self, events: bytes) -> None:
         """Note the input tokens, which some servers report only when a message begins."""
@@ -195,7 +220,12 @@ class EventScan:
             return self._done()
         if b'"error"' in data and (_has_error(data) or _RESPONSE_FAILED.search(event)):
             return StreamEnding.ERROR
-        return None
+        return StreamEnding.UNFINISHED if is_aborted(data) else None
+
+
+def is_aborted(data: bytes) -> bool:
+    """Return whether a server aborted a choice of a response, as vLLM does when it is stopped."""
+    return _ABORT in data and _ABORTED.search(data) is not None
 
 
 def data_of_each(events: bytes) -> Iterator[bytes]:
@@ -263,6 +293,29 @@ def usage_in(text: bytes) -> TokenUsage | None:
         _count(value.get(f"{prompt}_tokens")) + read + stored,
         cached + read,
         _count(value.get(f"{output}_tokens")),
+    )
+
+
+def drafts_in(text: bytes) -> SpeculationOutcome | None:
+    """Return the drafts of the last `"speculative_decoding": {...}` in JSON, as `usage_in` does.
+
+    vLLM sends them with the usage of a response (`--per-request-spec-decode-metrics summary`).
+    """
+    begin = text.rfind(b'"speculative_decoding"')
+    found = _DRAFTS.match(text, begin) if begin >= 0 else None
+    if found is None:
+        return None
+    rest = text[found.end() :].decode("utf-8", "replace")
+    try:
+        _, end = _json.raw_decode(rest)
+        drafts = _drafts.decode(rest[:end])
+    except (ValueError, RecursionError):
+        return None
+    return SpeculationOutcome(
+        drafts.num_spec_steps,
+        drafts.num_draft_tokens,
+        drafts.num_accepted_draft_tokens,
+        tuple(drafts.acceptance_histogram),
     )
 
 

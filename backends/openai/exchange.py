@@ -13,7 +13,15 @@ from draftgate.backends.base import CallTranslation, TokenUsage
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.connection import Response
-from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in, whole_usage
+from draftgate.backends.openai.events import (
+    EVENT_STREAM,
+    EventScan,
+    StreamEnding,
+    drafts_in,
+    usage_in,
+    whole_usage,
+)
+from draftgate.backends.types import SpeculationOutcome
 
 LAST_BYTES_S: Final = 0.25
 """Seconds to wait for the end of the body after `[DONE]`. Without it, the connection is closed."""
@@ -63,7 +71,7 @@ class HttpExchange:
         self.status = response.status
         head = response.head
         self.headers = head.headers
-        is_stream = head.content_type == "text/event-stream"
+        is_stream = head.content_type == EVENT_STREAM
         self.streaming = is_stream and response.status == 200
         self.scan = EventScan() if self.streaming else None
         self.body = None if self.streaming else response.body
@@ -97,6 +105,10 @@ class HttpExchange:
             self._usage = found or TokenUsage(0, 0, self.outputs)
         return self._usage
 
+    def drafts(self) -> SpeculationOutcome | None:
+        """Return the drafts that the upstream reports, or None."""
+        return drafts_in(self._tail) if self.scan is None else self.scan.drafts()
+
     async def read(self) -> bytes:
         """Return the next bytes of the body, or nothing at its end."""
         scan = self.scan
@@ -120,7 +132,7 @@ class HttpExchange:
             if scan.ending is None:
                 raise UpstreamFailed("the stream ended without [DONE]")
             if scan.ending is StreamEnding.UNFINISHED:
-                raise UpstreamFailed("the stream ended before any choice had finished")
+                raise UpstreamFailed("the stream ended before its choices had finished")
         return b""
 
     async def finish(self) -> None:

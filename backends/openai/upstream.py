@@ -21,7 +21,7 @@ from draftgate.backends.errors import UpstreamLate, UpstreamUnreachable
 from draftgate.backends.openai.block_index import BlockIndex
 from draftgate.backends.openai.connection import Response
 from draftgate.backends.openai.connections import DEAD_S, Connections
-from draftgate.backends.openai.events import StreamEnding
+from draftgate.backends.openai.events import EVENT_STREAM, StreamEnding, is_aborted
 from draftgate.backends.openai.exchange import HttpExchange, TranslatedExchange
 from draftgate.backends.openai.kv_events import EventLog, KvEventSubscriber
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor, listed_model
@@ -230,6 +230,9 @@ class OpenAIUpstream:
             if response.head.content_type == "text/html" and response.status == _OK:
                 response.close()
                 raise ConnectionFailed("it responded with an HTML page")
+            is_stream = response.head.content_type == EVENT_STREAM
+            if response.body and not is_stream and is_aborted(response.body):
+                raise ConnectionFailed("it aborted the request")
         except BaseException as error:
             self._sent -= call.sequences
             if not isinstance(error, OSError):  # TimeoutError is one

@@ -228,8 +228,8 @@ BENCHES: Final = {
     "priors": "bench.simulation.priors",
     "edge": "bench.edge.command",
     "cpu": "bench.cpu.command",
+    "fleet": "bench.fleet.command",
     "moves": "bench.gateway.moves",
-    "prefix-routing": "bench.gateway.prefix_routing",
     "store": "bench.gateway.store",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, GenerationRequest, SpeculationOutcome
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.flows import Hop
@@ -141,10 +141,21 @@ class Prefill:
     seconds: float = 0.0
 
 
-Event: TypeAlias = Decision | Resume | NotResumed | KvFetch | Move | Fallback | Prefill | Preempted
+Event: TypeAlias = (
+    Decision
+    | Resume
+    | NotResumed
+    | KvFetch
+    | Move
+    | Fallback
+    | Prefill
+    | Preempted
+    | SpeculationOutcome
+)
 """What happens to a prompt: it gets its first worker, with a decision about speculation, continues
 on another one or cannot, may fetch the KV blocks of its prefix, ends an attempt to move, gets
-another model, is computed by another upstream than its output, or loses its place at one."""
+another model, is computed by another upstream than its output, loses its place at one, or has
+drafts that an upstream reports."""
 
 Watch: TypeAlias = Callable[[Event], None]
 """A function that takes the events of a job, and returns at once."""

@@ -42,6 +42,7 @@ class Sharing:
     only the workers of its model.
 
     Attributes:
+        history: the acceptance of earlier requests.
         expired_claims: number of claims on workers that have expired in the pool.
     """
 
@@ -63,7 +64,7 @@ class Sharing:
         """
         self.expired_claims = 0
         self._store = store
-        self._history = history
+        self.history = history
         self._appointments = appointments
         self._now_s = now_s
         self._model = model
@@ -100,7 +101,7 @@ class Sharing:
         """Send what is new, merge what the store returns, and return whether more is left."""
         number = self._number + 1
         restored = tuple(islice(self._restoring, _AT_ONCE))
-        sent = tuple(self._history.take(_AT_ONCE))
+        sent = tuple(self.history.take(_AT_ONCE))
         taken = self._appointments.take(self._now_s(), _AT_ONCE, self._source)
         model = self._model()
         notes = tuple([note._replace(model=model) for note in taken])
@@ -112,15 +113,15 @@ class Sharing:
             return False
         if news.start != self._start:
             self._start, self._cursor = news.start, 0
-            self._restoring = deque(self._history.totals())
+            self._restoring = deque(self.history.totals())
             self._appointments.restore()
             return True
         self._number, self._cursor = number, news.cursor
         self.expired_claims = news.expired_claims
         for _ in restored:
             self._restoring.popleft()
-        self._history.confirm()
-        self._history.merge(news.history)
+        self.history.confirm()
+        self.history.merge(news.history)
         self._appointments.confirm()
         bookings = [note for note in news.bookings if note.model == model]
         self._appointments.merge(bookings, self._now_s())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.types import NO_OUTCOME, Delta, Task, outcome_of
+from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome, Task, outcome_of
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.run import (
@@ -172,6 +172,8 @@ class RequestWatch:
                 self._placed(event)
             case Resume():
                 self._resumed(event)
+            case SpeculationOutcome():  # of an upstream, by its own report
+                self.outcome += event
             case _:
                 if isinstance(event, Fallback):
                     self._fallback = event

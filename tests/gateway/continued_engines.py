@@ -111,10 +111,16 @@ class Fault(Enum):
     """It sends an error event, as vLLM does if its engine dies."""
     DONE = auto()
     """It sends `[DONE]`, although no choice has finished."""
+    ABORT = auto()
+    """It aborts the choice, as vLLM does when it is stopped."""
     GARBAGE = auto()
     """It sends an event without an end that exceeds all bounds, in parts."""
 
 
+ABORT_EVENT = (
+    b'data: {"id":"a-1","choices":[{"index":0,"text":"x","delta":{"content":"x"},'
+    b'"finish_reason":"abort"}]}\n\n'
+)
 ERROR_EVENT = (
     b'data: {"error":{"message":"EngineDeadError","type":"InternalServerError","code":500}}\n\n'
 )
@@ -169,6 +175,8 @@ class Engine:
                 transport.abort()
             case Fault.END:
                 await response.write_eof()
+            case Fault.ABORT:
+                await response.write(ABORT_EVENT + b"data: [DONE]\n\n")
             case Fault.ERROR_EVENT:
                 await response.write(ERROR_EVENT + b"data: [DONE]\n\n")
                 await response.write_eof()

@@ -73,6 +73,7 @@ BROKEN = {
     "unknown coding": packed(WHOLE, b"zstd"),
     "no gzip": packed(WHOLE),
     "half a gzip": packed(gzip.compress(WHOLE)[:-9]),
+    "aborted": sized(b'{"choices": [{"text": "Well", "finish_reason": "abort"}]}'),
 }
 """Responses to a request that another upstream can still serve."""
 
@@ -94,7 +95,9 @@ async def test_request_of_a_broken_upstream_goes_to_another(name: str) -> None:
             assert "127.0.0.1" not in response.text
 
 
+ABORTED = b'data: {"choices":[{"text":"","finish_reason": "abort"}]}\n\n'
 BROKEN_STREAMS = {
+    "aborted": OK + SSE + CHUNKED + chunk(ABORTED + DONE),
     "no event": OK + SSE + CHUNKED,
     "half an event": OK + SSE + CHUNKED + chunk(TOKEN[:20]),
     "page": BROKEN["page"],
@@ -121,6 +124,7 @@ BEGUN = OK + SSE + CHUNKED + chunk(TOKEN)
 PACKER = zlib.compressobj(wbits=16 + zlib.MAX_WBITS)
 PACKED_BEGIN = PACKER.compress(TOKEN) + PACKER.flush(zlib.Z_SYNC_FLUSH)
 FAILING_STREAMS = {
+    "aborted": BEGUN + chunk(ABORTED + DONE) + b"0\r\n\r\n",
     "event cut": BEGUN + chunk(TOKEN[:20]),
     "chunk cut": BEGUN + b"fff\r\n" + TOKEN,
     "bad chunk size": BEGUN + b"xyz\r\n",

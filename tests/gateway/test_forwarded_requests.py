@@ -109,6 +109,9 @@ class Exchange:
     def usage(self) -> TokenUsage:
         return TokenUsage(0, 0, self.outputs)
 
+    def drafts(self) -> None:
+        return None
+
     async def finish(self) -> None:
         await asyncio.sleep(self.delay_s)
         self.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from draftgate.backends.worker_config import UpstreamSettings, WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node
@@ -17,6 +19,7 @@ from tests.gateway.upstreams import (
     LAST,
     TOKEN,
     Clock,
+    Handler,
     ScriptedUpstream,
     forwarding,
     held,
@@ -44,6 +47,15 @@ async def send(gateway: Listening, **body: Any) -> tuple[int, str | None, str | 
         headers.get("x-speculation-pool"),
         headers.get("x-speculation-reason"),
     )
+
+
+def json_of(body: bytes) -> Handler:
+    """Return a handler that responds with JSON."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=body, content_type="application/json")
+
+    return handler
 
 
 async def poll_all(gateway: Listening) -> None:
@@ -109,6 +121,46 @@ async def test_pool_decisions_are_recorded_and_counted() -> None:
     metric_name = "draftgate_decisions_total"
     assert f'{metric_name}{{model_name="theirs",policy="auto",proposer="none"}} 1.0' in page
     assert f'{metric_name}{{model_name="theirs",policy="auto",proposer="upstream"}} 1.0' in page
+
+
+REPORT = {
+    "num_spec_steps": 5,
+    "num_spec_tokens": 4,
+    "num_draft_tokens": 20,
+    "num_accepted_draft_tokens": 9,
+    "mean_acceptance_length": 2.8,
+    "draft_acceptance_rate": 0.45,
+    "acceptance_histogram": [2, 1, 0, 0, 2],
+}
+"""The drafts of a request as vLLM reports them."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_reported_drafts_are_recorded(stream: bool) -> None:
+    """The drafts that an upstream reports about a request are in its decision, in the metrics, and
+    in the history that the next decision reads."""
+    report = (
+        b'"metrics": {"queue_time_ms": 1, "speculative_decoding": %s}' % json.dumps(REPORT).encode()
+    )
+    if stream:
+        drafting = stream_of(TOKEN, LAST, b'data: {"id":"c","choices":[],%s}\n\n' % report, DONE)
+    else:
+        drafting = json_of(b'{"id": "c", "choices": [], %s}' % report)
+    async with upstream(drafting) as fast, upstream(whole) as plain:
+        fast.metrics, plain.metrics = vllm(drafts=MANY_ACCEPTED), vllm()
+        async with forwarding(fast, plain) as gateway, client(gateway) as http:
+            for _ in range(2):
+                await send(gateway, temperature=0, stream=stream)
+            second, first = (await http.get("/decisions")).json()["decisions"]
+            page = (await http.get("/metrics")).text
+    assert first["outcome"] == second["outcome"]
+    assert first["outcome"]["choices"] == 1
+    assert first["outcome"]["spec_steps"] == 5
+    assert (first["outcome"]["drafted_tokens"], first["outcome"]["accepted_tokens"]) == (20, 9)
+    assert first["request"]["tenant_drafts"]["agreed"] == 0
+    assert second["request"]["tenant_drafts"]["agreed"] == 9
+    for name, value in (("drafted", 40), ("accepted", 18)):
+        assert f'draftgate_{name}_tokens_total{{model_name="theirs"}} {value}.0' in page
 
 
 async def test_any_reason_fits_into_a_header() -> None:

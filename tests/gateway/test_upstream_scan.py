@@ -11,7 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftgate.backends.base import TokenUsage
-from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in, whole_usage
+from draftgate.backends.openai.events import (
+    EventScan,
+    StreamEnding,
+    drafts_in,
+    usage_in,
+    whole_usage,
+)
+from draftgate.backends.types import SpeculationOutcome
 from tests.examples import examples
 from tests.gateway.upstreams import (
     BEGUN_RESPONSE,
@@ -132,6 +139,34 @@ def test_result_equals_a_full_parse(chunks: list[bytes], end: bytes) -> None:
     result = scan_blocks(stream)
     assert (result.ending, result.finished, result.usage) == (ending, finished, usage)
     assert result.outputs == outputs
+
+
+COUNTS = b'"num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 4'
+READABLE = b'{%s, "acceptance_histogram": [1, 0, 2]}' % COUNTS
+UNREADABLE = (
+    b'{%s, "acceptance_histogram": {"0": 1}}' % COUNTS,
+    b'{%s, "acceptance_histogram": [-1]}' % COUNTS,
+    b"{%s}" % COUNTS,
+    b'{%s, "cut": ' % COUNTS,
+    b"null",
+)
+
+
+@pytest.mark.parametrize("report", [READABLE, *UNREADABLE])
+def test_reported_drafts_have_counts_and_steps(report: bytes) -> None:
+    """The scanner reads the report with its steps, and ignores one that it cannot read."""
+    event = b'data: {"choices":[],"metrics":{"speculative_decoding": %s}}\n\n' % report
+    scan = EventScan()
+    for block in (TOKEN, LAST, event, DONE):
+        scan.feed(block)
+    expected = SpeculationOutcome(3, 9, 4, (1, 0, 2)) if report is READABLE else None
+    assert scan.drafts() == expected
+
+
+def test_text_about_drafts_is_no_report() -> None:
+    """A text of the model that looks like a report does not count, because it is escaped."""
+    text = json.dumps(f'"speculative_decoding": {{{COUNTS.decode()}}}').encode()
+    assert drafts_in(b'{"choices": [{"text": %s}]}' % text) is None
 
 
 @pytest.mark.parametrize(

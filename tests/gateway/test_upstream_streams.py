@@ -85,10 +85,10 @@ async def test_stream_passes_unchanged(blocks: tuple[bytes, ...]) -> None:
         (stream_of(TOKEN + LAST[:30]), TOKEN, "without [DONE]"),
         (stream_of(TOKEN, LAST), TOKEN + LAST, "without [DONE]"),
         (stream_of(TOKEN, LAST + DONE.strip()), TOKEN + LAST, "without [DONE]"),
-        (stream_of(TOKEN, DONE), TOKEN, "before any choice had finished"),
+        (stream_of(TOKEN, DONE), TOKEN, "before its choices had finished"),
         (stream_of(TOKEN, b"data: " + b"x" * (5 << 20)), TOKEN, "exceeds"),
         (stream_of(BEGUN_RESPONSE), BEGUN_RESPONSE, "without [DONE]"),
-        (stream_of(BEGUN_RESPONSE, DONE), BEGUN_RESPONSE, "before any choice had finished"),
+        (stream_of(BEGUN_RESPONSE, DONE), BEGUN_RESPONSE, "before its choices had finished"),
         (stream_of(BEGUN_RESPONSE, ENDED_RESPONSE[:-20]), BEGUN_RESPONSE, "without [DONE]"),
     ],
     ids=[

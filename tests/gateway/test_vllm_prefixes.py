@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.gateway.prefix_routing import CachingVllm, caching_servers, run_arms, summary
+from bench.fleet.prefixes import CachingVllm, caching_servers, run_arms, summary
 from bench.harness.vllm import MODEL, is_installed
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.http.requests.upstream_prompts import encode_forwarded

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gateway.continued_streams import Stream, figures, run
+from bench.fleet.failures import Stream, figures, run
 from bench.harness.vllm import VllmServer, is_installed, vllm_servers
 
 REAL = Path(os.environ.get("REAL_MODELS", ""))

@@ -115,7 +115,7 @@ class Forwarder:
         # If other requests wait, either pool may later be the first with capacity.
         waits = len(self.queue) > 0
         fits = (lambda _: False) if waits else partial(has_capacity, need=need)
-        return self.pools.choose(view, need.offer, fits)
+        return self.pools.choose(view, entry.tenant, need.offer, fits)
 
     def choose(
         self,

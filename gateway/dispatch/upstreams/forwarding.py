@@ -112,9 +112,7 @@ class ForwardedRequest:
         self.translation: CallTranslation | None = None
         self._forwarder = forwarder
         self._call = call
-        self._view = view
-        self._span = span
-        self._prompt = prompt
+        self._view, self._span, self._prompt = view, span, prompt
         self._pool: PoolDecision | None = None
         self._need = None if entry is None else entry.needs[0]
         self._avoid = _NO_WORKERS
@@ -255,6 +253,9 @@ class ForwardedRequest:
                 if self._prompt is not None and not self.is_error:
                     tokens = used.prompt + used.output
                     forwarder.prefixes.record(self._prompt, self.worker_id, tokens)
+                if exchange is not None and (drafts := exchange.drafts()) is not None:
+                    forwarder.pools.record_drafts(entry, self._view, self.decision, drafts)
+                    self._watch(drafts)
                 # The length of an output that was cut off says nothing about later requests.
                 cut = error is not None or (self.streaming and self.error_sent)
                 if not (self.is_error or cut):
@@ -437,8 +438,7 @@ class ForwardedRequest:
 
     def _leave(self, error: BaseException | None) -> None:
         """End the response of the present upstream, and the span of the call."""
-        exchange, span = self.exchange, self._call_span
-        self.exchange = None
+        exchange, span, self.exchange = self.exchange, self._call_span, None
         if self._kept is not None:
             self._kept.unwatch()
         if exchange is not None:

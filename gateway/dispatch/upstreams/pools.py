@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision, Decisions, MoveRecord
 from draftgate.gateway.dispatch.routing import Routed
@@ -13,13 +14,14 @@ from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.resilience.failover import Cause
+from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from draftgate.policies.speculation.upstream_speculation import (
     ReplicaPool,
     UpstreamPoolState,
     choose_pool,
 )
 from draftgate.policies.types import RequestView, Role, SpeculationPlan, WorkerLoad
-from draftgate.policies.values import immutable
+from draftgate.policies.values import immutable, replace
 
 POOL_HEADER: Final = "X-Speculation-Pool"
 REASON_HEADER: Final = "X-Speculation-Reason"
@@ -58,25 +60,28 @@ class UpstreamPools:
         fleet: Fleet,
         policy: SpeculationPolicy,
         decisions: Decisions,
+        history: AcceptanceHistory,
         on_decision: Callable[[SpeculationPlan], None],
     ) -> None:
         """Use the node's speculation policy.
 
         Args:
+            history: the acceptance of earlier requests, which upstreams report.
             on_decision: a callback for each recorded decision.
         """
         self._fleet = fleet
         self._policy = policy
         self._decisions = decisions
+        self._history = history
         self._on_decision = on_decision
 
     def choose(
-        self, request: RequestView, model: str, has_capacity: _HasCapacity
+        self, request: RequestView, tenant: str, model: str, has_capacity: _HasCapacity
     ) -> PoolDecision | None:
         """Return the pool for a request, or None if all its open upstreams are of one kind.
 
         Args:
-            model: the name of its model, or empty for any.
+            tenant, model: its tenant, and the name of its model, or empty for any.
             has_capacity: whether an upstream with this usage can run the request now.
         """
         workers = self._fleet.open_among(self._fleet.workers, model)
@@ -91,6 +96,8 @@ class UpstreamPools:
         plain = [pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.PLAIN]
         if not drafting or not plain:
             return None
+        of_tenant, of_model = self._history.counts(tenant, model, greedy=request.temperature == 0)
+        request = replace(request, tenant_drafts=of_tenant, model_drafts=of_model)
         state = _state(drafting, has_capacity)
         choice = choose_pool(request, self._policy, state, _state(plain, has_capacity))
         others = {
@@ -138,6 +145,24 @@ class UpstreamPools:
             tenant=request.tenant,
             phases=routed.phases,
             fallback=fallback,
+        )
+
+    def record_drafts(
+        self,
+        request: Entry,
+        view: RequestView,
+        decision: Decision | None,
+        drafts: SpeculationOutcome,
+    ) -> None:
+        """Record the drafts that an upstream reports, in the decision and in the history."""
+        if decision is not None:
+            self._decisions.add_outcome(decision, drafts, choices=request.sequences)
+        self._history.add_choice(
+            request.tenant,
+            request.needs[0].offer,
+            greedy=view.temperature == 0,
+            drafted=drafts.num_drafted_tokens,
+            histogram=drafts.acceptance_histogram,
         )
 
     def record_move(

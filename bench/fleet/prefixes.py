@@ -1,11 +1,9 @@
-"""Measure routing by prefixes in front of two vLLM servers that share documents.
-
-    draftgate bench prefix-routing --models DIR --json OUT
+"""Requests with shared prefixes in front of two vLLM servers with small caches.
 
 Each arm is a routing policy of its own gateways. `events` follows the KV cache events of the
 servers, and `approximate` counts earlier placements. Clients ask short questions about documents,
 of which each server can cache only some. A round sends the same sequence of documents to every arm
-in turn, with texts that no other arm has sent. The study compares the times to the first token
+in turn, with texts that no other arm has sent. The section compares the times to the first token
 (TTFT) of equal requests, and resamples whole rounds for the intervals. It also compares the hit
 rate that the gateways predict with the servers' own counters.
 
@@ -16,27 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import httpx
 import numpy as np
-import yaml
 
-from bench.harness.processes import free_port, start, stop, wait_until_up
-from bench.harness.provenance import bench_parser, command_line, provenance, write_results
-from bench.harness.servers import SERVE
-from bench.harness.vllm import MODEL, VllmServer, vllm_server
+from bench.fleet.nodes import gateway, read_counter
+from bench.harness.processes import free_port
+from bench.harness.vllm import MODEL, VllmServer, cores_of, started_together, vllm_server
 
 ARMS: Final = {
     "round_robin": "round_robin",
@@ -55,6 +47,9 @@ CACHED_DOCUMENTS: Final = 5
 
 DOCUMENTS: Final = 8
 CLIENTS: Final = 2
+GATEWAYS: Final = (1, 2)
+ROUNDS: Final = 6
+REQUESTS: Final = 32
 RESAMPLES: Final = 2000
 VOCABULARY: Final = range(1000, 40_000)
 
@@ -91,33 +86,26 @@ class RoundResult:
     predicted: float = 0.0
 
 
-def read_counter(url: str, name: str) -> float:
-    """Return the sum of a metric's series on the page of a server."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", name + " "))
-    )
-
-
 @contextmanager
 def caching_servers(models: Path, folder: Path, number: int = 2) -> Iterator[list[CachingVllm]]:
     """Run servers with small caches that publish their events."""
     blocks = CACHED_DOCUMENTS * DOCUMENT_TOKENS // BLOCK_TOKENS + 8 * CLIENTS
-    with ExitStack() as stack, ThreadPoolExecutor() as threads:
-        starting = []
-        for index in range(number):
-            events, replays = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-            config = {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": events.replace("127.0.0.1", "*"),  # vLLM connects to other addresses
-                "replay_endpoint": replays,
-            }
-            options = ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)]
-            options += ["--kv-events-config", json.dumps(config), "--dtype", "bfloat16"]
-            server = vllm_server(models, folder / f"vllm-{index}.log", *options)
-            starting.append((threads.submit(stack.enter_context, server), events, replays))
-        yield [CachingVllm(one.result(), *addresses) for one, *addresses in starting]
+    servers, addresses = [], []
+    for index, core in enumerate(cores_of(number)):
+        events, replays = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events.replace("127.0.0.1", "*"),  # vLLM connects to other addresses
+            "replay_endpoint": replays,
+        }
+        options = ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(blocks)]
+        options += ["--kv-events-config", json.dumps(config), "--dtype", "bfloat16"]
+        log = folder / f"vllm-{index}.log"
+        servers.append(vllm_server(models, log, *options, core=core))
+        addresses.append((events, replays))
+    with started_together(servers) as running:
+        yield [CachingVllm(one, *at) for one, at in zip(running, addresses, strict=True)]
 
 
 @contextmanager
@@ -133,22 +121,11 @@ def gateways(
         if arm == "events":
             upstream |= {"kv_events": one.events, "kv_events_replay": one.replays}
         upstreams.append(upstream)
-    config = folder / f"{arm}.yaml"
-    settings = {"backend": "openai", "routing": ARMS[arm], "upstream": upstreams}
-    config.write_text(yaml.safe_dump(settings))
-    processes, urls = [], []
-    try:
-        for index in range(number):
-            port = free_port()
-            options = ["--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-            log = folder / f"{arm}-{index}.log"
-            processes.append(start([*SERVE, *options], None, log, {}))
-            urls.append(f"http://127.0.0.1:{port}")
-            wait_until_up(processes[-1], f"{urls[-1]}/ready", None)
-        yield urls
-    finally:
-        for process in processes:
-            stop(process)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(gateway(folder, upstreams, arm, routing=ARMS[arm]))
+            for _ in range(number)
+        ]
 
 
 async def run_round(
@@ -287,45 +264,71 @@ def report(found: Mapping[str, list[RoundResult]]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the study."""
-    parser = bench_parser("prefix-routing", __doc__)
-    default = os.environ.get("REAL_MODELS")
-    parser.add_argument(
-        "--models", type=Path, default=default, help="folder with vllm/ and smollm2/"
-    )
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=32, help="requests of an arm in a round")
-    parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2])
-    options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    results = {**provenance(), "command": command_line("draftgate bench prefix-routing", given)}
-    results["workload"] = {
-        "documents": DOCUMENTS,
-        "document_tokens": DOCUMENT_TOKENS,
-        "cached_documents_per_server": CACHED_DOCUMENTS,
-        "clients": CLIENTS,
-        "rounds": options.rounds,
-        "requests": options.requests,
-    }
-    with TemporaryDirectory() as name, caching_servers(options.models, Path(name)) as servers:
-        for number in options.gateways:
+def measure(
+    models: Path,
+    folder: Path,
+    save: Callable[[Mapping[str, Any]], None],
+    *,
+    rounds: int = ROUNDS,
+    requests: int = REQUESTS,
+) -> None:
+    """Measure all arms with one gateway each, and with two.
 
-            def save(found: Mapping[str, list[RoundResult]], number: int = number) -> None:
-                results[f"{number} gateways"] = report(found)
-                write_results(options.json, results)
+    Args:
+        save: gets the results so far.
+        requests: number of requests of an arm in a round.
+    """
+    found: dict[str, Any] = {
+        "workload": {
+            "documents": DOCUMENTS,
+            "document_tokens": DOCUMENT_TOKENS,
+            "cached_documents_per_server": CACHED_DOCUMENTS,
+            "clients": CLIENTS,
+            "rounds": rounds,
+            "requests": requests,
+            "dtype": "bfloat16",
+        }
+    }
+    with caching_servers(models, folder) as servers:
+        for number in GATEWAYS:
+
+            def save_round(so_far: Mapping[str, list[RoundResult]], number: int = number) -> None:
+                found[f"{number} gateways"] = report(so_far)
+                save(found)
 
             run_arms(
-                options.models,
-                Path(name),
+                models,
+                folder,
                 servers,
                 list(ARMS),
-                rounds=options.rounds,
-                requests=options.requests,
+                rounds=rounds,
+                requests=requests,
                 number=number,
-                save=save,
+                save=save_round,
             )
 
 
-if __name__ == "__main__":
-    main()
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of a table, with its header."""
+    rows = [["gateways", "arm", "hit rate", "predicted", "TTFT mean s", "P90 s", "events / arm"]]
+    for number in GATEWAYS:
+        one = found[f"{number} gateways"]
+        for arm, figures in one["arms"].items():
+            relative = one["events_relative_to"].get(arm)
+            compared = (
+                ""
+                if relative is None
+                else f"{relative['ttft_ratio']:.2f} ({relative['low']:.2f}-{relative['high']:.2f})"
+            )
+            rows.append(
+                [
+                    str(number),
+                    arm,
+                    f"{figures['hit_rate']:.3f}",
+                    f"{figures['predicted_hit_rate']:.3f}",
+                    f"{figures['ttft_mean_s']:.3f}",
+                    f"{figures['ttft_p90_s']:.3f}",
+                    compared,
+                ]
+            )
+    return rows

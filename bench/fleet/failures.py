@@ -1,44 +1,43 @@
-"""Streams of two vLLM servers, one of which is killed or stopped meanwhile.
+"""Streams of two equal vLLM servers, one of which stops, dies or is drained meanwhile.
 
-    python -m bench.gateway.continued_streams MODELS [--json FILE]
-
-MODELS is a folder with vLLM for the processor in `vllm/` and a checkpoint in `smollm2/`. A gateway
-with the two servers gets 32 greedy streams of different lengths. Once all of them have begun, one
-server gets SIGSTOP or SIGKILL. Each fault is measured without continuation
-(`--upstream-kept-bytes 0`) and with it. The texts are compared with those of an undisturbed run.
+A gateway with the two servers gets 32 greedy streams of different lengths. Once all of them have
+begun, the first server gets a signal: SIGSTOP (nothing responds any more), SIGKILL, or SIGTERM, as
+from a scheduler that drains it. Each fault is measured without continuation
+(`upstream_kept_bytes: 0`) and with it. The texts are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import httpx
 
-from bench.harness.processes import free_port, start, stop, wait_until_up
-from bench.harness.provenance import bench_parser, commit, cpu_name, write_results
-from bench.harness.servers import SERVE
-from bench.harness.vllm import MODEL, VllmServer, vllm_servers
-from draftgate import __version__
+from bench.fleet.nodes import gateway
+from bench.harness.vllm import MODEL, VllmServer, cores_of, vllm_server
 
 STREAMS: Final = 32
 LEAST_TOKENS: Final = 24
 STALL_S: Final = 10.0
-"""The `--upstream-stall-s` of these runs, well above the time of a step with 32 sequences on a core
-of the processor."""
+"""The `upstream_stall_s` of these runs, well above the time of a step with 32 sequences."""
+
+FAULTS: Final = {
+    "stopped": signal.SIGSTOP,
+    "killed": signal.SIGKILL,
+    "drained": signal.SIGTERM,
+}
+"""The signal of each fault."""
 
 PATIENCE_S: Final = 240.0
-"""Time that the streams have. One that has not ended by then has failed."""
+STOPPED_PATIENCE_S: Final = 60.0
+"""Time that the streams have, also those that nobody continues after SIGSTOP. A stream that has not
+ended by then has failed."""
 
 _TOPICS: Final = ("bees", "the sea", "a lighthouse", "bread", "chess", "rain", "an owl", "clocks")
 
@@ -208,40 +207,38 @@ def figures(streams: Sequence[Stream], expected: Sequence[Stream]) -> dict[str, 
     }
 
 
-@contextmanager
-def gateway(servers: Sequence[VllmServer], log: Path, *options: str) -> Iterator[str]:
-    """Run a gateway with two servers, and return its address."""
-    port = free_port()
-    command = [*SERVE, "--backend", "openai", "--port", str(port), "--upstream-concurrency", "64"]
-    for name, server in zip(("one", "other"), servers, strict=True):
-        command += ["--upstream", f"{name}={server.url}"]
-    command += ["--routing", "round_robin", "--upstream-stall-s", str(STALL_S), *options]
-    process = start(command, None, log, {})
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_up(process, f"{url}/ready", None)
-        yield url
-    finally:
-        stop(process)
-
-
 def run(
     servers: Sequence[VllmServer],
     folder: Path,
     number: signal.Signals | None = None,
-    *options: str,
-    patience_s: float = PATIENCE_S,
+    *,
+    continues: bool = True,
 ) -> list[Stream]:
     """Run the streams at a new gateway, and send a signal to the first server meanwhile.
 
     A server that was stopped continues after the run.
+
+    Args:
+        continues: whether the gateway continues streams.
     """
+    upstreams = [
+        {"name": name, "url": server.url, "concurrency": 2 * STREAMS}
+        for name, server in zip(("one", "other"), servers, strict=True)
+    ]
+    settings: dict[str, Any] = {"routing": "round_robin", "upstream_stall_s": STALL_S}
+    patience_s = PATIENCE_S
+    if not continues:
+        settings["upstream_kept_bytes"] = 0
+        if number is signal.SIGSTOP:
+            patience_s = STOPPED_PATIENCE_S
 
     def disturb() -> None:
-        if number is not None:
+        if number is signal.SIGTERM:
+            servers[0].process.send_signal(number)  # vLLM stops its other processes itself
+        elif number is not None:
             servers[0].signal(number)
 
-    with gateway(servers, folder / "gateway.log", *options) as url:
+    with gateway(folder, upstreams, **settings) as url:
         try:
             return asyncio.run(run_streams(url, disturb, patience_s))
         finally:
@@ -249,44 +246,44 @@ def run(
                 servers[0].signal(signal.SIGCONT)
 
 
-def measure(models: Path, folder: Path) -> dict[str, Any]:
-    """Return the figures of each fault, without and with continuation."""
-    found: dict[str, Any] = {}
-    without = ("--upstream-kept-bytes", "0")
-    logs = [folder / "one.log", folder / "other.log"]
-    with vllm_servers(models, logs) as servers:
-        expected = run(servers, folder)
-        found["undisturbed"] = figures(run(servers, folder), expected)
-        found["stopped_before"] = figures(
-            run(servers, folder, signal.SIGSTOP, *without, patience_s=60.0), expected
-        )
-        found["stopped"] = figures(run(servers, folder, signal.SIGSTOP), expected)
-        found["killed"] = figures(run(servers, folder, signal.SIGKILL), expected)
-    with vllm_servers(models, logs) as servers:
-        found["killed_before"] = figures(run(servers, folder, signal.SIGKILL, *without), expected)
-    return found
+def measure(models: Path, folder: Path, save: Callable[[Mapping[str, Any]], None]) -> None:
+    """Measure each fault without and with continuation.
+
+    Args:
+        save: gets the results so far.
+    """
+    found: dict[str, Any] = {"stall_s": STALL_S, "dtype": "float32"}
+    cores = cores_of(2)
+    with vllm_server(models, folder / "other.log", core=cores[1]) as other:
+        expected: list[Stream] = []
+        for faults in (
+            ("stopped", "killed"),
+            ("killed_before",),
+            ("drained_before",),
+            ("drained",),
+        ):
+            with vllm_server(models, folder / "one.log", core=cores[0]) as one:
+                servers = [one, other]
+                if not expected:
+                    expected = run(servers, folder)
+                    found["undisturbed"] = figures(run(servers, folder), expected)
+                    before = run(servers, folder, signal.SIGSTOP, continues=False)
+                    found["stopped_before"] = figures(before, expected)
+                for name in faults:
+                    number = FAULTS[name.removesuffix("_before")]
+                    streams = run(servers, folder, number, continues=not name.endswith("_before"))
+                    found[name] = figures(streams, expected)
+                    save(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the figures, and write them."""
-    parser: argparse.ArgumentParser = bench_parser("continued-streams", __doc__)
-    parser.add_argument("models", type=Path, help="folder with vllm/ and smollm2/")
-    parsed = parser.parse_args(arguments)
-    with TemporaryDirectory() as folder:
-        found = measure(parsed.models.resolve(), Path(folder))
-    facts = {
-        "format": "continued-streams/1",
-        "command": "python -m bench.gateway.continued_streams MODELS",
-        "commit": commit(),
-        "device": cpu_name(),
-        "servers": "2 x vLLM 0.32 for CPUs, SmolLM2-135M-Instruct, float32, 1 thread each",
-        "draftgate": __version__,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "stall_s": STALL_S,
-    }
-    json.dump(found, sys.stdout, indent=1)
-    write_results(parsed.json, {**facts, **found})
-
-
-if __name__ == "__main__":
-    main()
+def table(found: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of a table, with its header."""
+    rows = [["run", "failed", "continued", "equal texts", "right usage", "longest gap s"]]
+    for name, one in found.items():
+        if not isinstance(one, dict):
+            continue
+        equal = sum(one["continued_with_equal_text_by_kind"].values())
+        equal += one["others_with_equal_text"]
+        values = one["failed"], one["continued"], equal, one["with_right_usage"]
+        rows.append([name, *map(str, values), f"{one['longest_gap_s']:.1f}"])
+    return rows

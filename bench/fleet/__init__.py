@@ -1,0 +1,1 @@
+"""Gateways in front of real servers: models, fallbacks, failures, prefixes and speculation."""
