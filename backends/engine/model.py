@@ -136,7 +136,7 @@ class Decoder:
             hidden *= self._embedding_scale
         tapping = None if self.taps is None else self.taps.begin()
         if self._packed_layers is not None and tapping is None:
-            delta = self._packed_layers.run(step, hidden, kv)
+            delta: Tensor | None = self._packed_layers.run(step, hidden, kv)
         else:
             delta = self._layers(step, hidden, kv, live_rows, tapping)
         if tapping is not None:

@@ -169,7 +169,7 @@ class Forwarder:
             if worker.role is Role.PREFILL and worker.worker_id not in tried
         ]
         found = [pair for pair in found if has_capacity(pair[1], need)]
-        if not found or not self.takes_retry("failed"):
+        if not found or not self.takes_retry(RetryCause.FAILED):
             return None
         return self.queue.router.choose(view, found, self.fleet.workers).worker
 
