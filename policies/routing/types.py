@@ -43,6 +43,7 @@ class RouteView:
         cached: what workers have cached of the prompt, by worker id, as far as more is known than
             the placements of earlier prompts, or None.
         offer: what only some workers have (`CapacityNeed.offer`).
+        session: id of its session, which includes its tenant, or empty without one.
         session_worker: id of the worker that ran the last request of its session, or empty if that
             is unknown.
     """
@@ -56,6 +57,7 @@ class RouteView:
     block_tokens: int = 16
     cached: Mapping[str, CachedPrefix] | None = None
     offer: str = ""
+    session: str = ""
     session_worker: str = ""
 
 
@@ -95,6 +97,8 @@ class Candidate:
         cached_tokens: prompt tokens that are probably in its cache, less than the prompt has.
         pull: the next tokens of the prompt, if the worker would rather pull than compute them over
             a link of known bandwidth.
+        promised_sequences: sequences that clients have announced for the next seconds (`promises`).
+            `sent_tokens` includes their tokens.
         precedence: place among workers that are otherwise equal, of which the smallest is chosen.
     """
 
@@ -107,6 +111,7 @@ class Candidate:
     own: bool = True
     cached_tokens: int = 0
     pull: PrefixPull | None = None
+    promised_sequences: int = 0
     precedence: int = 0
 
     @property
@@ -116,8 +121,12 @@ class Candidate:
 
     @property
     def sequences(self) -> int:
-        """Sequences that this gateway sent, or that the worker reports, whichever is larger."""
-        return max(active_sequences(self.usage), self.load.running + self.load.waiting)
+        """Sequences that this gateway sent, or that the worker reports, whichever is larger.
+
+        Promised sequences are added.
+        """
+        present = max(active_sequences(self.usage), self.load.running + self.load.waiting)
+        return present + self.promised_sequences
 
     @property
     def prompt_tokens(self) -> int:

@@ -200,7 +200,7 @@ def forwarder_of(upstreams: Sequence[Upstream]) -> tuple[Forwarder, Quotas]:
         choose=lambda *_: None, record_other=lambda *_: None, record_move=lambda *_: None
     )
     watchdog, rules = Watchdog(), ForwardingRules(fallbacks={REQUESTED: (OTHER,)})
-    budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None)
+    budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None, router.promises)
     forwarder = Forwarder(
         fleet,
         queue,
