@@ -36,6 +36,7 @@ from msgspec import Meta
 
 from draftgate.policies.quotas import Quota
 from draftgate.policies.types import ServiceLevel
+from draftgate.policies.values import replace
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -110,7 +111,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         priority = wanted.priority if first is None else max(wanted.priority, first)
         if priority == wanted.priority and ttft_s == wanted.ttft_s and tpot_s == wanted.tpot_s:
             return wanted
-        return ServiceLevel(ttft_s, tpot_s, priority, wanted.expected_tokens)
+        return replace(wanted, ttft_s=ttft_s, tpot_s=tpot_s, priority=priority)
 
 
 ANONYMOUS: Final = Account("", first_priority=None, role=Role.OPERATOR)

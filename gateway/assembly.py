@@ -187,7 +187,8 @@ def build_forwarder(
         metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
 
     pools = UpstreamPools(fleet, policy, decisions, dispatcher.sharing.history, on_decision)
-    prefixes = UpstreamPrefixes(loop_time_s, partial(metrics.add, metric.PREDICTED_CACHED_TOKENS))
+    count = partial(metrics.add, metric.PREDICTED_CACHED_TOKENS)
+    prefixes = UpstreamPrefixes(loop_time_s, count, dispatcher.queue.router.promises)
     return Forwarder(
         fleet,
         dispatcher.queue,

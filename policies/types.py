@@ -56,12 +56,15 @@ class ServiceLevel:
         tpot_s: longest mean time per further token in seconds, or None without a target.
         priority: priority class, where lower values go first and 0 is usual (as in vLLM).
         expected_tokens: number of output tokens that the client expects of each choice, or None.
+        next_call_s: time after the response within which the client will continue the conversation
+            in seconds, or None if it has not said so.
     """
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     priority: int = 0
     expected_tokens: int | None = None
+    next_call_s: float | None = None
 
     @property
     def has_targets(self) -> bool:

@@ -5,9 +5,9 @@ Sequences with a common prefix share its blocks. Cached and lent blocks count as
 that needs blocks gets free blocks first, then the least recently used cached blocks, then lent
 blocks.
 
-Blocks with keys and values of another worker (`adopt`) are cached, and *held* for a bounded time
-until a sequence uses them. Held blocks are evicted after all other cached blocks, but before a
-sequence is preempted.
+Blocks with keys and values of another worker (`adopt`), and those of a conversation that continues
+soon, are cached, and *held* for a bounded time until a sequence uses them. Held blocks are evicted
+after all other cached blocks, but before a sequence is preempted.
 
 A sequence gets *runs* of neighbouring blocks where possible (`FreeRuns`). A CPU can then read most
 of its keys and values as a view. A CPU would need more than half of a step's time to gather pages
@@ -19,8 +19,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from draftgate.backends.core.prefix_cache import PrefixCache
+
+HELD_SHARE: Final = 0.5
+"""Maximum share of the blocks that clients may have held for their next requests. Imports take no
+held blocks. (Chosen, not tuned, 2026-11-30.)"""
 
 
 class OutOfBlocks(Exception):
@@ -156,11 +161,17 @@ class KvBlocks:
         """Hold the leading blocks of a chain that are cached, and return their number.
 
         Args:
-            until_s: end of the hold on the worker's clock, no earlier than that of other holds.
+            until_s: end of the hold on the worker's clock. Holds end in the order in which they
+                began, so the end of an earlier hold may delay it.
         """
         blocks = self.located(hashes)
         self._cache.hold(blocks, until_s)
         return len(blocks)
+
+    def hold_some(self, hashes: Sequence[bytes], until_s: float) -> None:
+        """Hold the leading blocks of a chain as `hold` does, as far as `HELD_SHARE` allows."""
+        most = int(HELD_SHARE * self.num_blocks) - self._cache.num_held
+        self.hold(hashes[: max(most, 0)], until_s)
 
     def adopt(self, hashes: Sequence[bytes], until_s: float, parent: bytes = b"") -> dict[int, int]:
         """Allocate blocks for keys and values from elsewhere, and hold them until a time.
@@ -171,7 +182,7 @@ class KvBlocks:
 
         Args:
             hashes: consecutive part of a chain. Blocks that are cached already are only held.
-            until_s: end of the hold on the worker's clock, no earlier than that of other holds.
+            until_s: end of the hold on the worker's clock, as for `hold`.
             parent: hash before these hashes, whose block the new blocks follow if possible.
 
         Returns:

@@ -79,7 +79,7 @@ class PrefixCache:
         # Least recently used first, without held blocks, each with `_age` at the end of its use.
         self._unused: dict[int, object] = {}
         self._age = 0
-        self._held: dict[int, float] = {}  # held blocks by the end of their hold, earliest first
+        self._held: dict[int, float] = {}  # held blocks with the end of their hold, oldest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # last hash of a chain, its blocks
         self._last_unused = 0, 0  # number of these blocks that were counted, and unused among them
 
@@ -192,11 +192,11 @@ class PrefixCache:
         return list(map(self._block_of.get, hashes))
 
     def hold(self, blocks: Sequence[int], until_s: float) -> None:
-        """Hold the unused ones of these cached blocks until a time, no earlier than other holds."""
+        """Hold the unused ones of these cached blocks until a time, or the end of earlier holds."""
         for block in blocks:
             if block in self._unused or block in self._held:
                 self._unused.pop(block, None)
-                self._held.pop(block, None)  # keep the holds in order of their end
+                self._held.pop(block, None)  # the hold begins again
                 self._held[block] = until_s
 
     def insert_held(self, digest: bytes, block: int, until_s: float) -> None:
@@ -207,7 +207,7 @@ class PrefixCache:
         self._held[block] = until_s
 
     def expire_holds(self, now_s: float) -> None:
-        """End the holds whose time has come. Their blocks count as used most recently."""
+        """End the first holds whose time has come. Their blocks count as used most recently."""
         expired = list(takewhile(lambda block: self._held[block] <= now_s, self._held))
         self._end_holds(expired[::-1])
 

@@ -28,6 +28,10 @@ SPARING_STEPS: Final = 64
 it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
 30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
 
+LONGEST_HOLD_S: Final = 60.0
+"""Maximum time in seconds for which blocks are held for the next request of a conversation. A tool
+that takes longer, such as a test suite, leaves room for others. (Chosen, not tuned, 2026-11-30.)"""
+
 
 def _sparing_last(sequence: Sequence) -> tuple[int, int]:
     """Sort key of decodes when some sequences are sparing."""
@@ -68,8 +72,11 @@ class Queues:
         # for free, and the work of a single call is halved.
         self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends, and free its blocks immediately."""
+    def remove(self, sequence: Sequence, now_s: float) -> None:
+        """Remove a sequence that ends, and free its blocks immediately.
+
+        If its client will continue the conversation soon, the blocks are held for it.
+        """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.leaving.pop(sequence.key, None)
@@ -82,6 +89,10 @@ class Queues:
         self._set_prefill(sequence, 0)
         sequence.move_to(SequenceState.FINISHED)
         self._free_blocks(sequence)
+        next_call_s = sequence.request.service.next_call_s
+        if next_call_s is not None:
+            until_s = now_s + min(next_call_s, LONGEST_HOLD_S)
+            self.blocks.hold_some(sequence.hash_blocks(self.blocks.block_size), until_s)
 
     def set_pace(self, sequence: Sequence, pace: Pace) -> None:
         """Change the pace of an open sequence.

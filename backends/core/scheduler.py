@@ -136,7 +136,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         self._load = None
-        self._queues.remove(sequence)
+        self._queues.remove(sequence, self._now_s)
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
         self._traced -= sequence.request.traced

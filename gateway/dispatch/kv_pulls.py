@@ -84,7 +84,11 @@ class _Pull:
 
 
 class KvPulls:
-    """Runs transfers, and knows the bandwidth of links and the queues of destinations."""
+    """Runs transfers, and knows the bandwidth of links and the queues of destinations.
+
+    Attributes:
+        now_s: its clock, in seconds.
+    """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """Start without measurements.
@@ -92,7 +96,7 @@ class KvPulls:
         Args:
             now_s: clock in seconds.
         """
-        self._now_s = now_s
+        self.now_s = now_s
         # By source, destination, and whether one of them serves requests.
         self._links: dict[tuple[str, str, bool], LinkSpeed] = {}
         self._under_way: dict[str, list[_Pull]] = {}  # by destination
@@ -111,7 +115,7 @@ class KvPulls:
             known * form.block_tokens,
             (most - known) * form.block_bytes,
             sum([pull.num_bytes for pull in self._under_way.get(sink.worker_id, ())]),
-            self._links.get(_link(source, sink), LinkSpeed()).at(self._now_s()),
+            self._links.get(_link(source, sink), LinkSpeed()).at(self.now_s()),
             sink.backend.load(),
         )
 
@@ -123,7 +127,7 @@ class KvPulls:
     def bytes_per_s(self, source: FleetWorker, sink: FleetWorker) -> float:
         """Return the expected bandwidth between two workers, one of which serves requests."""
         link = self._links.get((source.worker_id, sink.worker_id, True), LinkSpeed())
-        return link.at(self._now_s())
+        return link.at(self.now_s())
 
     def offer(
         self, source: FleetWorker, sink: FleetWorker, known: int, most: int
@@ -137,7 +141,7 @@ class KvPulls:
             most: number of leading blocks that the source probably holds.
         """
         speed, form = self._links.get(_link(source, sink)), sink.kv_format
-        if speed is None or not speed.is_known(self._now_s()):
+        if speed is None or not speed.is_known(self.now_s()):
             return None
         if form is None or not can_supply(source, sink):
             return None
@@ -182,18 +186,18 @@ class KvPulls:
         under_way = self._under_way.setdefault(sink.worker_id, [])
         under_way.append(pull)
         transfer = Transfer(source.kv, sink.kv, hashes, known, urgent=source.leaving)
-        begun_s = self._now_s()
+        begun_s = self.now_s()
         try:
             end = await transfer.run(most_s)
         finally:
             pull.ended.set()
             under_way.remove(pull)
-        seconds = self._now_s() - begun_s
+        seconds = self.now_s() - begun_s
         # A late transfer without a block was slower than one block in this time.
         moved = max(transfer.blocks, int(end is TransferEnd.LATE))
         if moved and seconds > 0.0:
             speed = self._links.get(link, LinkSpeed())
-            self._links[link] = speed.measured(moved * form.block_bytes, seconds, self._now_s())
+            self._links[link] = speed.measured(moved * form.block_bytes, seconds, self.now_s())
         return fetch.ended(end, transfer, form.block_bytes, seconds)
 
 

@@ -15,7 +15,8 @@ from draftgate.policies.phases.apart import OneWorker
 from draftgate.policies.phases.types import Apart, PhasePool, PhaseWorker, Together
 from draftgate.policies.protocols import PhasesPolicy, RoutingPolicy
 from draftgate.policies.routing.placement_history import PlacementHistory
-from draftgate.policies.routing.preferences import Preferences
+from draftgate.policies.routing.preferences import NO_SERVERS, Preferences, by_session
+from draftgate.policies.routing.promises import Promises
 from draftgate.policies.routing.selection import Ranking, draw_some, spread
 from draftgate.policies.routing.types import (
     Candidate,
@@ -101,6 +102,7 @@ class Router:
         pulls: the links over which workers may pull prefixes.
         separates: whether the phases of requests may run on different workers.
         preferences: the operator's preferences among upstreams, or None without any.
+        promises: the announced calls of sessions.
     """
 
     preferences: Preferences | None = None
@@ -125,6 +127,7 @@ class Router:
         self._draw = draw
         self.pulls = pulls
         self.history = PlacementHistory()
+        self.promises = Promises()
 
     def compared(self, view: View, workers: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
         """Return the workers that a decision compares.
@@ -215,9 +218,15 @@ class Router:
             self._placed(request, candidates[0])
             return Routed(usable[0][0], cached_blocks=blocks)
         places = {one.worker_id: place for place, one in enumerate(candidates)}
-        allowed = candidates
+        if self.promises:
+            candidates = self.promises.add_to(candidates, self.pulls.now_s())
+        allowed, servers = candidates, NO_SERVERS
+        if request.session and not request.session_worker:
+            servers = {worker.worker_id: worker.server or "" for worker, _ in usable}
         if self.preferences is not None:
-            allowed = self.preferences.preferred(request, candidates)
+            allowed = self.preferences.preferred(request, candidates, servers)
+        elif servers:
+            allowed = by_session(request, candidates, servers)
         route = self._policy.route(request, Candidates(allowed, rivals), self._draw)
         chosen = [places[offer.worker_id] for offer in route.offers]
         self._placed(request, candidates[chosen[0]])

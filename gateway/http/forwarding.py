@@ -47,6 +47,7 @@ from draftgate.gateway.http.requests.headers import (
     CLIENT_RATE_HEADER,
     FLOW_DEADLINE_HEADER,
     FLOW_HEADER,
+    NEXT_CALL_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
     Stated,
@@ -75,7 +76,7 @@ _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
 _FLOW: Final = (FLOW_HEADER, FLOW_DEADLINE_HEADER)
 _PASSED_ON: Final = (
     *("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, CLIENT_RATE_HEADER),
-    *(*_FLOW, *_TRACE, *_ANTHROPIC),
+    *(*_FLOW, NEXT_CALL_HEADER, *_TRACE, *_ANTHROPIC),
 )
 """Headers that the upstream gets, among them those of flows, because the upstream may be a
 Draftgate. `Authorization` and `x-api-key` are excluded, because the client's key is for this node.
@@ -382,7 +383,9 @@ async def _read_prompt(
         blocks = encode_forwarded(request.path, body, tokenizer)
     elif tokenizer is not None:
         blocks = await offload(encode_forwarded, request.path, body, tokenizer)
-    return ForwardedPrompt(name, blocks, session) if session or blocks is not None else None
+    if not session and blocks is None:
+        return None
+    return ForwardedPrompt(name, blocks, session, stated.service.next_call_s)
 
 
 def _entry(account: Account, received: Received, fields: ForwardedFields, stated: Stated) -> Entry:

@@ -6,7 +6,8 @@ If the weights of upstreams differ, requests take turns instead. An upstream of 
 share w / (sum of weights) of the requests for a model. The order is that of start-time fair
 queueing (Goyal et al. 1996): each request advances the clock of its upstream by 1 / w, and the
 upstream with the earliest clock is next. An upstream that was away continues at the present time,
-so it does not catch up.
+so it does not catch up. The first requests of sessions are divided by weighted rendezvous hashing,
+on which all gateways agree.
 
 An upstream is passed over while it has more than `OVERLOAD` times its share of the load: its load
 divided by its weight exceeds that of another upstream with one more request by this factor. So an
@@ -15,8 +16,11 @@ upstream that slows down gets fewer requests than its share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from draftgate.policies.routing.types import Candidate, RouteView
@@ -24,6 +28,8 @@ from draftgate.policies.values import replace
 
 Estimate: TypeAlias = Callable[[RouteView, Candidate], float]
 """A function that returns the expected cost of a request on a worker in USD."""
+
+NO_SERVERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 OVERLOAD: Final = 2.0
 """Multiple of its share of the load above which an upstream gets no request. With a factor of 1,
@@ -63,29 +69,43 @@ class Preferences:
         """Whether any request depends on the preferences."""
         return bool(self.spares or self._weights or self._estimate)
 
-    def preferred(self, request: RouteView, workers: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    def preferred(
+        self,
+        request: RouteView,
+        workers: Sequence[Candidate],
+        servers: Mapping[str, str] = NO_SERVERS,
+    ) -> tuple[Candidate, ...]:
         """Return the workers between which the routing policy decides.
 
         If weights differ, these are the worker whose turn it is, and the worker that ran the
         request's session last. Otherwise, they are all workers, and the cheapest one has
         precedence.
+
+        Args:
+            servers: the addresses of workers, by their ids, for the first request of a session.
+                Otherwise it is empty.
         """
+        if not self._weights and self._estimate is not None:
+            return self._by_price(request, workers, self._estimate)
         if not self._weights:
-            return self._by_price(request, workers)
+            return by_session(request, workers, servers) if servers else tuple(workers)
         own_prompt = request.request.prompt_tokens
         able = self._within_share(workers, _SEQUENCES, request.sequences)
         able = self._within_share(able, _PROMPT_TOKENS, own_prompt)
-        start = self._turns.get(request.offer, _Turns()).start
-        turn = min(able, key=lambda one: (start(one.worker_id), one.worker_id))
+        if servers:
+            turn = min(able, key=_order_of(request.session, servers, self._weights))
+        else:
+            start = self._turns.get(request.offer, _Turns()).start
+            turn = min(able, key=lambda one: (start(one.worker_id), one.worker_id))
         return tuple(
             one for one in workers if one is turn or one.worker_id == request.session_worker
         )
 
-    def _by_price(self, request: RouteView, workers: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    def _by_price(
+        self, request: RouteView, workers: Sequence[Candidate], estimate: Estimate
+    ) -> tuple[Candidate, ...]:
         """Return workers with their places in the order of their prices."""
-        if self._estimate is None:
-            return tuple(workers)
-        usd = [self._estimate(request, worker) for worker in workers]
+        usd = [estimate(request, worker) for worker in workers]
         places = {cost: place for place, cost in enumerate(sorted(set(usd)))}
         pairs = zip(workers, usd, strict=True)
         return tuple([replace(worker, precedence=places[cost]) for worker, cost in pairs])
@@ -116,6 +136,41 @@ class Preferences:
         )
         found = zip(workers, loads, weights, strict=True)
         return [one for one, at, weight in found if at <= most * weight]
+
+
+def by_session(
+    request: RouteView, workers: Sequence[Candidate], servers: Mapping[str, str]
+) -> tuple[Candidate, ...]:
+    """Return workers with an order for the first request of a session.
+
+    All gateways have the same order of the same servers, without talking to each other
+    (rendezvous hashing: Thaler and Ravishankar 1998). The order decides among workers with equal
+    estimates.
+
+    Args:
+        servers: the addresses of workers, by their ids.
+    """
+    order = sorted(workers, key=_order_of(request.session, servers, {}))
+    places = {one.worker_id: place for place, one in enumerate(order)}
+    return tuple([replace(one, precedence=places[one.worker_id]) for one in workers])
+
+
+def _order_of(
+    session: str, servers: Mapping[str, str], weights: Mapping[str, float]
+) -> Callable[[Candidate], float]:
+    """Return the key of the order in which workers get a session's first request.
+
+    A worker is first with a probability proportional to its weight, because its key has an
+    exponential distribution with this rate.
+    """
+
+    def key(worker: Candidate) -> float:
+        name = f"{session}\0{servers.get(worker.worker_id, worker.worker_id)}"
+        digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        uniform = (int.from_bytes(digest, "big") + 0.5) / 2.0**64
+        return -math.log(uniform) / weights.get(worker.worker_id, 1.0)
+
+    return key
 
 
 class _Turns:

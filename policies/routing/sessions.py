@@ -56,17 +56,20 @@ class Sessions:
         place = self._places.get(session)
         return "" if place is None or place.until_s <= now_s else place.worker_id
 
-    def record(self, session: str, worker_id: str, tokens: int, now_s: float) -> None:
+    def record(
+        self, session: str, worker_id: str, tokens: int, now_s: float, next_call_s: float = 0.0
+    ) -> None:
         """Record the worker of a session's request.
 
         Args:
             tokens: number of tokens of the prompt, and of the output once it is complete.
+            next_call_s: least time for which the session is kept, in seconds.
         """
         places = self._places
-        places[session] = _Place(worker_id, tokens, now_s + self._lasts_s)
+        places[session] = _Place(worker_id, tokens, now_s + max(self._lasts_s, next_call_s))
         places.move_to_end(session)
         while len(places) > self._most:
             places.popitem(last=False)
-        # All sessions last equally long, so the first ones expire first.
+        # Nearly all sessions last equally long, so the first ones expire first.
         while places and next(iter(places.values())).until_s <= now_s:
             places.popitem(last=False)

@@ -44,6 +44,7 @@ class RouteView:
             the placements of earlier prompts, or None.
         may_separate: whether another worker may compute its prompt than its output.
         offer: what only some workers have (`CapacityNeed.offer`).
+        session: id of its session, which includes its tenant, or empty without one.
         session_worker: id of the worker that ran the last request of its session, or empty if that
             is unknown.
     """
@@ -58,6 +59,7 @@ class RouteView:
     cached: Mapping[str, CachedPrefix] | None = None
     may_separate: bool = True
     offer: str = ""
+    session: str = ""
     session_worker: str = ""
 
 
@@ -97,6 +99,8 @@ class Candidate:
         cached_tokens: prompt tokens that are probably in its cache, less than the prompt has.
         pull: the next tokens of the prompt, if the worker would rather pull than compute them over
             a link of known bandwidth.
+        promised_sequences: sequences that clients have announced for the next seconds (`promises`).
+            `sent_tokens` includes their tokens.
         precedence: place among workers that are otherwise equal, of which the smallest is chosen.
     """
 
@@ -109,6 +113,7 @@ class Candidate:
     own: bool = True
     cached_tokens: int = 0
     pull: PrefixPull | None = None
+    promised_sequences: int = 0
     precedence: int = 0
 
     @property
@@ -118,8 +123,12 @@ class Candidate:
 
     @property
     def sequences(self) -> int:
-        """Sequences that this gateway sent, or that the worker reports, whichever is larger."""
-        return max(active_sequences(self.usage), self.load.running + self.load.waiting)
+        """Sequences that this gateway sent, or that the worker reports, whichever is larger.
+
+        Promised sequences are added.
+        """
+        present = max(active_sequences(self.usage), self.load.running + self.load.waiting)
+        return present + self.promised_sequences
 
     @property
     def prompt_tokens(self) -> int:

@@ -228,7 +228,13 @@ async def test_listed_decision_has_all_inputs_and_no_text() -> None:
             assert response.status_code == 200
         listed = await http.get("/decisions")
     second = listed.json()["decisions"][0]
-    service = {"ttft_s": None, "tpot_s": 0.005, "priority": -1, "expected_tokens": None}
+    service = {
+        "ttft_s": None,
+        "tpot_s": 0.005,
+        "priority": -1,
+        "expected_tokens": None,
+        "next_call_s": None,
+    }
     assert second["request"]["service"] == service
     assert second["request"]["repetition"] > 0.9
     assert second["request"]["tenant_drafts"]["agreed"] > 0

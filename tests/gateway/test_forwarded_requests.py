@@ -223,7 +223,7 @@ def forwarder_of(
         choose=lambda *_: None, record_other=lambda *_: None, record_move=lambda *_: None
     )
     watchdog, rules = Watchdog(), ForwardingRules(fallbacks={REQUESTED: (OTHER,)})
-    budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None)
+    budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None, router.promises)
     forwarder = Forwarder(
         fleet,
         queue,

@@ -22,6 +22,7 @@ from draftgate.gateway.http.requests.headers import (
     LONGEST_FLOW_ID,
     LONGEST_FLOW_S,
     LONGEST_SESSION_ID,
+    NEXT_CALL_HEADER,
     OUTPUT_HEADER,
     SESSION_HEADER,
     TPOT_HEADER,
@@ -153,6 +154,8 @@ def _operation(
         text = "The number of output tokens that the client expects of each choice."
         number = {"type": "string", "pattern": "^[0-9]{1,15}$"}
         parameters.append(_header(OUTPUT_HEADER, text, number))
+        text = "Seconds after the response within which the conversation continues, at most 3600."
+        parameters.append(_header(NEXT_CALL_HEADER, text, positive))
     if 429 in operation.errors:
         parameters += _FLOW_HEADERS
     entry: dict[str, Any] = {

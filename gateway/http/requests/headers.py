@@ -43,6 +43,13 @@ LONGEST_SESSION_ID: Final = 256
 OUTPUT_HEADER: Final = "x-expected-output-tokens"
 """The number of output tokens that the client expects of each choice."""
 
+NEXT_CALL_HEADER: Final = "x-next-call-s"
+"""The time in seconds within which the client will send the next request of its conversation, such
+as an agent that runs a tool."""
+
+LONGEST_NEXT_CALL_S: Final = 3600.0
+"""The longest time until the next request, which bounds the memory that the hint takes."""
+
 _STATED: Final = (
     TTFT_HEADER,
     TPOT_HEADER,
@@ -52,7 +59,10 @@ _STATED: Final = (
     RETRIES_HEADER,
     SESSION_HEADER,
     OUTPUT_HEADER,
+    NEXT_CALL_HEADER,
 )
+
+_SERVICE: Final = (TTFT_HEADER, TPOT_HEADER, OUTPUT_HEADER, NEXT_CALL_HEADER)
 
 MOST_RETRIES: Final = 999
 """Larger retry counts are ignored."""
@@ -93,13 +103,13 @@ def read_stated(headers: Mapping[str, str]) -> Stated:
 
 
 def service_level(headers: Mapping[str, str]) -> ServiceLevel:
-    """Return the latency targets and the expected output of a request.
+    """Return the latency targets, the expected output and the time of the next request.
 
     Raises:
-        InvalidRequest: a target is not a positive number of milliseconds, or the output not a
-            number of tokens.
+        InvalidRequest: a target is not a positive number of milliseconds, the output not a number
+            of tokens, or the time not a positive number of seconds.
     """
-    if not any(name in headers for name in (TTFT_HEADER, TPOT_HEADER, OUTPUT_HEADER)):
+    if not any(name in headers for name in _SERVICE):
         return ANYTIME
     tokens, text = None, headers.get(OUTPUT_HEADER)
     if text is not None:
@@ -107,7 +117,18 @@ def service_level(headers: Mapping[str, str]) -> ServiceLevel:
         if tokens is None:
             raise invalid(OUTPUT_HEADER, f"must be a number of tokens, not {text!r}")
     targets_s = _seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER)
-    return ServiceLevel(*targets_s, expected_tokens=tokens)
+    return ServiceLevel(*targets_s, expected_tokens=tokens, next_call_s=_next_call_s(headers))
+
+
+def _next_call_s(headers: Mapping[str, str]) -> float | None:
+    text = headers.get(NEXT_CALL_HEADER)
+    if text is None:
+        return None
+    seconds = header_number(text)
+    if not seconds or seconds > LONGEST_NEXT_CALL_S:
+        expected = f"must be a positive number of seconds, at most {LONGEST_NEXT_CALL_S:.0f}"
+        raise invalid(NEXT_CALL_HEADER, f"{expected}, not {text!r}")
+    return seconds
 
 
 def flow_of(headers: Mapping[str, str]) -> tuple[str, float | None] | None:
