@@ -402,9 +402,8 @@ _PANELS: Final = {
     "gpu_memory_utilization threads own_process",
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
-    "upstream_max_pause_s "
-    "upstream_connect_timeout_s upstream_first_byte_timeout_s upstream_response_timeout_s "
     "upstream_max_pause_s upstream_preemptible max_preemptions "
+    "upstream_connect_timeout_s upstream_first_byte_timeout_s upstream_response_timeout_s "
     "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
     "upstream_prefill_tokens fallbacks",
     "Observability": "log_level log_format audit_file otlp_endpoint record_acceptance "

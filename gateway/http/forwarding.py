@@ -64,7 +64,8 @@ from draftgate.gateway.http.translation.translations import ChatTranslation, Tra
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
-from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.telemetry.ending import Ending
+from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.types import RequestView, ServiceLevel
 from draftgate.policies.values import replace

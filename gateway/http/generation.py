@@ -46,7 +46,8 @@ from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
-from draftgate.gateway.telemetry.watch import FINISHED, Ending, RequestWatch
+from draftgate.gateway.telemetry.ending import FINISHED, Ending
+from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.gateway.tracing import NO_SPAN, Span, Tracing
 from draftgate.policies.flows.types import HopKind
 from draftgate.policies.values import replace

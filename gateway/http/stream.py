@@ -25,7 +25,8 @@ from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
 from draftgate.gateway.http.sending import begin_response, new_response
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.telemetry.ending import Ending
+from draftgate.gateway.telemetry.watch import RequestWatch
 
 INLINE_LOGPROBS: Final = 32
 """Deltas with more log probabilities, or with those of a prompt, are rendered in a thread. A token

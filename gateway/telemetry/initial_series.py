@@ -13,9 +13,9 @@ from draftgate.backends.kv_transfer.transfer import TransferEnd
 from draftgate.gateway.dispatch.kv_pulls import FetchCause
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.ending import Ending
 from draftgate.gateway.telemetry.metric_form import MetricDefinition
 from draftgate.gateway.telemetry.metrics import Labels, Metrics
-from draftgate.gateway.telemetry.watch import Ending
 from draftgate.policies.admission.types import RefusalKind
 from draftgate.policies.flows.outcome import FlowOutcome
 from draftgate.policies.kv_transfer import PullReason

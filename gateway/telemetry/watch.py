@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from enum import StrEnum
 
 from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import NO_OUTCOME, Delta, SpeculationOutcome, Task, outcome_of
@@ -31,23 +30,11 @@ from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
 from draftgate.gateway.logs import is_logged, log, log_fields
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
+from draftgate.gateway.telemetry.ending import CANCELLED, FAILED, FINISHED, REJECTED, Ending
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.resilience.failover import Cause
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
-
-
-class Ending(StrEnum):
-    """The way a request ended, in metrics and logs."""
-
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    REJECTED = "rejected"
-    FAILED = "failed"
-
-
-# A name of the module is found in a tenth of the time of a member of an enum.
-FINISHED, CANCELLED, REJECTED, FAILED = Ending
 
 
 class RequestWatch:
@@ -347,7 +334,7 @@ class RequestWatch:
         # Most responses of an upstream are not streamed, and so have unknown times.
         unknown = self._ttft_s is None and ending is FINISHED and self._generates
         tpot_s = None if unknown else self._tpot_s()
-        met = None if unknown else self._met(ending, tpot_s)
+        met = None if unknown else ending.meets(self._service, self._ttft_s, tpot_s)
         if met is not None:
             series.recent.add_judged(met=met)
         elif self._error is not None and issubclass(self._error, Overloaded | QueueTimeout):
@@ -356,7 +343,7 @@ class RequestWatch:
             self._count_tenant(self.tenant, ending, met)
         metrics.observe(metric.DURATION, self._seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
-        # The finish reasons of a finished request at an upstream are unknown here.
+        # Those of a finished request at an upstream are unknown here.
         if unfinished > 0 and ending is not FINISHED:
             reason = "abort" if ending is CANCELLED else "error"
             metrics.add(metric.CHOICES, unfinished, reason)
@@ -378,19 +365,10 @@ class RequestWatch:
         if self.span.recording:
             self.span.event("first_token", at_s=now_s)
 
-    def _met(self, ending: Ending, tpot_s: float | None) -> bool | None:
-        """Return whether the request met its targets, or None if it does not count."""
-        if ending is FAILED:
-            return False if self._service.has_targets else None
-        if ending is FINISHED:
-            return self._service.are_met(self._ttft_s, tpot_s)
-        return None
-
     def _count_tenant(self, tenant: str, ending: Ending, met: bool | None) -> None:
         """Count the tokens, latency, refusal and SLO of a tenant's request."""
-        metrics = self._series.metrics
-        used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
-        metrics.add(metric.TENANT_TOKENS, used, tenant)
+        metrics, prompt_tokens = self._series.metrics, self.prompt_tokens if self.workers else 0
+        metrics.add(metric.TENANT_TOKENS, prompt_tokens + self.output_tokens, tenant)
         if self._refusal is not None:
             metrics.add(metric.TENANT_REFUSED, 1, tenant, self._refusal)
         if self._ttft_s is not None:
@@ -408,8 +386,9 @@ class RequestWatch:
         gaps = self.output_tokens / max(self._choices, 1) - 1
         if self._ttft_s is None or gaps <= 0:
             return None
-        last_s = max(self._latest_s.values(), default=self._last_s)
-        seconds = last_s - self._arrival_s - self._ttft_s
+        seconds = (
+            max(self._latest_s.values(), default=self._last_s) - self._arrival_s - self._ttft_s
+        )
         return seconds / gaps if seconds > 0 else None
 
     def _end_attributes(self, ending: Ending, status: int) -> Attributes:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftgate.gateway.telemetry.ending import Ending
 from draftgate.gateway.telemetry.metric_definitions import METRICS
 from draftgate.gateway.telemetry.metric_form import Kind
-from draftgate.gateway.telemetry.watch import Ending
 from tests.deploy.compose import ROOT, services
 from tests.deploy.kubernetes import workloads
 from tests.deploy.promql import (

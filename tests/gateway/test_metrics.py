@@ -17,6 +17,7 @@ from draftgate.backends.base import TokenUsage
 from draftgate.backends.types import Delta, FinishReason, Phases
 from draftgate.gateway.errors import Overloaded, QueueTimeout, QuotaExceeded
 from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.ending import Ending
 from draftgate.gateway.telemetry.live import LEAST_JUDGED
 from draftgate.gateway.telemetry.metric_definitions import METRICS
 from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
@@ -28,7 +29,7 @@ from draftgate.gateway.telemetry.metrics import (
     shown_name,
 )
 from draftgate.gateway.telemetry.request_series import MOST_ENDED, RequestSeries
-from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.gateway.tracing import NO_SPAN
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until

@@ -197,7 +197,7 @@ def forwarder_of(upstreams: Sequence[TimedUpstream]) -> Forwarder:
         admission,
         pools,
         RetryBudget(0.0, 0.0),  # no retry is allowed, and none is needed
-        prefixes=UpstreamPrefixes(clock, lambda _: None),
+        prefixes=UpstreamPrefixes(clock, lambda _: None, router.promises),
         on_retry=lambda *_: pytest.fail("a preempted request needs no retry"),
         watchdog=Watchdog(),
         rules=ForwardingRules(most_preemptions=MOST),

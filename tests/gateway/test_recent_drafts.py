@@ -17,6 +17,7 @@ from draftgate.backends.types import SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.telemetry.ending import Ending
 from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.recent_drafts import (
@@ -27,7 +28,7 @@ from draftgate.gateway.telemetry.recent_drafts import (
     recent_drafts,
 )
 from draftgate.gateway.telemetry.request_series import RequestSeries
-from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.gateway.tracing import NO_SPAN
 from tests.gateway.harness import client, running
 from tests.gateway.troubles import (
