@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -171,9 +172,18 @@ class Divided:
 
 @asynccontextmanager
 async def divided(
-    prefill: int = 1, decode: int = 1, *, concurrency: int = 0, **settings: Any
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    concurrency: int = 0,
+    metrics: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
 ) -> AsyncIterator[Divided]:
-    """Run a node with a number of servers for prompts and of servers for outputs."""
+    """Run a node with a number of servers for prompts and of servers for outputs.
+
+    Args:
+        metrics: the metrics pages of servers, by name.
+    """
     names = [*(f"p-{number}" for number in range(prefill))]
     names += [f"d-{number}" for number in range(decode)]
     pinned: dict[tuple[str, str], list[int]] = {}
@@ -182,7 +192,7 @@ async def divided(
         for name in names:
             http = await stack.enter_async_context(upstream())
             server = Vllm(name, pinned, http)
-            http.handler = server.handle
+            http.handler, http.metrics = server.handle, metrics.get(name, "")
             servers.append(server)
         upstreams = tuple(
             UpstreamSettings(

@@ -6,11 +6,16 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from draftgate.backends.worker_config import UpstreamSettings
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.config.reading import ConfigError, effective_config
+from draftgate.policies.types import Role
 from tests.gateway.divided_vllm import (
     ASKED,
     CHAT,
@@ -366,3 +371,30 @@ async def test_prompts_of_a_paused_upstream_go_to_the_output() -> None:
             assert reply.status_code == 200
         assert len(servers.prefill[0].http.bodies) == 1
         assert servers.work() == {"d-0": ["both"] * 2}
+
+
+def test_roles_are_read_from_the_file(tmp_path: Path) -> None:
+    """A file gives upstreams their roles, and an unknown role is an error."""
+    file = tmp_path / "config.yaml"
+    file.write_text("upstream: [{url: 'http://a', role: prefill}, http://b]")
+    upstreams = effective_config({}, {}, str(file)).config.upstream
+    assert [one.role for one in upstreams] == [Role.PREFILL, Role.ANY]
+    file.write_text("upstream: [{url: 'http://a', role: encode}]")
+    with pytest.raises(ConfigError, match="upstream"):
+        effective_config({}, {}, str(file))
+
+
+def test_nodes_set_their_roles_themselves() -> None:
+    """An upstream that is a node of Draftgate has the role of its own setting."""
+    upstream = (UpstreamSettings(url="http://a", role=Role.DECODE),)
+    with pytest.raises(ValueError, match="--role"):
+        ServeConfig(backend="peer", upstream=upstream).worker_configs()
+
+
+async def test_prompts_of_plain_upstreams_do_not_decide_about_drafts() -> None:
+    """Upstreams for prompts are no choice between upstreams with and without drafts."""
+    page = "vllm:spec_decode_num_drafts_total 1\nvllm:spec_decode_num_draft_tokens_total 3\n"
+    async with divided(1, 1, metrics={"d-0": page}) as servers:
+        reply = await servers.http.post(TEXTS, json=request_for(TEXTS))
+        assert reply.headers[PREFILLED] == "p-0"
+        assert "x-speculation-pool" not in reply.headers

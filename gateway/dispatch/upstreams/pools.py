@@ -87,13 +87,16 @@ class UpstreamPools:
         workers = self._fleet.open_among(self._fleet.workers, model)
         if len(workers) < 2:
             return None
-        # An upstream for prompts drafts nothing, whatever its kind.
-        workers = [one for one in workers if one.role is not Role.PREFILL]
         open_upstreams = [(worker, worker.usage) for worker in workers]
         drafting = [
             pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.SPECULATING
         ]
         plain = [pair for pair in open_upstreams if _pool_of(pair[1].load) is ReplicaPool.PLAIN]
+        if not drafting or not plain:
+            return None  # the usual case
+        # Upstreams for prompts draft nothing, so their kind does not matter.
+        drafting = [pair for pair in drafting if pair[0].role is not Role.PREFILL]
+        plain = [pair for pair in plain if pair[0].role is not Role.PREFILL]
         if not drafting or not plain:
             return None
         of_tenant, of_model = self._history.counts(tenant, model, greedy=request.temperature == 0)
