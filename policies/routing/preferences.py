@@ -77,17 +77,17 @@ class Preferences:
     ) -> tuple[Candidate, ...]:
         """Return the workers between which the routing policy decides.
 
-        If weights differ, these are the worker whose turn it is, and the worker that ran the
-        request's session last. Otherwise, they are all workers, and the cheapest one has
-        precedence.
+        If the weights of the workers differ, these are the worker whose turn it is, and the worker
+        that ran the request's session last. Otherwise, they are all workers, and the cheapest one
+        has precedence.
 
         Args:
             servers: the addresses of workers, by their ids, for the first request of a session.
                 Otherwise it is empty.
         """
-        if not self._weights and self._estimate is not None:
-            return self._by_price(request, workers, self._estimate)
-        if not self._weights:
+        if len({self._weights.get(one.worker_id, 1.0) for one in workers}) < 2:
+            if self._estimate is not None:
+                return self._by_price(request, workers, self._estimate)
             return by_session(request, workers, servers) if servers else tuple(workers)
         own_prompt = request.request.prompt_tokens
         able = self._within_share(workers, _SEQUENCES, request.sequences)

@@ -122,6 +122,7 @@ def test_equal_weights_are_no_preference() -> None:
     both = [worker(0), worker(1)]
     assert not named([2, 2]).has_any
     assert named([2, 2]).preferred(REQUEST, both) == tuple(both)
+    assert named([2, 2, 5]).preferred(REQUEST, both) == tuple(both)
     spare = named([2, 2, 0])
     assert (spare.has_any, spare.spares) == (True, {"w-2"})
     assert spare.preferred(REQUEST, both) == tuple(both)
