@@ -358,6 +358,9 @@ class Upstream(WorkerHandle, Protocol):
     def may_abort(self, call: UpstreamCall) -> bool:
         """Return whether the gateway may abort a call for another one, which then has capacity."""
 
+    def await_start(self, seconds: float, on_start: Callable[[], None]) -> None:
+        """Probe it often for some time although it is out, and call a function once it responds."""
+
     async def forward(self, call: UpstreamCall) -> Exchange:
         """Forward a request, and return the response, which the caller ends.
 

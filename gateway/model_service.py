@@ -39,6 +39,7 @@ from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.live import ActivityMeter, Recent
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.gateway.upstream_servers import UpstreamServers
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
@@ -141,6 +142,7 @@ class ModelService:
             _forwarding_rules(config),
         )
         self.scaling = Scaling(fleet, queue, self.metrics.recent)
+        self.servers = UpstreamServers(fleet, queue, self.metrics, config.scale_to_zero_s)
         self.meter = ActivityMeter(
             self.metrics.recent, lambda: len(queue), lambda: self.scaling.advice, lambda: self.name
         )
@@ -263,6 +265,8 @@ class ModelService:
         self.metrics.fold()
         if self.loads():
             self.scaling.update()
+        if self.forwards:
+            self.servers.update()
         if (advice := self.scaling.advice) is not None:
             self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
 
@@ -383,6 +387,7 @@ def _forwarding_rules(config: ServeConfig) -> ForwardingRules:
         config.max_resumes,
         chains_of(config.fallbacks),
         config.max_preemptions if preempts else 0,
+        config.start_timeout_s,
     )
 
 

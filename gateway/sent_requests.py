@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage
 from draftgate.policies.types import WorkerLoad
 
@@ -32,6 +34,10 @@ class SentRequests:
             min(self._promised.values()) if self._promised else None,
             arriving_tokens=sum(self._arriving.values()) if self._arriving else 0,
         )
+
+    def count_by_offer(self) -> Counter[str]:
+        """Return the number of requests by what they need of a worker (`CapacityNeed.offer`)."""
+        return Counter([need.offer for need in self._sent.values()])
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:
         """Count a request before it is sent."""

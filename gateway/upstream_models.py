@@ -64,6 +64,19 @@ class UpstreamModels:
                 found.setdefault(name, model)
         return found
 
+    def own_models(self) -> set[str]:
+        """Return the own names of the models that upstreams list or have in their settings.
+
+        Adapters are left out, which run on the servers of their models.
+        """
+        found: set[str] = set()
+        for one in self._upstreams:
+            found.update(getattr(one, "declared", ()))
+            for name, model in (one.models or {}).items():
+                if not model.get("parent"):
+                    found.add(name)
+        return found
+
     def names_for_errors(self) -> list[str]:
         """Return the names of some models for a message. An upstream may have hundreds."""
         return list(self.described())[:MOST_NAMES]

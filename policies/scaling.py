@@ -211,5 +211,42 @@ class ScalingAdvisor:
         return self._most[0][1]
 
 
+class ServerAdvisor:
+    """The advice on the number of servers of one model, which may be 0 if it is not used.
+
+    While a server runs, the advice is that of `ScalingAdvisor`. A model without servers needs one
+    as soon as a request waits for it.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        """Start without advice.
+
+        Args:
+            idle_s: time without requests after which no server is needed in seconds, or 0 if at
+                least one always is.
+        """
+        self._idle_s = idle_s
+        self._used_s: float | None = None
+        self._advisor = ScalingAdvisor()
+
+    def update(self, view: DemandView, running: int, now_s: float) -> int:
+        """Return the number of servers that the model should have at a time.
+
+        Args:
+            view: the servers of the model, and the requests that wait for it.
+            running: requests for the model that run.
+            now_s: a time that never decreases.
+        """
+        # The idle time of a server that runs at the start begins then.
+        if view.queued or running or (self._used_s is None and view.loads):
+            self._used_s = now_s
+        advice = self._advisor.update(view, now_s)
+        is_idle = self._used_s is None or now_s - self._used_s >= self._idle_s
+        if self._idle_s and is_idle:
+            self._advisor = ScalingAdvisor()  # the load of earlier servers says nothing later
+            return 0
+        return 1 if advice is None else max(advice.workers, 1)
+
+
 def _most(load: float) -> int:
     return math.ceil(load / IDLE_SHARE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -130,6 +130,8 @@ class OpenAIUpstream:
         self._sent = 0  # sequences
         self._alive_s = clock()  # the last time at which it sent anything, as far as is known
         self._received_bytes = 0
+        self._awaited_until_s = 0.0
+        self._on_start: Callable[[], None] | None = None  # while requests wait for it
         self._missing: set[str] = set()  # paths that it does not have, until it may have restarted
         self.card = ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
         self.models: Models | None = None
@@ -140,7 +142,15 @@ class OpenAIUpstream:
 
     def serves(self, name: str) -> bool:
         """Return whether clients may use a model of this name, as far as is known."""
-        return self.models is None or name in self.models
+        if self.models is not None:
+            return name in self.models
+        only = self._settings.models
+        return not only or name in only or name in self.aliases
+
+    @property
+    def declared(self) -> Collection[str]:
+        """Its own names of the models in its settings, which it may not have listed yet."""
+        return {*self._settings.models, *self.aliases.values()}
 
     @property
     def progress(self) -> float:
@@ -212,6 +222,15 @@ class OpenAIUpstream:
         stops = call.stream or model is None or not model.is_llama_cpp
         return bool(self._settings.preemptible) and stops
 
+    def await_start(self, seconds: float, on_start: Callable[[], None]) -> None:
+        """Probe it every `PROBE_S` although it is out, and call a function once it responds.
+
+        Args:
+            seconds: time for which requests wait for it.
+        """
+        self._awaited_until_s = max(self._awaited_until_s, self._clock() + seconds)
+        self._on_start = on_start
+
     async def forward(self, call: UpstreamCall) -> HttpExchange:
         """Forward a request, and return the response, whose end closes its connection if early."""
         if self._connections is None or self._stopped:
@@ -262,6 +281,9 @@ class OpenAIUpstream:
         if failure is None:
             self._alive_s = now_s
             self._pauses.note_probe(now_s)
+            on_start, self._on_start = self._on_start, None
+            if on_start is not None:
+                on_start()
             return
         self._missing.clear()
         self._pauses.breaker.failed(failure.reason, now_s, timeout=failure.timeout)
@@ -393,7 +415,8 @@ class OpenAIUpstream:
         while True:
             pause_s = self._pauses.breaker.remaining_s(self._clock()) or self._probe_s
             await asyncio.sleep(min(pause_s, self._probe_s))
-            if self._pauses.may_probe(self._clock()):
+            now_s = self._clock()
+            if self._pauses.may_probe(now_s) or now_s < self._awaited_until_s:
                 await self.probe()
 
     async def _poll_forever(self) -> None:

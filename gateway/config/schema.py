@@ -140,6 +140,14 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     max_preemptions: Count = MOST_PREEMPTIONS
     """Maximum number of times that a request is aborted for others (upstream_preemptible)."""
 
+    start_timeout_s: Amount = 0.0
+    """Maximum time that a request waits for a server of its model to start if no upstream of the
+    model responds, in seconds (0: it fails at once)."""
+
+    scale_to_zero_s: Amount = 0.0
+    """Time without requests after which the scaling advice for a model of upstreams is no server,
+    in seconds (0: it is always at least one)."""
+
     upstream_retry_share: Share = RETRY_SHARE
     """Retries allowed, as a share of the upstream requests of the last 10 s."""
 
@@ -403,6 +411,7 @@ _PANELS: Final = {
     "Cluster": "join pool role no_worker advertise peer_secret_env",
     "Upstreams": "upstream upstream_speculates upstream_concurrency upstream_api_key_env "
     "upstream_max_pause_s upstream_preemptible max_preemptions "
+    "start_timeout_s scale_to_zero_s "
     "upstream_connect_timeout_s upstream_first_byte_timeout_s upstream_response_timeout_s "
     "upstream_retry_share upstream_retries_per_s upstream_kept_bytes upstream_stall_s "
     "upstream_prefill_tokens fallbacks",

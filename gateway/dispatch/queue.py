@@ -44,6 +44,7 @@ class CentralQueue:
 
     Attributes:
         places: the waiting requests, by the keys of their tickets.
+        awaits_start: whether requests wait while no worker serves, because one may start.
         make_room: called with a request whose turn it is while no worker has capacity for it. The
             capacity that it frees later is the request's (`place_first`).
     """
@@ -77,6 +78,7 @@ class CentralQueue:
         self.now_s = now_s
         self._timeout_s = timeout_s
         self.places: dict[int, Waiting] = {}
+        self.awaits_start = False
         self.make_room: Callable[[Waiting], None] = lambda _: None
         self._resumed: dict[int, Waiting] = {}  # those of resumed requests, in order of arrival
         self._adapted: dict[int, Waiting] = {}  # those that need a LoRA adapter
@@ -204,7 +206,8 @@ class CentralQueue:
         if not self.places:
             return
         if not self._fleet.serves:
-            self._fail_all()
+            if not self._may_start:
+                self._fail_all()
             return
         for waiting in tuple(self._adapted.values()):
             if self._lacks_adapter(waiting):
@@ -380,7 +383,12 @@ class CentralQueue:
     def _lacks_adapter(self, waiting: Waiting) -> bool:
         """Return whether no worker is left that has the adapter of a request."""
         adapter = waiting.need.offer
-        return bool(adapter) and not self._fleet.serving_with(adapter)
+        return bool(adapter) and not self._fleet.serving_with(adapter) and not self._may_start
+
+    @property
+    def _may_start(self) -> bool:
+        """Whether a worker may start, which is an upstream."""
+        return self.awaits_start and not (self._fleet.token_ids or self._fleet.ending)
 
     def _fail_all(self) -> None:
         """Fail all waiting requests, because no worker is left."""

@@ -81,6 +81,11 @@ class Waiting(Ticket):
             self.since_s = since_s
         self.returning = self.refused = True
 
+    def wait_for_start(self, timeout_s: float) -> None:
+        """Prepare a wait for a server that may start, about which admission cannot forecast."""
+        if self.timeout_s is None:
+            self.timeout_s, self.reconsider = timeout_s, _keep
+
     def wait_preempted(self) -> None:
         """Prepare another wait with the same place, after the loss of a worker to another request.
 

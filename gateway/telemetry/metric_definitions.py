@@ -435,6 +435,18 @@ DESIRED_WORKERS: Final = _gauge(
     labels=("pool",),
     shared=True,
 )
+DESIRED_SERVERS: Final = _gauge(
+    "draftgate_upstream_desired_servers",
+    "Servers of a model that upstreams should have, by this node's view (scale on the maximum over "
+    "all nodes)",
+    labels=("model",),
+    shared=True,
+)
+WAITING_BY_MODEL: Final = _gauge(
+    "draftgate_upstream_waiting_requests",
+    "Requests that wait at this node for an upstream, by the model",
+    labels=("model",),
+)
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks", "Tasks of the event loop, with one per request's connection"
 )

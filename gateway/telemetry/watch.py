@@ -30,7 +30,7 @@ from draftgate.gateway.errors import Overloaded, QueueTimeout, TooMany
 from draftgate.gateway.logs import is_logged, log, log_fields
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.answer_scan import AnswerScan
-from draftgate.gateway.telemetry.ending import CANCELLED, FAILED, FINISHED, REJECTED, Ending
+from draftgate.gateway.telemetry.ending import CANCELLED, FAILED, FINISHED, Ending
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.resilience.failover import Cause

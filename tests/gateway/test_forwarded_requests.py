@@ -220,7 +220,7 @@ def forwarder_of(
     policy = admission_policy("deadline")
     admission = AdmissionController(fleet, queue, policy, quotas, DEFAULT_BOUNDS, clock)
     pools = SimpleNamespace(
-        choose=lambda *_: None, record_other=lambda *_: None, record_move=lambda *_: None
+        choose=lambda *_: None, record_other=lambda *_: None, record_move=lambda *_, **__: None
     )
     watchdog, rules = Watchdog(), ForwardingRules(fallbacks={REQUESTED: (OTHER,)})
     budget, prefixes = RetryBudget(), UpstreamPrefixes(clock, lambda _: None, router.promises)

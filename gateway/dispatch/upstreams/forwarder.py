@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import UpstreamCall, UpstreamPause
+from draftgate.backends.base import Upstream, UpstreamCall, UpstreamPause
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.openai.exchange import with_values
 from draftgate.backends.openai.kv_transfer_params import SEPARABLE
@@ -25,8 +25,15 @@ from draftgate.gateway.dispatch.upstreams.preemption import PreemptibleRequest, 
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt, UpstreamPrefixes
 from draftgate.gateway.dispatch.upstreams.refusals import UNAVAILABLE, denied_access
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
+from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.dispatch.watchdog import Watchdog
-from draftgate.gateway.errors import GatewayError, ModelNotFound, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.errors import (
+    GatewayError,
+    ModelNotFound,
+    QueueTimeout,
+    UpstreamBusy,
+    UpstreamUnavailable,
+)
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.tracing import Span
 from draftgate.policies.capacity import CapacityNeed, has_capacity
@@ -88,6 +95,7 @@ class Forwarder:
         self.rules = rules
         self.fallbacks = rules.fallbacks
         self.costs: UpstreamCosts | None = None  # if an upstream has prices
+        queue.awaits_start = rules.start_timeout_s > 0
         self.preemption: Preemption | None = None
         if rules.most_preemptions:
             self.preemption = Preemption(fleet, queue, admission, rules.most_preemptions)
@@ -208,13 +216,43 @@ class Forwarder:
         """
         waiting = self.admission.waiting(entry, 0) if place is None else place.waiting
         waiting.request_id, waiting.avoid = entry.request_id, avoid
+        model = entry.needs[0].offer
         with span.child("queue"):
             try:
-                routed = await self.queue.turn(waiting, view)
+                routed = await self._routed(waiting, model, view)
             except BackendFailed as error:
-                raise self.no_upstream(entry.needs[0].offer) from error
+                raise self.no_upstream(model) from error
         record_route(span, routed)
         return routed
+
+    async def _routed(self, waiting: Waiting, model: str, view: View) -> Routed:
+        """Wait for the turn of a request, and before for a server of its model if none runs.
+
+        Raises:
+            GatewayError, BackendFailed: as `turn`.
+        """
+        begins_out, timeout_s = self.may_start(model), self.rules.start_timeout_s
+        if begins_out:
+            waiting.wait_for_start(timeout_s)
+            for worker in self.fleet.workers:
+                if worker.offers(model):
+                    upstream: Upstream = worker.backend  # type: ignore[assignment]
+                    upstream.await_start(timeout_s, self.queue.dispatch_waiting)
+        try:
+            return await self.queue.turn(waiting, view)
+        except QueueTimeout:
+            if self.may_start(model):
+                raise self.no_upstream(model) from None
+            if not begins_out:
+                raise
+        waiting.since_s = waiting.timeout_s = None  # a server has started, which is full
+        return await self.queue.turn(waiting, view)
+
+    def may_start(self, model: str) -> bool:
+        """Return whether requests for a model wait for a server, because none responds now."""
+        if not self.rules.start_timeout_s or self.fleet.serving_with(model):
+            return False
+        return any(worker.offers(model) for worker in self.fleet.workers)
 
     def headers(
         self,

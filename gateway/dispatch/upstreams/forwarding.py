@@ -187,7 +187,7 @@ class ForwardedRequest:
     async def _seat(self, entry: Entry) -> FleetWorker:
         """Admit the request, and reserve an upstream, without waiting if one has capacity."""
         forwarder, span, need = self._forwarder, self._span, entry.needs[0]
-        if not forwarder.fleet.is_open_for(need.offer):
+        if not forwarder.fleet.is_open_for(need.offer) and not forwarder.may_start(need.offer):
             raise forwarder.no_upstream(self._call.model)
         if self.state is NEW and (span.recording or not forwarder.admission.admit_at_once(entry)):
             with span.child("admit"):

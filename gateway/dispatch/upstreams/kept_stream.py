@@ -35,12 +35,7 @@ from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.tracing import Span
-from draftgate.policies.resilience.failover import (
-    Cause,
-    GivenUp,
-    Loss,
-    given_up,
-)
+from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 from draftgate.policies.types import RequestView
 from draftgate.policies.values import replace
 
@@ -222,8 +217,9 @@ class KeptStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the present upstream has sent events for the client, and is not lost."""
-        return self.error is None and self.leave is not None and bool(self._blocks)
+        """Whether the upstream has sent events for the client, and neither all nor is lost."""
+        sends = self.error is None and self.leave is not None and bool(self._blocks)
+        return sends and b"[DONE]" not in self._blocks[-1][-32:]
 
     def preempt(self, waiting: Waiting) -> None:
         """Leave the present upstream for another request.

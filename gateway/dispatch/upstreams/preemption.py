@@ -73,11 +73,7 @@ class PreemptibleRequest:
         Args:
             sending: sends the call to the worker, and returns with these bytes.
         """
-        upstream: Upstream = worker.backend  # type: ignore[assignment]
-        if self._since_s is not None:
-            self._waited_s += self._shared.queue.now_s() - self._since_s
-            self._since_s = None
-        self._can_abort, self._is_continuable = upstream.may_abort(call), True
+        self._begin(worker, call)
         try:
             async with asyncio.timeout(None) as limit:
                 self._limit = limit
@@ -92,6 +88,15 @@ class PreemptibleRequest:
         if self._taker is not None:  # the bytes have arrived before the call was aborted
             self._taker.has_preempted, self._taker = False, None
         return True
+
+    def _begin(self, worker: FleetWorker, call: UpstreamCall) -> None:
+        """Note that a worker gets the request now."""
+        upstream: Upstream = worker.backend  # type: ignore[assignment]
+        self._can_abort, self._is_continuable = upstream.may_abort(call), True
+        self._taker = None  # of a call that has failed meanwhile
+        if self._since_s is not None:
+            self._waited_s += self._shared.queue.now_s() - self._since_s
+            self._since_s = None
 
     @property
     def may_leave(self) -> bool:

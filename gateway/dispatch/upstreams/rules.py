@@ -50,6 +50,8 @@ class ForwardingRules(NamedTuple):
         fallbacks: for the name of a model, those that get its requests in turn.
         most_preemptions: maximum number of times that a request is aborted for one of a higher
             class, or 0 if no upstream allows it.
+        start_timeout_s: time that a request waits for a server of its model to start, in seconds,
+            or 0 to fail at once.
     """
 
     most_bytes: int = MOST_KEPT_BYTES
@@ -57,6 +59,7 @@ class ForwardingRules(NamedTuple):
     most_resumes: int = MOST_RESUMES
     fallbacks: Mapping[str, Sequence[str]] = NO_FALLBACKS
     most_preemptions: int = 0
+    start_timeout_s: float = 0.0
 
     def keeps(self, call: UpstreamCall) -> bool:
         """Return whether the stream of a call is kept."""

@@ -63,7 +63,10 @@ async def ready(request: web.Request) -> web.Response:
 
 def outage_of(node: Node) -> str | None:
     """Return why no request can run on any model of a node, or None."""
-    outages = [_outage(model.fleet) for model in node.models]
+    # A node whose upstreams may start accepts requests, for which autoscalers start them.
+    outages = [
+        None if model.forwarder.may_start("") else _outage(model.fleet) for model in node.models
+    ]
     return None if None in outages else outages[0]
 
 
