@@ -3,7 +3,7 @@
 Each arm is a gateway with the two servers:
 
 - `auto` chooses by the price and by the measured times per token.
-- `least_cost` and `round_robin` route without regard to drafts.
+- `round_robin` sends requests to both servers in turns.
 - `on` (`fixed:4`) and `off` send all requests to the server with drafts and to the plain one, while
   it has capacity. They therefore use one of the two servers.
 
@@ -35,20 +35,16 @@ from draftgate.loadgen.measuring.confidence import mean_ratio
 DRAFTS: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 ARMS: Final[dict[str, dict[str, Any]]] = {
     "auto": {"speculation": "auto"},
-    "least_cost": {"routing": "least_cost"},
     "round_robin": {"routing": "round_robin"},
     "on": {"speculation": "fixed:4"},
     "off": {"speculation": "off"},
 }
 """The settings of each gateway."""
 
-BLIND: Final = frozenset({"least_cost", "round_robin"})
-"""The arms whose gateways take both servers for plain ones."""
-
 LOADS: Final = (1, 4, 16)
-ROUNDS: Final = 4
-LEAST_REQUESTS: Final = 8
-REQUESTS_OF_STREAM: Final = 2
+ROUNDS: Final = 3
+LEAST_REQUESTS: Final = 4
+REQUESTS_OF_STREAM: Final = 1
 OUTPUT_TOKENS: Final = 96
 KINDS: Final = ("code", "chat")
 TIMEOUT_S: Final = 600.0
@@ -208,7 +204,7 @@ def measure(
                 {
                     "name": name,
                     "url": server.url,
-                    **({"speculates": False} if arm in BLIND else {}),
+                    **({"speculates": False} if arm == "round_robin" else {}),
                 }
                 for name, server in servers.items()
             ]
