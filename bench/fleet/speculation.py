@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
@@ -90,8 +91,8 @@ class Turn(NamedTuple):
 
 
 def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return requests of both kinds in turns, which depend on the seed only."""
-    half = (count + 1) // 2
+    """Return requests, half of each kind in random order, which depend on the seed only."""
+    half = count // 2
     messages = chats(half, seed)
     found = []
     for edit, message in zip(templated("code_edit", half, seed * half), messages, strict=True):
@@ -102,6 +103,8 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
         continues = {"continue_final_message": True, "add_generation_prompt": False}
         found.append(("code", {"messages": [user, begun], **continues}))
         found.append(("chat", {"messages": [{"role": "user", "content": message}]}))
+    # In turns, round robin would send each kind to a server of its own.
+    Random(seed).shuffle(found)
     options = {
         "model": MODEL,
         "max_tokens": OUTPUT_TOKENS,
@@ -109,7 +112,7 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return [(kind, {**body, **options}) for kind, body in found[:count]]
+    return [(kind, {**body, **options}) for kind, body in found]
 
 
 async def send(http: httpx.AsyncClient, kind: str, body: Mapping[str, Any]) -> Reply:

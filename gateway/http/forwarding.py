@@ -134,6 +134,7 @@ async def forward(
     name, stream = fields.model or "", fields.stream
     watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
     call = _call(request, received, service, wanted, sequences=choices)
+    entry.shown_id = call.request_id
     failure: Callable[[GatewayError, str], bytes]
     failure = partial(error_event, wanted=error_format(request))
     if translate is not None:

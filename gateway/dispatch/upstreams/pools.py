@@ -119,7 +119,7 @@ class UpstreamPools:
         """
         self._on_decision(decision.plan)
         return self._decisions.record(
-            request.request_id,
+            request.shown_id or request.request_id,
             worker.worker_id,
             decision.request,
             decision.load,
@@ -134,9 +134,14 @@ class UpstreamPools:
     ) -> Decision:
         """Record that an upstream gets a request without a choice between pools."""
         plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
-        load, name = worker.backend.load(), worker.worker_id
         return self._decisions.record(
-            request.request_id, name, view, load, plan, tenant=request.tenant, fallback=fallback
+            request.shown_id or request.request_id,
+            worker.worker_id,
+            view,
+            worker.backend.load(),
+            plan,
+            tenant=request.tenant,
+            fallback=fallback,
         )
 
     def record_drafts(
@@ -159,7 +164,8 @@ class UpstreamPools:
 
     def record_move(self, request: Entry, decision: Decision, move: MoveRecord) -> None:
         """Record that a stream continues on another upstream."""
-        self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
+        request_id = request.shown_id or request.request_id
+        self._decisions.add_move(request_id, 0, request.tenant, decision, move)
 
 
 def _pool_of(load: WorkerLoad) -> ReplicaPool:
