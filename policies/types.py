@@ -249,6 +249,11 @@ class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
         return self.kv_blocks_total * self.kv_block_tokens
 
     @property
+    def kv_usage(self) -> float:
+        """The share of the KV memory in use, or 0.0 if the worker does not report it."""
+        return 1 - self.kv_blocks_free / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+    @property
     def kv_free_tokens(self) -> int:
         """The tokens for which it has free KV memory."""
         return self.kv_blocks_free * self.kv_block_tokens

@@ -224,7 +224,7 @@ class EventScan:
 
 
 def is_aborted(data: bytes) -> bool:
-    """Return whether a server aborted a choice of a response, as vLLM does when it is stopped."""
+    """Return whether a server aborted a choice of a response, as vLLM's engine does."""
     return _ABORT in data and _ABORTED.search(data) is not None
 
 

@@ -34,8 +34,18 @@ FAULTS: Final = {
 }
 """The signal of each fault."""
 
+BEFORE: Final = "_before"
+ONE_SERVER: Final = (
+    ("undisturbed", "stopped_before", "stopped", "killed"),
+    ("drained",),
+    ("drained_before",),
+    ("killed_before",),
+)
+"""The runs with each start of the first server, which ends with its last run. Those with `_before`
+are without continuation."""
+
 PATIENCE_S: Final = 240.0
-STOPPED_PATIENCE_S: Final = 60.0
+STOPPED_PATIENCE_S: Final = 40.0
 """Time that the streams have, also those that nobody continues after SIGSTOP. A stream that has not
 ended by then has failed."""
 
@@ -254,24 +264,15 @@ def measure(models: Path, folder: Path, save: Callable[[Mapping[str, Any]], None
     """
     found: dict[str, Any] = {"stall_s": STALL_S, "dtype": "float32"}
     cores = cores_of(2)
+    expected: list[Stream] = []
     with vllm_server(models, folder / "other.log", core=cores[1]) as other:
-        expected: list[Stream] = []
-        for faults in (
-            ("stopped", "killed"),
-            ("killed_before",),
-            ("drained_before",),
-            ("drained",),
-        ):
+        for faults in ONE_SERVER:
             with vllm_server(models, folder / "one.log", core=cores[0]) as one:
                 servers = [one, other]
-                if not expected:
-                    expected = run(servers, folder)
-                    found["undisturbed"] = figures(run(servers, folder), expected)
-                    before = run(servers, folder, signal.SIGSTOP, continues=False)
-                    found["stopped_before"] = figures(before, expected)
+                expected = expected or run(servers, folder)
                 for name in faults:
-                    number = FAULTS[name.removesuffix("_before")]
-                    streams = run(servers, folder, number, continues=not name.endswith("_before"))
+                    number = FAULTS.get(name.removesuffix(BEFORE))
+                    streams = run(servers, folder, number, continues=not name.endswith(BEFORE))
                     found[name] = figures(streams, expected)
                     save(found)
 

@@ -48,8 +48,8 @@ CACHED_DOCUMENTS: Final = 5
 DOCUMENTS: Final = 8
 CLIENTS: Final = 2
 GATEWAYS: Final = (1, 2)
-ROUNDS: Final = 6
-REQUESTS: Final = 32
+ROUNDS: Final = 3
+REQUESTS: Final = 20
 RESAMPLES: Final = 2000
 VOCABULARY: Final = range(1000, 40_000)
 

@@ -3,7 +3,7 @@
 Each arm is a gateway with the two servers:
 
 - `auto` chooses by the price and by the measured times per token.
-- `least_cost` and `round_robin` route without regard to drafts.
+- `round_robin` sends requests to both servers in turns.
 - `on` (`fixed:4`) and `off` send all requests to the server with drafts and to the plain one, while
   it has capacity. They therefore use one of the two servers.
 
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 from typing import Any, Final, NamedTuple
 
@@ -35,20 +36,16 @@ from draftgate.loadgen.measuring.confidence import mean_ratio
 DRAFTS: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 ARMS: Final[dict[str, dict[str, Any]]] = {
     "auto": {"speculation": "auto"},
-    "least_cost": {"routing": "least_cost"},
     "round_robin": {"routing": "round_robin"},
     "on": {"speculation": "fixed:4"},
     "off": {"speculation": "off"},
 }
 """The settings of each gateway."""
 
-BLIND: Final = frozenset({"least_cost", "round_robin"})
-"""The arms whose gateways take both servers for plain ones."""
-
 LOADS: Final = (1, 4, 16)
-ROUNDS: Final = 4
-LEAST_REQUESTS: Final = 8
-REQUESTS_OF_STREAM: Final = 2
+ROUNDS: Final = 3
+LEAST_REQUESTS: Final = 4
+REQUESTS_OF_STREAM: Final = 1
 OUTPUT_TOKENS: Final = 96
 KINDS: Final = ("code", "chat")
 TIMEOUT_S: Final = 600.0
@@ -94,8 +91,8 @@ class Turn(NamedTuple):
 
 
 def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return requests of both kinds in turns, which depend on the seed only."""
-    half = (count + 1) // 2
+    """Return requests, half of each kind in random order, which depend on the seed only."""
+    half = count // 2
     messages = chats(half, seed)
     found = []
     for edit, message in zip(templated("code_edit", half, seed * half), messages, strict=True):
@@ -106,6 +103,8 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
         continues = {"continue_final_message": True, "add_generation_prompt": False}
         found.append(("code", {"messages": [user, begun], **continues}))
         found.append(("chat", {"messages": [{"role": "user", "content": message}]}))
+    # In turns, round robin would send each kind to a server of its own.
+    Random(seed).shuffle(found)
     options = {
         "model": MODEL,
         "max_tokens": OUTPUT_TOKENS,
@@ -113,7 +112,7 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return [(kind, {**body, **options}) for kind, body in found[:count]]
+    return [(kind, {**body, **options}) for kind, body in found]
 
 
 async def send(http: httpx.AsyncClient, kind: str, body: Mapping[str, Any]) -> Reply:
@@ -208,7 +207,7 @@ def measure(
                 {
                     "name": name,
                     "url": server.url,
-                    **({"speculates": False} if arm in BLIND else {}),
+                    **({"speculates": False} if arm == "round_robin" else {}),
                 }
                 for name, server in servers.items()
             ]

@@ -44,6 +44,7 @@ class Entry:
         tenant, share: its owner, and the owner's share relative to the default of 1.
         fingerprint: a hash that is equal for a retry of the same request.
         retries: the number of earlier attempts that the client reports, or None.
+        shown_id: the `x-request-id` of its response, which decisions have, or empty for its own id.
         judged: the targets and the priority by which admission decides, or None for those of the
             service. The ticket has the deadline of the service.
         continues: whether the request continues an admitted flow, and so is not refused by
@@ -59,6 +60,7 @@ class Entry:
         ended: number of its sequences that ended by themselves or at their limit.
     """
 
+    shown_id = ""
     judged: ServiceLevel | None = None
     continues = False
     predicted = _NOT_ADMITTED  # this and the next attributes once it is admitted

@@ -135,9 +135,10 @@ async def forward(
         fields = replace(fields, prompt_tokens=len(prompt.blocks.token_ids))
     entry = _entry(account, received, fields, stated)
     service, choices = entry.service, entry.needs[0].sequences
-    name, stream = fields.model or "", fields.stream
-    watch.forwarding(name, entry.tenant, service, choices if generates else 0, stream=stream)
+    stream, outputs = fields.stream, choices if generates else 0
+    watch.forwarding(fields.model or "", entry.tenant, service, outputs, stream=stream)
     call = _call(request, received, service, wanted, sequences=choices, stream=stream)
+    entry.shown_id = request[REQUEST_ID]
     failure: Callable[[GatewayError, str], bytes]
     failure = partial(error_event, wanted=error_format(request))
     if translate is not None:
@@ -394,11 +395,14 @@ def _entry(account: Account, received: Received, fields: ForwardedFields, stated
     wanted, priority = stated.service, fields.priority
     service = account.capped(replace(wanted, priority=priority) if priority else wanted)
     prompt, output = fields.prompt_tokens, fields.max_tokens
-    choices = fields.prompts * fields.n
-    most_tokens = prompt * fields.n + output * choices
+    most_tokens = (prompt + output * fields.prompts) * fields.n
     return Entry(
         new_id(),
-        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s, received.model),),
+        (
+            CapacityNeed(
+                fields.prompts * fields.n, prompt, most_tokens, service.tpot_s, received.model
+            ),
+        ),
         output,
         service,
         account.name,

@@ -57,12 +57,6 @@ _gauge = partial(_define, Kind.GAUGE)
 _histogram = partial(_define, Kind.HISTOGRAM)
 
 
-def _kv_usage(load: WorkerLoad) -> float:
-    if not load.kv_blocks_total:  # the upstream does not report KV blocks
-        return 0.0
-    return 1 - load.kv_blocks_free / load.kv_blocks_total
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 REQUESTS: Final = _counter(
@@ -111,8 +105,7 @@ GAPS: Final = _histogram(
     buckets=TPOT_S,
 )
 WORKER_QUEUE: Final = _histogram(
-    "draftgate_worker_queue_seconds",
-    "Time a choice waits on its worker before its first step",
+    "draftgate_worker_queue_seconds", "Time a choice waits on its worker before its first step"
 )
 PREFILL: Final = _histogram(
     "draftgate_prefill_seconds",
@@ -140,9 +133,7 @@ GENERATION_TOKENS: Final = _counter(
     "draftgate_generation_tokens", "Generated tokens", "vllm:generation_tokens"
 )
 PROMPT_LENGTH: Final = _histogram(
-    "draftgate_request_prompt_tokens",
-    "Tokens per prompt",
-    "vllm:request_prompt_tokens",
+    "draftgate_request_prompt_tokens", "Tokens per prompt", "vllm:request_prompt_tokens"
 )
 OUTPUT_LENGTH: Final = _histogram(
     "draftgate_request_generation_tokens",
@@ -150,9 +141,7 @@ OUTPUT_LENGTH: Final = _histogram(
     "vllm:request_generation_tokens",
 )
 MAX_TOKENS: Final = _histogram(
-    "draftgate_request_max_tokens",
-    "Maximum tokens per choice",
-    "vllm:request_params_max_tokens",
+    "draftgate_request_max_tokens", "Maximum tokens per choice", "vllm:request_params_max_tokens"
 )
 
 # --- admission, queue, failover -------------------------------------------------------------------
@@ -368,7 +357,7 @@ _gauge(
     "draftgate_kv_cache_usage_ratio",
     "Share of KV blocks in use, 0 to 1 (0 if unknown)",
     "vllm:kv_cache_usage_perc",
-    of_worker=_kv_usage,
+    of_worker=attrgetter("kv_usage"),
 )
 _gauge(
     "draftgate_price_tokens",

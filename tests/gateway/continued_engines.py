@@ -112,7 +112,7 @@ class Fault(Enum):
     DONE = auto()
     """It sends `[DONE]`, although no choice has finished."""
     ABORT = auto()
-    """It aborts the choice, as vLLM does when it is stopped."""
+    """It aborts the choice, as vLLM's engine does when it stops."""
     GARBAGE = auto()
     """It sends an event without an end that exceeds all bounds, in parts."""
 

@@ -137,8 +137,8 @@ REPORT = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_reported_drafts_are_recorded(stream: bool) -> None:
-    """The drafts that an upstream reports about a request are in its decision, in the metrics, and
-    in the history that the next decision reads."""
+    """The drafts that an upstream reports about a request are in the decision with its id, in the
+    metrics, and in the history that the next decision reads."""
     report = (
         b'"metrics": {"queue_time_ms": 1, "speculative_decoding": %s}' % json.dumps(REPORT).encode()
     )
@@ -149,10 +149,12 @@ async def test_reported_drafts_are_recorded(stream: bool) -> None:
     async with upstream(drafting) as fast, upstream(whole) as plain:
         fast.metrics, plain.metrics = vllm(drafts=MANY_ACCEPTED), vllm()
         async with forwarding(fast, plain) as gateway, client(gateway) as http:
-            for _ in range(2):
-                await send(gateway, temperature=0, stream=stream)
+            body = {"prompt": "x", "max_tokens": 9, "temperature": 0, "stream": stream}
+            replies = [await http.post("/v1/completions", json=body) for _ in range(2)]
             second, first = (await http.get("/decisions")).json()["decisions"]
             page = (await http.get("/metrics")).text
+    ids = [reply.headers["x-request-id"] for reply in replies]
+    assert [first["request_id"], second["request_id"]] == ids
     assert first["outcome"] == second["outcome"]
     assert first["outcome"]["choices"] == 1
     assert first["outcome"]["spec_steps"] == 5

@@ -121,7 +121,7 @@ class UpstreamPools:
         """
         self._on_decision(decision.plan)
         return self._decisions.record(
-            request.request_id,
+            request.shown_id or request.request_id,
             routed.worker.worker_id,
             decision.request,
             decision.load,
@@ -138,12 +138,11 @@ class UpstreamPools:
         """Record that an upstream gets a request without a choice between pools."""
         worker = routed.worker
         plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
-        load, name = worker.backend.load(), worker.worker_id
         return self._decisions.record(
-            request.request_id,
-            name,
+            request.shown_id or request.request_id,
+            worker.worker_id,
             view,
-            load,
+            worker.backend.load(),
             plan,
             tenant=request.tenant,
             phases=routed.phases,
@@ -185,7 +184,8 @@ class UpstreamPools:
         """
         decision = decision or self.record_other(request, Routed(worker), view)
         move = MoveRecord(lost, worker.worker_id, cause.value, MoveEnd.MOVED)
-        self._decisions.add_move(request.request_id, 0, request.tenant, decision, move)
+        request_id = request.shown_id or request.request_id
+        self._decisions.add_move(request_id, 0, request.tenant, decision, move)
         return decision
 
 
