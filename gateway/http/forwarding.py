@@ -394,15 +394,11 @@ def _entry(account: Account, received: Received, fields: ForwardedFields, stated
     """Return the entry of a request at admission, within the bounds of its account."""
     wanted, priority = stated.service, fields.priority
     service = account.capped(replace(wanted, priority=priority) if priority else wanted)
-    prompt, output = fields.prompt_tokens, fields.max_tokens
-    most_tokens = (prompt + output * fields.prompts) * fields.n
+    prompt, output, n = fields.prompt_tokens, fields.max_tokens, fields.n
+    most_tokens, choices = (prompt + output * fields.prompts) * n, fields.prompts * n
     return Entry(
         new_id(),
-        (
-            CapacityNeed(
-                fields.prompts * fields.n, prompt, most_tokens, service.tpot_s, received.model
-            ),
-        ),
+        (CapacityNeed(choices, prompt, most_tokens, service.tpot_s, received.model),),
         output,
         service,
         account.name,
