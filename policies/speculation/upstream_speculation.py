@@ -230,7 +230,8 @@ def _wanted_pool(
         return ReplicaPool.PLAIN, _caused(plan, PlanCause.UPSTREAM_LENGTH, figures)
     if plan.price is None or plan.mode is not SpeculationMode.AUTO:
         return ReplicaPool.SPECULATING, plan
-    means, costs_s = draft_means(drafting), (_token_cost_s(drafting), _token_cost_s(plain))
+    means = draft_means(drafting)
+    costs_s = _token_cost_s(drafting), _token_cost_s(plain) or _plain_cost_s(drafting, plain, means)
     worth = drafts_pay(plan.price, means)
     # Where speeds are known, drafts compete with a plain replica, which may be idle. The pool with
     # the lower cost of a token, to the request and to all others, wins.
@@ -258,3 +259,18 @@ def _caused(plan: SpeculationPlan, cause: PlanCause, figures: PlanFigures) -> Sp
 def _token_cost_s(load: WorkerLoad) -> float:
     """Return the seconds that a token of one more request costs all requests, or 0 if unknown."""
     return load.speed.tpot_s + (load.running + 1) * load.speed.sequence_s
+
+
+def _plain_cost_s(drafting: WorkerLoad, plain: WorkerLoad, means: DraftMeans) -> float:
+    """Return the cost of a token on a plain replica that has completed no stream yet.
+
+    Its steps are assumed to take as long for as many tokens. Without this estimate, drafts that
+    pay would keep all requests from an idle replica, so its speed would never be known.
+
+    Returns:
+        Seconds, or 0 if the speed with drafts is unknown.
+    """
+    speed, accepted = drafting.speed, 1.0 + means.accepted
+    fixed_s = max(speed.tpot_s - speed.sequence_s * drafting.running, 0.0) * accepted
+    token_s = speed.sequence_s * accepted / (1.0 + means.drafted)
+    return fixed_s + (2 * plain.running + 1) * token_s

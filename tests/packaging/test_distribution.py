@@ -64,8 +64,8 @@ def test_wheel_holds_every_file_of_the_package_and_no_other(checkout: Path, whee
         for path in (checkout / folder).rglob("*")
         if path.is_file()
     }
-    names = ["__init__.py", "__main__.py", "addresses.py", "cache.py", "extensions.py", "py.typed"]
-    own = {f"draftgate/{name}" for name in names}
+    names = ("__init__", "__main__", "addresses", "cache", "compressed", "extensions")
+    own = {"draftgate/py.typed", *(f"draftgate/{name}.py" for name in names)}
     assert found == linked | own
 
 
