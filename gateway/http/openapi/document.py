@@ -21,6 +21,7 @@ from draftgate.gateway.http.requests.headers import (
     FLOW_HEADER,
     LONGEST_FLOW_ID,
     LONGEST_FLOW_S,
+    LONGEST_NEXT_CALL_S,
     LONGEST_SESSION_ID,
     NEXT_CALL_HEADER,
     OUTPUT_HEADER,
@@ -155,7 +156,9 @@ def _operation(
         number = {"type": "string", "pattern": "^[0-9]{1,15}$"}
         parameters.append(_header(OUTPUT_HEADER, text, number))
         text = "Seconds after the response within which the conversation continues, at most 3600."
-        parameters.append(_header(NEXT_CALL_HEADER, text, positive))
+        # The pattern covers all numbers with fewer digits than the longest time.
+        short = positive_pattern(len(str(int(LONGEST_NEXT_CALL_S))) - 1)
+        parameters.append(_header(NEXT_CALL_HEADER, text, {"type": "string", "pattern": short}))
     if 429 in operation.errors:
         parameters += _FLOW_HEADERS
     entry: dict[str, Any] = {
