@@ -154,7 +154,7 @@ class EventScan:
 
     def drafts(self) -> SpeculationOutcome | None:
         """Return the drafts that the server reports after a finish reason, or None."""
-        return drafts_in(self._reported_drafts)
+        return drafts_in(self._reported_drafts) if self._reported_drafts else None
 
     def _complete(self, block: bytes) -> bytes:
         if not self._held and block.endswith((b"\n\n", b"\r\n\r\n")):
