@@ -4,9 +4,9 @@
     gateway <- prefill   kv_transfer_params: {do_remote_prefill: true, remote_block_ids: ..., ...}
     gateway -> decode    the client's request with these kv_transfer_params
 
-The server of the output copies the KV cache of the prompt from the other server, which frees it
-then, or if nobody has copied it for some time (vLLM 0.32, `NixlConnector`). Connectors with a store
-that both servers use need no parameters. Their responses contain none.
+The server of the output copies the KV cache of the prompt from the other server. That server frees
+the cache after the copy, or after a timeout without one (vLLM 0.32, `NixlConnector`). Connectors
+with a store that both servers use need no parameters. Their responses contain none.
 """
 
 from __future__ import annotations

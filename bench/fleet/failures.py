@@ -46,8 +46,8 @@ are without continuation."""
 
 PATIENCE_S: Final = 240.0
 STOPPED_PATIENCE_S: Final = 40.0
-"""Time that the streams have, also those that nobody continues after SIGSTOP. A stream that has not
-ended by then has failed."""
+"""Time limit of the streams. After SIGSTOP, a stream that is not continued would never end. Streams
+that exceed the limit have failed."""
 
 _TOPICS: Final = ("bees", "the sea", "a lighthouse", "bread", "chess", "rain", "an owl", "clocks")
 

@@ -90,6 +90,11 @@ class Entry:
         self.fingerprint = fingerprint
         self.retries = retries
 
+    @property
+    def decision_id(self) -> str:
+        """The id of its decisions, which is that of its response if clients see one."""
+        return self.shown_id or self.request_id
+
     def with_targets(self, service: ServiceLevel) -> Entry:
         """Return a new request with other targets, for a forecast."""
         return Entry(

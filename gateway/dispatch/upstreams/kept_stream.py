@@ -28,7 +28,7 @@ from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.routing import View
 from draftgate.gateway.dispatch.run import NotResumed, Resume, Watch
 from draftgate.gateway.dispatch.upstreams.pools import UpstreamPools
-from draftgate.gateway.dispatch.upstreams.refusals import read_success
+from draftgate.gateway.dispatch.upstreams.refusals import read_and_close
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules, RetryCause
 from draftgate.gateway.dispatch.waiting import Waiting
 from draftgate.gateway.dispatch.watchdog import Watchdog
@@ -357,7 +357,9 @@ class KeptStream:
         upstream: Upstream = worker.backend  # type: ignore[assignment]
         with suppress(UpstreamFailed, TimeoutError):
             async with asyncio.timeout(_COUNT_S):
-                found = counted_tokens(await read_success(await upstream.forward(call)))
+                exchange = await upstream.forward(call)
+                body = await read_and_close(exchange)
+                found = counted_tokens(body if exchange.status == 200 else b"")
         return output.pieces if found is None else found
 
     def join(

@@ -121,7 +121,7 @@ class UpstreamPools:
         """
         self._on_decision(decision.plan)
         return self._decisions.record(
-            request.shown_id or request.request_id,
+            request.decision_id,
             routed.worker.worker_id,
             decision.request,
             decision.load,
@@ -139,7 +139,7 @@ class UpstreamPools:
         worker = routed.worker
         plan = SpeculationPlan("upstream", view.mode, None, 0, "the upstream decides")
         return self._decisions.record(
-            request.shown_id or request.request_id,
+            request.decision_id,
             worker.worker_id,
             view,
             worker.backend.load(),
@@ -184,8 +184,7 @@ class UpstreamPools:
         """
         decision = decision or self.record_other(request, Routed(worker), view)
         move = MoveRecord(lost, worker.worker_id, cause.value, MoveEnd.MOVED)
-        request_id = request.shown_id or request.request_id
-        self._decisions.add_move(request_id, 0, request.tenant, decision, move)
+        self._decisions.add_move(request.decision_id, 0, request.tenant, decision, move)
         return decision
 
 

@@ -23,8 +23,7 @@ from draftgate.gateway.dispatch.upstreams.forwarder import Forwarder
 from draftgate.gateway.dispatch.upstreams.refusals import (
     FIRST_ERROR,
     PASSED_ON,
-    WHOLE_BYTES,
-    read_begin,
+    read_and_close,
     reason,
 )
 from draftgate.gateway.dispatch.worker_spans import open_dispatch
@@ -139,12 +138,7 @@ class DividedCall:
             call = call._replace(headers={**call.headers, **span.propagation()})
         try:
             exchange = await upstream.forward(call)
-            try:
-                status, body = exchange.status, exchange.body
-                if body is None:
-                    body, _ = await read_begin(exchange.read, WHOLE_BYTES)
-            finally:
-                exchange.close()
+            status, body = exchange.status, await read_and_close(exchange)
             if status in PASSED_ON:
                 raise ValueError(reason(status, body))
             if status >= FIRST_ERROR or exchange.streaming:

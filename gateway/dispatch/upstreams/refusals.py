@@ -133,12 +133,16 @@ async def read_begin(
     return bytes(body), False
 
 
-async def read_success(exchange: Exchange) -> bytes:
-    """Return the body of a response if it is a success, or nothing, and end the exchange."""
+async def read_and_close(exchange: Exchange) -> bytes:
+    """Return the body of a response, of a large one at least `WHOLE_BYTES`, and end the exchange.
+
+    Raises:
+        UpstreamFailed: the response is incomplete.
+    """
     try:
         body = exchange.body
         if body is None:
             body, _ = await read_begin(exchange.read, WHOLE_BYTES)
-        return body if exchange.status == 200 else b""
+        return body
     finally:
         exchange.close()
