@@ -151,6 +151,23 @@ async def test_client_that_leaves_cancels_at_the_upstream(
         await until(lambda: is_idle(gateway.node))
 
 
+async def test_prompt_of_a_begun_stream_no_longer_waits() -> None:
+    """The tokens of a prompt count as waiting at its upstream until the stream begins, so that a
+    long output does not keep other requests from there."""
+    begin = asyncio.Event()
+    handler = after(begin, held(TOKEN))
+    async with upstream(handler) as engine, forwarding(engine) as gateway:
+        (worker,) = gateway.node.models[0].dispatcher.fleet.workers
+        reader, writer = await post_raw(gateway, "/v1/completions", STREAM)
+        await engine.arrived.get()
+        assert worker.usage.unstarted_prompt_tokens > 0
+        begin.set()
+        await reader.readuntil(TOKEN)
+        assert worker.usage.unstarted_prompt_tokens == 0
+        writer.close()
+        await until(lambda: is_idle(gateway.node))
+
+
 async def test_comments_are_sent_until_the_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway sends comments until the first byte of the upstream's stream."""
     monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)

@@ -75,9 +75,8 @@ class ForwardedRequest:
     __slots__ = (
         "_avoid", "_call", "_call_span", "_divided", "_first", "_forwarder", "_kept", "_need",
         "_place", "_pool", "_prompt", "_span", "_view", "_watch", "body", "decision", "entry",
-        "exchange",
-        "fallback", "headers", "is_error", "plan", "state", "status", "streaming", "translation",
-        "worker", "worker_id",
+        "exchange", "fallback", "headers", "is_error", "plan", "state", "status", "streaming",
+        "translation", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -365,9 +364,8 @@ class ForwardedRequest:
             self._leave_kv()
         if failure is not None:
             raise failure
-        retry_after_s = forwarder.retry_after_s(self._call.model)
-        body = self.body or b""
-        self.headers = refusals.passed_refusal(self.status, self.headers, body, retry_after_s)
+        wait_s, body = forwarder.retry_after_s(self._call.model), self.body or b""
+        self.headers = refusals.passed_refusal(self.status, self.headers, body, wait_s)
         self.state = ANSWERED
 
     async def _wait_again(self, place: PreemptibleRequest, lost: FleetWorker) -> FleetWorker:
@@ -418,6 +416,8 @@ class ForwardedRequest:
             self.state = REFUSED
             return
         self.state = ANSWERED
+        if self.streaming and self.entry is not None:
+            worker.started(self.entry.request_id)  # its prompt no longer waits there
         pool = self._pool
         if more := self._forwarder.headers(worker, pool, self.fallback, prefilled_by):
             self.headers = {**self.headers, **more}
