@@ -14,7 +14,11 @@ from typing import Final, Protocol
 from draftgate.backends.errors import WorkerStalled
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.logs import log
-from draftgate.policies.resilience.liveness import StreamSilence, WorkerSilence
+from draftgate.policies.resilience.liveness import (
+    UNREACHABLE_PATIENCE_S,
+    StreamSilence,
+    WorkerSilence,
+)
 
 CHECK_INTERVAL_S: Final = 1.0
 """Interval of the checks.
@@ -67,7 +71,8 @@ class _Watched:
 
     def check(self) -> None:
         load, streams = self.worker.backend.load(), tuple(self.streams.items())
-        if self.worker.backend.failure is not None:
+        unreachable = self.worker.backend.failure is not None
+        if unreachable:
             self.worker.hung, self._silence = False, WorkerSilence()
             # An upstream whose probes fail may keep its connections open. The streams of other
             # workers get the error of the worker.
@@ -79,14 +84,12 @@ class _Watched:
             if self.worker.hung and stream.is_owed:
                 stream.fail(WorkerStalled("the worker completes no further step"))
                 continue
+            most_s = stream.patience_s
+            if unreachable and most_s is not None:
+                most_s = min(most_s, UNREACHABLE_PATIENCE_S)
             silence = self.streams[stream] = before or StreamSilence()
-            if silence.check(
-                stream.num_deltas,
-                load,
-                CHECK_INTERVAL_S,
-                runs=stream.runs,
-                most_s=stream.patience_s,
-            ):
+            deltas, runs = stream.num_deltas, stream.runs
+            if silence.check(deltas, load, CHECK_INTERVAL_S, runs=runs, most_s=most_s):
                 silent = "the worker sent no more deltas for a running stream"
                 stream.fail(WorkerStalled(silent))
 

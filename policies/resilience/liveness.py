@@ -33,6 +33,12 @@ UPSTREAM_PATIENCE_S: Final = 20.0
 seconds. An engine that computes long prompts of others, or evicts the sequence, pauses a stream for
 seconds. People and proxies give up after 30. (Chosen by that reasoning, 2026-11-29.)"""
 
+UNREACHABLE_PATIENCE_S: Final = 5.0
+"""Silence of a stream that counts as a loss, in seconds, while the probes of its upstream fail. A
+server that shuts down may refuse new connections and keep its streams open without another token
+(vLLM 0.32 after SIGTERM). A stall beside a failed probe is hardly a long prompt, but one probe may
+also come too late at a busy server. (Chosen by that reasoning, 2026-11-30.)"""
+
 RETRY_S: Final = 60.0
 """Seconds after which a hung worker without new steps gets another trial, because only its reports
 may be lost. Each trial makes a request wait again, so trials are rare. (Chosen, 2026-11-22.)"""

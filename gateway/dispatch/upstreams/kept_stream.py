@@ -199,7 +199,7 @@ class KeptStream:
         why = self._given_up(worker.worker_id, rest, leaves=True)
         if why is None and self.leave is not None:
             self._stalled = True
-            self._lose(UpstreamFailed(f"the upstream sent nothing for {self.patience_s:g} s"))
+            self._lose(UpstreamFailed("the upstream stopped sending"))
             self.leave()
         elif why is GivenUp.UNABLE:
             self.unwatch()  # and wait for the upstream as long as the client does
