@@ -44,10 +44,7 @@ from draftgate.gateway.http.requests.forwarded import (
     ForwardedFields,
 )
 from draftgate.gateway.http.requests.headers import (
-    CLIENT_RATE_HEADER,
-    FLOW_DEADLINE_HEADER,
-    FLOW_HEADER,
-    NEXT_CALL_HEADER,
+    HINTS,
     TPOT_HEADER,
     TTFT_HEADER,
     Stated,
@@ -74,14 +71,9 @@ T = TypeVar("T")
 
 _TRACE: Final = ("traceparent", "tracestate")
 _ANTHROPIC: Final = ("anthropic-version", "anthropic-beta")
-_FLOW: Final = (FLOW_HEADER, FLOW_DEADLINE_HEADER)
-_PASSED_ON: Final = (
-    *("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, CLIENT_RATE_HEADER),
-    *(*_FLOW, NEXT_CALL_HEADER, *_TRACE, *_ANTHROPIC),
-)
-"""Headers that the upstream gets, among them those of flows, because the upstream may be a
-Draftgate. `Authorization` and `x-api-key` are excluded, because the client's key is for this node.
-The node has its own key for the upstream (`--upstream-api-key-env`)."""
+_PASSED_ON: Final = ("Content-Type", "Accept", *HINTS, *_TRACE, *_ANTHROPIC)
+"""Headers that the upstream gets. `Authorization` and `x-api-key` are excluded, because the
+client's key is for this node, which has its own key for the upstream (`--upstream-api-key-env`)."""
 
 
 class _UpstreamError(UpstreamBroken):

@@ -31,7 +31,8 @@ async def test_new_requests_leave_the_upstream_that_expects_calls() -> None:
         for _ in range(4):
             assert (await http.post(PATH, json=BODY)).status_code == 200
         assert (len(first.requests), len(other.requests)) == (1, 4)
-        assert first.requests[0].headers["x-next-call-s"] == "30"
+        for name, value in headers("s").items():  # the upstream may be a Draftgate
+            assert first.requests[0].headers[name] == value
         again = {"x-session-id": "s"}
         assert (await http.post(PATH, json=BODY, headers=again)).status_code == 200
         assert len(first.requests) == 2

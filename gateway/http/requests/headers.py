@@ -50,17 +50,19 @@ as an agent that runs a tool."""
 LONGEST_NEXT_CALL_S: Final = 3600.0
 """The longest time until the next request, which bounds the memory that the hint takes."""
 
-_STATED: Final = (
+HINTS: Final = (
     TTFT_HEADER,
     TPOT_HEADER,
     FLOW_HEADER,
     FLOW_DEADLINE_HEADER,
     CLIENT_RATE_HEADER,
-    RETRIES_HEADER,
     SESSION_HEADER,
     OUTPUT_HEADER,
     NEXT_CALL_HEADER,
 )
+"""What clients state about a request, which upstreams get, too, because they may be Draftgates."""
+
+_STATED: Final = (*HINTS, RETRIES_HEADER)
 
 _SERVICE: Final = (TTFT_HEADER, TPOT_HEADER, OUTPUT_HEADER, NEXT_CALL_HEADER)
 
