@@ -6,7 +6,8 @@ DIR has vLLM for CPUs in `vllm/` and the checkpoints `smollm2/` and `gemma3/`. T
 all servers itself, on free ports of the loopback interface. Each vLLM has one computing thread, on
 a core of its own if the machine has two. The sections are:
 
-- `models`: two servers with a model each, the list of models, aliases and unknown names.
+- `models`: servers with a model each, among them llama.cpp's if DIR has `llama/llama-server` and
+  `smollm2-q4_1.gguf`, the list of models, aliases and unknown names.
 - `fallbacks`: the other model responds to prompts that are too long, and while a server is stopped.
 - `failures`: one of two equal servers is stopped, killed or drained under 32 streams, without and
   with continued streams.

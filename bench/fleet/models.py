@@ -1,8 +1,9 @@
-"""Two vLLM servers with a model each: names, aliases, and fallbacks from one model to the other.
+"""Servers with a model each: names, aliases, and fallbacks from one model to another.
 
-`models` sends greedy requests by every name, and compares the responses with those of the servers
-themselves. `fallbacks` sends prompts that are too long for one model, and stops the server of this
-model, first with SIGSTOP and then with SIGKILL.
+There are two vLLM servers. The section `models` adds llama.cpp's server with a quantised file if it
+is installed, sends greedy requests by every name, and compares the responses with those of the
+servers themselves. `fallbacks` sends prompts that are too long for one model, and stops the server
+of this model, first with SIGSTOP and then with SIGKILL.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from typing import Any, Final, NamedTuple
 import httpx
 
 from bench.fleet.nodes import gateway, read_counter
+from bench.harness.processes import free_port, start, stop, wait_until_up
 from bench.harness.vllm import MODEL, VllmServer, cores_of, started_together, vllm_server
 
 OTHER: Final = "gemma3"
-NAMES: Final = {MODEL: MODEL, OTHER: OTHER, "small": MODEL, "large": OTHER}
-"""The names for clients, aliases among them, with the model of each."""
+FILE: Final = "smollm2-q4_1"
+"""The model of llama.cpp's server, and the name of its file without the ending."""
+
+ALIASES: Final = {MODEL: "small", OTHER: "large", FILE: "packed"}
+"""A second name of each model for clients."""
 
 CONTEXT_TOKENS: Final = 256
 """The context of the model with a fallback. That of the other model is 2048 tokens."""
@@ -34,15 +39,37 @@ OPEN_S: Final = 60.0
 Save = Callable[[Mapping[str, Any]], None]
 
 
-class _TwoModels(NamedTuple):
-    """The servers, by model."""
+class _Fleet(NamedTuple):
+    """The vLLM servers and the upstreams, by model."""
 
     servers: Mapping[str, VllmServer]
-    upstreams: list[dict[str, Any]]
+    upstreams: dict[str, dict[str, Any]]
+
+
+def _upstream(model: str, url: str) -> dict[str, Any]:
+    return {"name": f"serves-{model}", "url": url, "aliases": {ALIASES[model]: model}}
 
 
 @contextmanager
-def _two_models(models: Path, folder: Path) -> Iterator[_TwoModels]:
+def _llama_cpp(models: Path, folder: Path) -> Iterator[dict[str, dict[str, Any]]]:
+    """Run llama.cpp's server, and return its upstream by its model, or nothing without it."""
+    program, file = models / "llama/llama-server", models / f"{FILE}.gguf"
+    if not (program.exists() and file.exists()):
+        yield {}
+        return
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [str(program), "--model", str(file), "--alias", FILE, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--threads", "1", "--ctx-size", "4096", "--parallel", "2"]
+    process = start(command, None, folder / f"{FILE}.log", {})
+    try:
+        wait_until_up(process, f"{url}/health", None)
+        yield {FILE: _upstream(FILE, url)}
+    finally:
+        stop(process)
+
+
+@contextmanager
+def _two_models(models: Path, folder: Path) -> Iterator[_Fleet]:
     cores = cores_of(2)
     lengths = {MODEL: "2048", OTHER: str(CONTEXT_TOKENS)}
     starting = [
@@ -57,15 +84,8 @@ def _two_models(models: Path, folder: Path) -> Iterator[_TwoModels]:
     ]
     with started_together(starting) as running:
         servers = dict(zip(lengths, running, strict=True))
-        upstreams = [
-            {
-                "name": f"serves-{name}",
-                "url": server.url,
-                "aliases": {alias: of for alias, of in NAMES.items() if of == name != alias},
-            }
-            for name, server in servers.items()
-        ]
-        yield _TwoModels(servers, upstreams)
+        upstreams = {name: _upstream(name, server.url) for name, server in servers.items()}
+        yield _Fleet(servers, upstreams)
 
 
 def _completion(model: str, number: int, tokens: int = 16) -> dict[str, Any]:
@@ -80,30 +100,33 @@ def measure(models: Path, folder: Path, save: Save) -> None:
         save: gets the results.
     """
     with (
-        _two_models(models, folder) as (servers, upstreams),
-        gateway(folder, upstreams) as url,
+        _two_models(models, folder) as (servers, two),
+        _llama_cpp(models, folder) as third,
+        gateway(folder, [*two.values(), *third.values()]) as url,
         httpx.Client(timeout=TIMEOUT_S) as http,
     ):
+        upstreams = two | third
+        names = {name: model for model in upstreams for name in (model, ALIASES[model])}
         listed = [one["id"] for one in http.get(f"{url}/v1/models").json()["data"]]
         unknown = http.post(f"{url}/v1/completions", json=_completion("unknown", 0))
         before = {name: _successes(one) for name, one in servers.items()}
         found: dict[str, Any] = {
             "dtype": "bfloat16",
             "listed": listed,
-            "list_is_union": sorted(listed) == sorted(NAMES),
+            "list_is_union": sorted(listed) == sorted(names),
             "unknown_status": unknown.status_code,
             "unknown_error": unknown.json()["error"],
             "unknown_names_models": all(
-                name in unknown.json()["error"]["message"] for name in NAMES
+                name in unknown.json()["error"]["message"] for name in names
             ),
             "names": {},
         }
-        for name, model in NAMES.items():
+        for name, model in names.items():
             counts = dict.fromkeys(("requests", "right_model", "right_upstream", "equal_text"), 0)
             for number in range(REQUESTS):
                 got = http.post(f"{url}/v1/completions", json=_completion(name, number))
                 own = http.post(
-                    f"{servers[model].url}/v1/completions", json=_completion(model, number)
+                    f"{upstreams[model]['url']}/v1/completions", json=_completion(model, number)
                 ).json()
                 answer = got.json()
                 counts["requests"] += 1
@@ -112,7 +135,8 @@ def measure(models: Path, folder: Path, save: Save) -> None:
                 counts["right_upstream"] += upstream == f"serves-{model}"
                 counts["equal_text"] += answer["choices"][0]["text"] == own["choices"][0]["text"]
             found["names"][name] = {"model": model, **counts}
-        # Each model has two names, and every request is also sent to the server itself.
+        # Each model has two names, and every request is also sent to the server itself. Only the
+        # metrics of vLLM count requests.
         expected = 4 * REQUESTS
         found["requests_counted_by_servers"] = {
             name: _successes(one) - before[name] for name, one in servers.items()
@@ -143,7 +167,7 @@ def measure_fallbacks(models: Path, folder: Path, save: Save) -> None:
     found: dict[str, Any] = {"dtype": "bfloat16", "context_tokens": CONTEXT_TOKENS}
     with (
         _two_models(models, folder) as (servers, upstreams),
-        gateway(folder, upstreams, fallbacks={OTHER: [MODEL]}) as url,
+        gateway(folder, [*upstreams.values()], fallbacks={OTHER: [MODEL]}) as url,
         httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
     ):
         found["short_prompts"] = _send(http, _short_requests())
