@@ -129,7 +129,7 @@ class ModelService:
         self.heartbeat = Heartbeat(
             fleet, parts.store, self.dispatcher, files, self.members, first_worker
         )
-        self.metrics = Metrics(lambda: self.loads(own=True), lambda: self.name)
+        self.metrics = Metrics(self._own_loads, lambda: self.name)
         self._read_gauges()
         budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
         self.forwarder = build_forwarder(
@@ -270,18 +270,27 @@ class ModelService:
         if (advice := self.scaling.advice) is not None:
             self.metrics.set(metric.DESIRED_WORKERS, advice.workers, self.config.pool)
 
-    def loads(self, *, own: bool = False) -> list[WorkerLoad | None]:
-        """Return the load of each worker in order, or None for a failed worker.
-
-        Args:
-            own: whether to return only the loads of the node's own workers.
-        """
+    def loads(self) -> list[WorkerLoad | None]:
+        """Return the load of each worker in order, or None for a failed worker."""
         if not self.is_known:
             return []
-        workers = self.fleet.own if own else self.fleet.workers
         return [
-            worker.backend.load() if worker.backend.failure is None else None for worker in workers
+            worker.backend.load() if worker.backend.failure is None else None
+            for worker in self.fleet.workers
         ]
+
+    def _own_loads(self) -> dict[str, WorkerLoad]:
+        """Return the loads of the node's own workers that have not failed, by their label.
+
+        The label of a worker is the name of its upstream, or its number without a name.
+        """
+        if not self.is_known:
+            return {}
+        return {
+            getattr(worker.backend, "name", "") or str(number): worker.backend.load()
+            for number, worker in enumerate(self.fleet.own)
+            if worker.backend.failure is None
+        }
 
     def lost_for_s(self) -> float:
         """Return the seconds for which a model of other nodes has had no worker and no request."""

@@ -74,6 +74,7 @@ class OpenAIUpstream:
         card: describes the first model that it offers, without a name until it was reached.
         models: the models that clients may use, by name, as its latest list describes them, or None
             until a list was read. An alias is described as its model.
+        name: the name that its operator gave it, or empty.
         aliases: further names for clients, with the upstream's own name of each model.
         role: the phase of requests that it computes.
         weight: its share of requests, relative to other upstreams, or 0 for a spare one.
@@ -104,7 +105,7 @@ class OpenAIUpstream:
         if settings is None:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url, credentials = split_credentials(read_server_url(settings.url))
-        self.aliases = settings.aliases
+        self.name, self.aliases = settings.name, settings.aliases
         self.role = settings.role
         self.weight, self.prices = settings.weight, settings.price
         self._settings = settings

@@ -20,9 +20,10 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from draftgate.gateway.telemetry.live import Loads, Recent
+from draftgate.gateway.telemetry.live import Recent
 from draftgate.gateway.telemetry.metric_definitions import METRICS
 from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
+from draftgate.policies.types import WorkerLoad
 
 Labels = tuple[str, ...]
 """Values of a metric's own labels, without the name of the model."""
@@ -113,11 +114,14 @@ class Metrics:
         folds: callbacks that make all values current.
     """
 
-    def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
+    def __init__(
+        self, loads: Callable[[], Mapping[str, WorkerLoad]], model: Callable[[], str]
+    ) -> None:
         """Start at zero.
 
         Args:
-            loads: a function that returns the loads of the workers, called on each scrape.
+            loads: a function that returns the loads of the workers by the value of their label,
+                called on each scrape.
             model: a function that returns the name of the model, empty while unknown.
         """
         self._loads = loads
@@ -229,9 +233,8 @@ class Metrics:
         model = self._model()
         if metric.of_worker is not None:
             return [
-                (model, (str(number),), Scalar(metric.of_worker(load)))
-                for number, load in enumerate(self._loads())
-                if load is not None
+                (model, (label,), Scalar(metric.of_worker(load)))
+                for label, load in self._loads().items()
             ]
         series: Mapping[Labels, Scalar | HistogramSeries]
         create: Callable[[MetricDefinition], object]

@@ -60,7 +60,7 @@ class Clock:
 @pytest.fixture
 def metrics() -> Metrics:
     """The metrics of a node without workers."""
-    return Metrics(list, lambda: "m")
+    return Metrics(dict, lambda: "m")
 
 
 def samples(

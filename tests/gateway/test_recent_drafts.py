@@ -116,7 +116,7 @@ class Session:
 
     def __init__(self, dispatched: Dispatched) -> None:
         self._dispatched = dispatched
-        self._metrics = Metrics(list, lambda: "m")
+        self._metrics = Metrics(dict, lambda: "m")
         self._metrics.recent.draft_times = DraftTimes(loop_time_s)
         self.arrivals_s: list[float] = []  # of the last request's tokens
 

@@ -146,7 +146,7 @@ async def test_own_workers_report_the_first_token(sim: Listening, *, stream: boo
 )
 def test_tpot_is_never_zero(deltas: list[tuple[int, int, float]], ending: Ending) -> None:
     """Whatever tokens arrive at whatever times, a recorded TPOT is a positive time."""
-    clock, metrics = Clock(), Metrics(list, lambda: "m")
+    clock, metrics = Clock(), Metrics(dict, lambda: "m")
     watch = RequestWatch(RequestSeries(metrics), NO_SPAN, "/v1/completions", "chat", clock)
     watch._generates, watch._choices = True, 3
     for choice, tokens, pause_s in deltas:

@@ -36,7 +36,7 @@ async def test_name_is_wherever_an_operator_looks(caplog: pytest.LogCaptureFixtu
             metrics = (await http.get("/metrics")).text
     assert sent.headers["x-draftgate-upstream"] == NAME
     assert [one["worker_id"] for one in workers] == [NAME, "gpu-8"]
-    assert f'="{NAME}"' in metrics
+    assert f'draftgate_running_sequences{{model_name="theirs",worker="{NAME}"}}' in metrics
     spans = {span.name: span for span in exporter.get_finished_spans()}
     for name in ("dispatch", "POST /v1/completions"):
         assert (spans[name].attributes or {})["draftgate.worker_id"] == NAME

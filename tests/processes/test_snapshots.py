@@ -40,7 +40,7 @@ VIEW = RequestView(10, 20, 0.5, SpeculationMode.AUTO, None)
 
 def metrics() -> Metrics:
     """Return the metrics of a process without workers."""
-    return Metrics(list, lambda: "m")
+    return Metrics(dict, lambda: "m")
 
 
 def value(rows: list, name: str) -> float:
