@@ -46,12 +46,9 @@ def job_attributes(job: Job) -> Attributes:
 
 
 def decision_attributes(decision: Decision) -> Attributes:
-    """Return the worker and the speculation plan of a new prompt."""
-    return {
-        "gen_ai.request.max_tokens": decision.request.max_tokens,
-        "draftgate.worker_id": decision.worker_id,
-        **plan_attributes(decision.plan),
-    }
+    """Return the limit and the speculation plan of a new prompt."""
+    limit = {"gen_ai.request.max_tokens": decision.request.max_tokens}
+    return {**limit, **plan_attributes(decision.plan)}
 
 
 def plan_attributes(plan: SpeculationPlan) -> Attributes:

@@ -185,8 +185,6 @@ class RequestWatch:
                 self.plan = plan
                 if self.span.recording:
                     self.span.set(decision_attributes(decision))
-        elif self.span.recording:
-            self.span.set({"draftgate.worker_id": ",".join(self.workers)})
 
     def _resumed(self, resume: Resume) -> None:
         """Record that a prompt lost its worker and continues on another worker."""
@@ -399,6 +397,8 @@ class RequestWatch:
             "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
         }
+        if self.workers:
+            found["draftgate.worker_id"] = ",".join(self.workers)
         if self.plan is not None:
             found.update(outcome_attributes(self.outcome))
         if self._prefill_worker is not None:
