@@ -1,13 +1,13 @@
 """The suites of client libraries against a real vLLM, by itself and behind a gateway.
 
-vLLM serves SmolLM2 under the names that the suites use, so tests which follow instructions fail in
-both places. A test passes through the gateway where it passes without it. The tests that differ are
-listed with the reason. They need `vllm/` and `smollm2/` in the folder `REAL_MODELS`.
+vLLM serves SmolLM2 under the names that the suites use. Many of their tests need a model that
+follows instructions, or what only Draftgate has, and fail in both places. Each test that passes at
+vLLM itself has to pass through the gateway. The tests need `vllm/` and `smollm2/` in the folder
+`REAL_MODELS`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -23,6 +23,22 @@ from tests.conformance.environments import command_of, variables
 
 REAL = Path(os.environ.get("REAL_MODELS", ""))
 SUITES = ("openai_python", "openai_node", "anthropic_python", "anthropic_node")
+GAINED = {
+    "anthropic_python": {
+        # vLLM 0.32 sends no id of the request.
+        "test_message_has_text_and_usage",
+        "test_streamed_events_add_up_to_the_message",
+        # Its 404 for an unknown path does not have Anthropic's form.
+        "test_batches_are_refused",
+    },
+    "anthropic_node": {
+        "a message has text, usage and the id of the request",
+        "the events of a stream add up to the whole message",
+        "batches are refused in Anthropic's form",
+    },
+}
+"""The tests that pass only through the gateway."""
+
 PATIENCE_S = 900.0
 """Longest time of a suite, on a busy machine."""
 
@@ -69,10 +85,13 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
 def test_suite_has_the_results_of_the_server(
     name: str, urls: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A suite has the same outcomes through the gateway, apart from the listed differences."""
+    """The same tests of a suite pass through the gateway, apart from the listed ones."""
     alone, through = (
         outcomes(name, url, tmp_path / place)
         for url, place in zip(urls, ("alone", "through"), strict=True)
     )
-    Path(f"/tmp/real-{name}.json").write_text(json.dumps([alone, through], indent=1))
+    passed = {test for test, outcome in alone.items() if outcome == "passed"}
     assert alone.keys() == through.keys()
+    assert passed, alone
+    passed |= GAINED.get(name, set())
+    assert {test for test, outcome in through.items() if outcome == "passed"} == passed, through
