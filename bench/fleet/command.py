@@ -8,7 +8,8 @@ a core of its own if the machine has two. The sections are:
 
 - `models`: servers with a model each, among them llama.cpp's if DIR has `llama/llama-server` and
   `smollm2-q4_1.gguf`, the list of models, aliases and unknown names.
-- `fallbacks`: the other model responds to prompts that are too long, and while a server is stopped.
+- `fallbacks`: the other model responds to prompts that are too long, to chats of a model that
+  cannot chat, and while a server is stopped.
 - `failures`: one of two equal servers is stopped, killed or drained under 32 streams, without and
   with continued streams.
 - `prefixes`: requests with shared prefixes, routed by KV cache events, earlier placements, load, or

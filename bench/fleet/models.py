@@ -2,8 +2,8 @@
 
 There are two vLLM servers. The section `models` adds llama.cpp's server with a quantised file if it
 is installed, sends greedy requests by every name, and compares the responses with those of the
-servers themselves. `fallbacks` sends prompts that are too long for one model, and stops the server
-of this model, first with SIGSTOP and then with SIGKILL.
+servers themselves. `fallbacks` sends prompts that are too long for one model, and chats, for which it
+has no template, and stops its server, first with SIGSTOP and then with SIGKILL.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ def measure_fallbacks(models: Path, folder: Path, save: Save) -> None:
     ):
         found["short_prompts"] = _send(http, _short_requests())
         found["long_prompts"] = _send(http, _long_requests())
+        found["chats"] = _send(http, _chats())
         stopped = servers[OTHER]
         stopped.signal(signal.SIGSTOP)
         try:
@@ -193,20 +194,24 @@ def _short_requests() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _long_requests() -> list[tuple[str, dict[str, Any]]]:
-    """Return requests of each endpoint, whole and streamed, that exceed the short context."""
+    """Return requests, whole and streamed, that exceed the short context."""
     words = "The sea was calm and the sky was grey. " * (CONTEXT_TOKENS // 8)
-    chat = {"model": OTHER, "messages": [{"role": "user", "content": words}], "max_tokens": 16}
-    bodies = [
-        ("/v1/completions", {**_completion(OTHER, 0), "prompt": words}),
-        ("/v1/chat/completions", chat),
-        ("/v1/messages", chat),
-        ("/v1/responses", {"model": OTHER, "input": words, "max_output_tokens": 16}),
-    ]
+    return _both("/v1/completions", {**_completion(OTHER, 0), "prompt": words})
+
+
+def _chats() -> list[tuple[str, dict[str, Any]]]:
+    """Return requests of the other endpoints, for which the model has no chat template."""
+    chat = {"model": OTHER, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16}
     return [
-        (path, {**body, "temperature": 0, "stream": stream})
-        for path, body in bodies
-        for stream in (False, True)
+        *_both("/v1/chat/completions", chat),
+        *_both("/v1/messages", chat),
+        *_both("/v1/responses", {"model": OTHER, "input": "Hi", "max_output_tokens": 16}),
     ]
+
+
+def _both(path: str, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return a request that is not streamed, and one that is."""
+    return [(path, {**body, "temperature": 0, "stream": stream}) for stream in (False, True)]
 
 
 def _send(http: httpx.Client, requests: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

@@ -61,6 +61,14 @@ LACKS_CHATS = (
     b'{"error":{"message":"The model does not support Chat Completions API",'
     b'"type":"BadRequestError","param":null,"code":400}}'
 )
+LACKS_TEMPLATE = (
+    b'{"error":{"message":"As of transformers v4.44, default chat template is no longer allowed, so'
+    b' you must provide a chat template if the tokenizer does not define one.",'
+    b'"type":"BadRequestError","param":null,"code":400}}'
+)
+"""The response of vLLM 0.32."""
+
+HAS_NO_TEMPLATE = b'{"error":{"message":"this model has no chat template","param":"messages"}}'
 LACKS_MODEL = (
     b'{"error":{"message":"The model `large` does not exist.","type":"NotFoundError",'
     b'"param":"model","code":404}}'
@@ -81,6 +89,8 @@ FAILURES: dict[str, tuple[Handler, str]] = {
     "not-offered": (refusal(501), "unsupported"),
     "no-chats": (refusal(400, LACKS_CHATS), "unsupported"),
     "no-model": (refusal(404, LACKS_MODEL), "unsupported"),
+    "no-template": (refusal(400, LACKS_TEMPLATE), "unsupported"),
+    "no-template-either": (refusal(400, HAS_NO_TEMPLATE), "unsupported"),
 }
 
 

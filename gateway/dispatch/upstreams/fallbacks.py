@@ -29,10 +29,16 @@ _CONTEXT: Final = re.compile(
 long."""
 
 _LACKS: Final = re.compile(
-    r"does not (?:support|exist)|not supported|not implemented", re.IGNORECASE
+    r"does not (?:support|exist)|not supported|not implemented"
+    r"|(?:no|provide a) chat template|chat_template is not set",
+    re.IGNORECASE,
 )
+"""Words in errors about an endpoint or a feature, such as chats of a model without a template."""
+
 _TOO_LONG: Final = frozenset({400, 413, 422})
 _LACKING: Final = frozenset({400, 404, 405, 501})
+_CHOOSING: Final = frozenset({None, "model", "messages"})
+"""Parameters of errors about what a model lacks. Another parameter is at fault itself."""
 
 
 class FallbackReason(StrEnum):
@@ -106,7 +112,7 @@ def _reason_of_response(request: ChainedRequest) -> FallbackReason | None:
     words = " ".join(filter(None, (error.message, error.code, error.kind)))
     if status in _TOO_LONG and _CONTEXT.search(words):
         return FallbackReason.CONTEXT
-    lacks = _LACKS.search(words) and error.param in {None, "model"}
+    lacks = _LACKS.search(words) and error.param in _CHOOSING
     if status in _LACKING and (is_missing_endpoint(status, error) or lacks or status == 501):
         return FallbackReason.UNSUPPORTED
     return None
