@@ -2,8 +2,8 @@
 
 There are two vLLM servers. The section `models` adds llama.cpp's server with a quantised file if it
 is installed, sends greedy requests by every name, and compares the responses with those of the
-servers themselves. `fallbacks` sends prompts that are too long for one model, and chats, for which it
-has no template, and stops its server, first with SIGSTOP and then with SIGKILL.
+servers themselves. `fallbacks` sends prompts that are too long for one model, and chats, for
+which it has no template, and stops its server, first with SIGSTOP and then with SIGKILL.
 """
 
 from __future__ import annotations
