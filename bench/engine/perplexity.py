@@ -1,6 +1,6 @@
 """Compute the perplexity of a text as `llama-perplexity` does, and compare the two.
 
-    python -m bench.engine.perplexity MODEL TEXT --json OUT [--llama PROGRAM]
+    python -m bench.engine.perplexity MODEL TEXT --json OUT [--llama PROGRAM] [--packed]
 
 MODEL is a GGUF file or a checkpoint. The tokens of the text are cut into chunks of 512, which begin
 with the BOS token if the model wants one. The second half of each chunk counts: 255 tokens. PROGRAM
@@ -88,11 +88,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--llama", type=Path)
     parser.add_argument("--chunks", type=int, default=80)
+    parser.add_argument("--packed", action="store_true", help="leave out the unpacked weights")
     options = parser.parse_args()
     torch.set_num_threads(1)
     text = options.text.read_text("utf-8")
     found = {}
-    for name, dtype, quantization in ARMS:
+    for name, dtype, quantization in ARMS[: 1 if options.packed else None]:
         config = cpu_config(options.model, 1, dtype=dtype, quantization=quantization)
         losses = chunk_losses(config, text, options.chunks)
         found[name] = round(exp(fmean(losses)), 4)
