@@ -136,7 +136,8 @@ def plan_arms(
 
     Args:
         proposers: the proposers of the model.
-        rivals: folder with `vllm/bin/vllm` and `llama/llama-server`, or None.
+        rivals: folder with `vllm/bin/vllm` and `llama/llama-server`, or None. For a limited
+            instruction set, the latter is built for it, such as `llama-avx2/llama-server`.
         full: whether to include fixed drafts of each proposer, and all drafts of the rivals.
     """
     plan = Plan([draftgate_arm(serving, "auto")], {})
@@ -151,12 +152,12 @@ def plan_arms(
     else:
         settings = VLLM_SPECULATION if full else ("off", "ngram")
         plan.arms.extend(_vllm_arms(serving, found, checkpoint, settings))
+    # The instruction set of llama.cpp is fixed when it is built.
+    program = f"llama{f'-{serving.isa}' if serving.isa else ''}/llama-server"
     if serving.gguf is None:
         plan.skipped[Family.LLAMA_CPP] = "--gguf names no file of the model"
-    elif serving.isa is not None:
-        plan.skipped[Family.LLAMA_CPP] = "its instruction set is fixed when it is built"
-    elif (found := _found(rivals, "llama/llama-server")) is None:
-        plan.skipped[Family.LLAMA_CPP] = _absent(rivals, "llama/llama-server")
+    elif (found := _found(rivals, program)) is None:
+        plan.skipped[Family.LLAMA_CPP] = _absent(rivals, program)
     else:
         kinds = LLAMA_CPP_SPECULATION if full else ("none", "ngram-mod")
         plan.arms.extend(_llama_cpp_arms(serving, found, serving.gguf, kinds))

@@ -23,7 +23,8 @@ machine, only tokens per CPU second are comparable, not tokens/s and latencies.
 
 `--prompts` has a JSON object per line, whose `turns` begin with a user's message, as in Spec-Bench.
 The default are messages of the same kinds, or held-out code for a model without a chat template.
-`--isa avx2` limits Draftgate and vLLM to this instruction set.
+`--isa avx2` limits Draftgate and vLLM to this instruction set. llama.cpp has to be built for it, as
+`llama-avx2/llama-server` in DIR.
 
 The results are written after every turn.
 """
@@ -316,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="data type of Draftgate and vLLM")
     add("--quantization", default="auto", help="how Draftgate quantises weights at load")
     add("--threads", type=int, default=1, help="threads of each server")
-    add("--isa", choices=tuple(ISAS), help="limit Draftgate and vLLM to this instruction set")
+    add("--isa", choices=tuple(ISAS), help="limit all servers to this instruction set")
     add("--streams", nargs="+", type=int, default=[1, 4, 16])
     add("--temperatures", nargs="+", type=float, default=[0.0])
     add("--prefill", nargs="*", type=int, default=[512, 4000], help="lengths of timed prompts")

@@ -122,13 +122,17 @@ def test_full_comparison_has_all_arms(tmp_path) -> None:
     assert (ngram["method"], ngram["num_speculative_tokens"]) == ("ngram", 4)
 
 
-def test_instruction_set_limits_draftgate_and_vllm(tmp_path) -> None:
-    """All servers of a comparison with AVX2 use it, and llama.cpp, which cannot, is left out."""
+def test_instruction_set_limits_all_servers(tmp_path) -> None:
+    """All servers of a comparison with AVX2 use it, and llama.cpp only if it was built for it."""
     serving = common(tmp_path, isa="avx2")
     plan = plan_arms(serving, [], rivals(tmp_path), full=False)
     assert {arm.family for arm in plan.arms} == {Family.DRAFTGATE, Family.VLLM}
     assert all(arm.variables["ONEDNN_MAX_CPU_ISA"] == "AVX2" for arm in plan.arms)
-    assert "built" in plan.skipped["llama.cpp"]
+    assert "llama-avx2/llama-server" in plan.skipped["llama.cpp"]
+    (tmp_path / "llama-avx2").mkdir()
+    executable(tmp_path, "llama-avx2/llama-server")
+    built = plan_arms(serving, [], tmp_path, full=False).arms[-1]
+    assert built.command[0] == str(tmp_path / "llama-avx2/llama-server")
 
 
 @pytest.mark.parametrize(
