@@ -136,8 +136,10 @@ def _loaded_decoder(
 ) -> LoadedEngine:
     model = read_model_config(directory)
     tokenizer = read_tokenizer(directory, model)
-    packing = choose_packing(config.quantization, Checkpoint(directory), device.type)
-    dtype = choose_dtype(config.dtype, directory, device.type, packed=packing is not None)
+    dtype = choose_dtype(config.dtype, directory, device.type, packed=True)
+    packing = choose_packing(config.quantization, Checkpoint(directory), device.type, dtype)
+    if packing is None:
+        dtype = choose_dtype(config.dtype, directory, device.type)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, directory, dtype, device)
     adapters = check_adapters(config, model, device)
     weights = _weights(config, directory, model, dtype, device, packing, progress)

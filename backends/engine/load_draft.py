@@ -129,7 +129,7 @@ def _draft_weights(
         )
     if window is not None:
         model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
-    packing = choose_packing(quantization, Checkpoint(directory), device.type)
+    packing = choose_packing(quantization, Checkpoint(directory), device.type, dtype)
     return model, load_weights(directory, model, dtype, device=device, packing=packing)
 
 

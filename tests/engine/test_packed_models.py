@@ -18,6 +18,7 @@ from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loaded import LoadedEngine
 from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators import packed as packed_products
 from draftgate.backends.engine.operators.compiler import compiler_version
 from draftgate.backends.engine.quantisation import packed as packed_module
 from draftgate.backends.engine.quantisation.packed import choose_packing
@@ -176,15 +177,15 @@ def test_every_row_of_a_packed_step_has_a_price() -> None:
 def test_quantization_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown name, a GPU and a machine without gcc are reported."""
     checkpoint = Checkpoint(SHIPPED_MODEL)
-    assert choose_packing("auto", checkpoint, "cpu") is None
-    assert choose_packing("auto", checkpoint, "cuda") is None
+    assert choose_packing("auto", checkpoint, "cpu", torch.float32) is None
+    assert choose_packing("auto", checkpoint, "cuda", torch.float32) is None
     with pytest.raises(ValueError, match="unknown quantization 'q3'; known: auto, none"):
-        choose_packing("q3", checkpoint, "cpu")
+        choose_packing("q3", checkpoint, "cpu", torch.float32)
     with pytest.raises(ValueError, match="--quantization q8_0 needs --device cpu"):
-        choose_packing("q8_0", checkpoint, "cuda")
-    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind: False)
+        choose_packing("q8_0", checkpoint, "cuda", torch.float32)
+    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind, _dtype: False)
     with pytest.raises(ValueError, match="--quantization q4_0 needs gcc"):
-        choose_packing("q4_0", checkpoint, "cpu")
+        choose_packing("q4_0", checkpoint, "cpu", torch.float32)
 
 
 def written(tmp_path: Path, kind: Kind) -> Path:
@@ -217,10 +218,10 @@ def test_blocks_of_a_file_stay_packed(kind: Kind, tmp_path: Path) -> None:
 def test_workers_keep_blocks_packed_unless_told_otherwise(tmp_path: Path) -> None:
     """`auto` and `stored` keep the blocks of a file packed on a CPU, and `none` unpacks them."""
     checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
-    assert choose_packing("auto", checkpoint, "cpu") == "stored"
-    assert choose_packing("stored", checkpoint, "cpu") == "stored"
-    assert choose_packing("none", checkpoint, "cpu") is None
-    assert choose_packing("auto", checkpoint, "cuda") is None
+    assert choose_packing("auto", checkpoint, "cpu", torch.float32) == "stored"
+    assert choose_packing("stored", checkpoint, "cpu", torch.float32) == "stored"
+    assert choose_packing("none", checkpoint, "cpu", torch.float32) is None
+    assert choose_packing("auto", checkpoint, "cuda", torch.float32) is None
 
 
 def test_stored_blocks_never_unpack_silently(
@@ -229,12 +230,25 @@ def test_stored_blocks_never_unpack_silently(
     """Where `auto` unpacks blocks, `stored` is an error. A draft model without blocks is not."""
     checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
     with pytest.raises(ValueError, match="--quantization stored needs --device cpu"):
-        choose_packing("stored", checkpoint, "cuda")
-    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind: False)
-    assert choose_packing("auto", checkpoint, "cpu") is None
+        choose_packing("stored", checkpoint, "cuda", torch.float32)
+    monkeypatch.setattr(packed_module, "multiplies_packed", lambda _kind, _dtype: False)
+    assert choose_packing("auto", checkpoint, "cpu", torch.float32) is None
     with pytest.raises(ValueError, match="--quantization stored needs gcc"):
-        choose_packing("stored", checkpoint, "cpu")
-    assert choose_packing("stored", Checkpoint(SHIPPED_MODEL), "cpu") is None
+        choose_packing("stored", checkpoint, "cpu", torch.float32)
+    assert choose_packing("stored", Checkpoint(SHIPPED_MODEL), "cpu", torch.float32) is None
+
+
+def test_products_are_those_of_the_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks stay packed only if C can multiply them by rows of the dtype that the model uses."""
+    checkpoint = Checkpoint(written(tmp_path, Kind.Q4_0))
+    real = packed_products._library
+    monkeypatch.setattr(
+        packed_products,
+        "_library",
+        lambda number, *, rounds: None if rounds else real(number, rounds=rounds),
+    )
+    assert choose_packing("auto", checkpoint, "cpu", torch.float32) == "stored"
+    assert choose_packing("auto", checkpoint, "cpu", torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("file", ["smollm2-q4_1.gguf", "gemma3-270m-q4_k_m.gguf"])

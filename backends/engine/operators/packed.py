@@ -57,9 +57,10 @@ def _library(number: int, *, rounds: bool) -> ctypes.CDLL | None:
     return library
 
 
-def multiplies_packed(kind: BlockType) -> bool:
-    """Return whether this machine can multiply matrices of a block type."""
-    return kind.name in PACKED_TYPES and _library(kind.number, rounds=False) is not None
+def multiplies_packed(kind: BlockType, dtype: torch.dtype) -> bool:
+    """Return whether this machine can multiply rows of a dtype by matrices of a block type."""
+    rounds = dtype is torch.bfloat16
+    return kind.name in PACKED_TYPES and _library(kind.number, rounds=rounds) is not None
 
 
 class PackedMatrix:

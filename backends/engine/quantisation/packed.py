@@ -36,7 +36,9 @@ QUANTIZATIONS: Final = ("auto", "none", "stored", "q8_0", "q4_0")
 _KINDS: Final = {kind.name: kind for kind in BLOCK_TYPES.values() if kind.name in PACKED_TYPES}
 
 
-def choose_packing(name: str, checkpoint: Checkpoint, device: str) -> Packing | None:
+def choose_packing(
+    name: str, checkpoint: Checkpoint, device: str, dtype: torch.dtype
+) -> Packing | None:
     """Return the packing for a value of `--quantization`, or None if nothing stays packed.
 
     Args:
@@ -44,6 +46,7 @@ def choose_packing(name: str, checkpoint: Checkpoint, device: str) -> Packing | 
             can multiply them.
         checkpoint: the model.
         device: `cpu` or `cuda`.
+        dtype: the dtype of the model if its weights are packed.
 
     Raises:
         ValueError: the name is unknown, or the machine cannot multiply packed weights.
@@ -57,7 +60,7 @@ def choose_packing(name: str, checkpoint: Checkpoint, device: str) -> Packing | 
         raise ValueError(f"--quantization {name} needs --device cpu")
     stored = {one.dtype for one in checkpoint.tensors.values()} & PACKED_TYPES
     kinds = stored if name in {"auto", "stored"} else {"Q8_0"}
-    works = all(multiplies_packed(_KINDS[kind]) for kind in kinds)
+    works = all(multiplies_packed(_KINDS[kind], dtype) for kind in kinds)
     if name == "auto":
         return "stored" if stored and works else None
     if not works:
