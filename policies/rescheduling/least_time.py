@@ -30,6 +30,7 @@ from typing import Final
 
 from msgspec import structs
 
+from draftgate.policies.free_memory import release_rate
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.room import COST_FACTOR, make_room, undecided
 from draftgate.policies.rescheduling.types import (
@@ -42,7 +43,6 @@ from draftgate.policies.rescheduling.types import (
     can_exchange,
     fits,
     move_cost_s,
-    release_rate,
     with_stream,
 )
 from draftgate.policies.routing.prediction import acceptance_chance, draft_gain
@@ -184,7 +184,8 @@ def wait_s(worker: WorkerState, left_tokens: float) -> float:
     preempted, until the missing tokens are released.
     """
     needed = worker.used_tokens + worker.load.head_tokens + left_tokens
-    missing, rate = needed - worker.total_tokens, release_rate(worker, left_tokens)
+    missing = needed - worker.total_tokens
+    rate = release_rate(worker.used_tokens, left_tokens, worker.load.speed.tpot_s)
     if missing <= 0.0 or rate <= 0.0:
         return 0.0
     return max(worker.load.waiting, 1) * missing / rate

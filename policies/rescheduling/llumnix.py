@@ -1,14 +1,8 @@
 """`llumnix`: move streams from workers with little free memory per sequence to workers with much.
 
-    freeness = (memory - virtual usage) / running sequences          (Llumnix, arXiv 2406.03243)
-
-The unit of freeness is decode steps: the steps until the memory is full if every sequence adds a
-token in each step. The *virtual usage* of a worker is the sum of
-
-* the tokens in its memory,
-* the tokens that the first sequence in its queue needs, so that long prompts get room,
-* the headroom of urgent sequences, so that their steps stay short, and
-* infinity if the worker is leaving, so that every stream leaves it.
+The policy compares the freeness of workers (`free_memory`). The demand is that of the first
+sequence in the queue of a worker, so that long prompts get room. A worker that is leaving has a
+freeness of minus infinity, so that every stream leaves it.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from draftgate.policies import free_memory
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.room import make_room, undecided
 from draftgate.policies.rescheduling.types import (
@@ -36,20 +31,13 @@ HIGH_STEPS: Final = 60.0
 Llumnix adds and removes instances to keep the mean freeness in this range, and names no other
 thresholds. (`llumnix:LOW,HIGH` sets others.)"""
 
-IDEAL_SHARE: Final = 1 / 8
-"""Share of the memory that a worker with an urgent sequence should use at most. Llumnix keeps 1,600
-of about 13,000 tokens, at which a decode step takes as long as that of a lone sequence."""
-
 
 def freeness(worker: WorkerState) -> float:
     """Return the freeness of a worker in steps, minus infinity if it is leaving."""
     if worker.leaving:
         return -math.inf
     load = worker.load
-    usage = worker.used_tokens + load.head_tokens
-    if load.urgent:
-        usage += math.ceil((1.0 - IDEAL_SHARE) * worker.total_tokens)
-    return (worker.total_tokens - usage) / max(load.running, 1)
+    return free_memory.freeness(load, worker.free_tokens - load.head_tokens, load.running)
 
 
 class Llumnix:

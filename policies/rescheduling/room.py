@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Final
 
 from draftgate.policies.capacity import CapacityNeed, missing_tokens
+from draftgate.policies.free_memory import release_rate
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
@@ -24,7 +25,6 @@ from draftgate.policies.rescheduling.types import (
     can_exchange,
     fits,
     move_cost_s,
-    release_rate,
     with_stream,
 )
 
@@ -95,7 +95,10 @@ def _clearing(
         sink = max(able, key=lambda one: (one.free_tokens, one.worker_id))
         placed.append((stream, sink, move_cost_s(stream, source, sink, pool.link)))
         sinks[sink.worker_id] = with_stream(sink, stream, 1)
-    rate = release_rate(source, fmean([one.left_tokens for one in streams])) if placed else 0.0
+    if not placed:
+        return []
+    left_tokens = fmean([one.left_tokens for one in streams])
+    rate = release_rate(source.used_tokens, left_tokens, source.load.speed.tpot_s)
     if not rate:
         return []
     gain_s, threshold_s = missing / rate, COST_FACTOR * sum(cost_s for _, _, cost_s in placed)
