@@ -20,6 +20,8 @@ from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import PendingPrefixes
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import Pace
+from draftgate.policies.ordering.fair import STARVATION_S
+from draftgate.policies.speculation.weights import MOST_PRIORITY
 
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "order")
 _ORDER: Final = attrgetter("order")
@@ -28,6 +30,10 @@ SPARING_STEPS: Final = 64
 """Number of steps by which a sparing sequence is ranked after its last service. All others precede
 it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
 30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
+
+CLASS_S: Final = STARVATION_S
+"""Age in seconds that a priority class is worth. A request thus precedes those of the next lower
+class, unless they are older by more, so that no class starves."""
 
 LONGEST_HOLD_S: Final = 60.0
 """Maximum time in seconds for which blocks are held for the next request of a conversation. A tool
@@ -43,7 +49,8 @@ class Queues:
     """The open sequences of a worker and their blocks.
 
     Attributes:
-        waiting: queue by `Sequence.order`, where a preempted sequence precedes later arrivals.
+        waiting: queue by `Sequence.order`, where a preempted sequence precedes later arrivals of
+            its class.
         running: batch, oldest admission first.
         paused: sequences that wait for their reader, by key.
         leaving: paused sequences that run until the next step is planned, by key.
@@ -66,7 +73,9 @@ class Queues:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        sequence.order = sequence.queued_s - sequence.request.age_s, sequence.key
+        priority = min(max(sequence.request.service.priority, -MOST_PRIORITY), MOST_PRIORITY)
+        arrived_s = sequence.queued_s - sequence.request.age_s
+        sequence.order = arrived_s + CLASS_S * priority, sequence.key
         self._insert(sequence)
         self.num_urgent += sequence.request.service.priority < 0
         self._set_prefill(sequence, sequence.pending_tokens)
@@ -212,7 +221,7 @@ class Queues:
     def extend_or_preempt(self, sequence: Sequence, planned: Container[int]) -> bool:
         """Give the sequence blocks for all its tokens, and preempt others if necessary.
 
-        Sparing sequences are preempted first, and younger sequences before older sequences
+        Sparing sequences are preempted first, then those of lower classes, and then younger ones
         (`Sequence.order`).
 
         Args:

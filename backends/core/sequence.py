@@ -78,8 +78,9 @@ class Sequence:
         draft_records: outcomes of the sequence's own drafts, by source.
         weight: present value of one of its tokens (`policies.speculation.weights`).
         queued_s: time of its arrival at this worker, on the worker's clock.
-        order: its rank on the worker, by the time of its arrival at its first worker. A sequence
-            that moves thus keeps its rank. Otherwise it would be preempted first.
+        order: its rank on the worker, by the time of its arrival at its first worker and its
+            priority class (`queues.CLASS_S`). A sequence that moves thus keeps its rank. Otherwise
+            it would be preempted first.
         scheduled_s: start of its first step, or None before that step.
         chunks: end of the step and number of tokens, for each prompt chunk.
         first_token_s: time when it began to decode on this worker, or None before.

@@ -4,11 +4,12 @@
              + own pull + wait for a free sequence + wait for memory
     TPOT   = step / tokens,    step = step_s + others in the batch x step_sequence_s
     tokens = 1 + sum over slots of (survival - price)
-    others = others in the batch x (own tokens to compute x step_token_s
+    others = weight of the others in the batch x (own tokens to compute x step_token_s
              + output / tokens x step_sequence_s) + wait of a preempted sequence
     wait for memory = missing tokens / tokens released per second (`free_memory`)
-    cost   = TTFT + output x TPOT + others
+    cost   = weight x (TTFT + output x TPOT) + others
 
+The weights are those of priority classes (`speculation.weights`).
 A worker lacks memory if its prompts ahead and the request do not fit. If their output does not fit
 either, before the first sequence ends, a sequence will be preempted, and waits for the rest.
 
@@ -48,6 +49,7 @@ from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
 from draftgate.policies.speculation.draft_forecast import forecast_drafts
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer_or_any
+from draftgate.policies.speculation.weights import PRIORITY_FACTOR, weight
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 
@@ -141,9 +143,11 @@ def _predict_on(
     memory = _memory_waits(request, worker, step_s / tokens)
     ttft_s += memory.own_s
     slower_s = own * steps * speed.step_sequence_s
-    others_s = (batch - own) * (own_s + slower_s) + memory.preempted_s
+    others = batch - own + min(worker.load.urgent, batch - own) * (PRIORITY_FACTOR - 1.0)
+    others_s = others * (own_s + slower_s) + memory.preempted_s
+    alone_s = weight(None, request.request.service) * (ttft_s + steps * step_s)
     per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1) + memory.per_token_s
-    score = Score(min(ahead_s, 0.0) + ttft_s + steps * step_s + others_s, per_token_s)
+    score = Score(min(ahead_s, 0.0) + alone_s + others_s, per_token_s)
     return RoutePrediction(score, ttft_s, step_s / tokens, worker.cached_tokens, slots, pulled)
 
 

@@ -1,4 +1,4 @@
-"""The order of sequences that move between workers, under random arrivals, moves and steps."""
+"""The order of sequences of several classes that move between workers, under random steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.backends.core.queues import CLASS_S
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import FinishReason, ResumedChoice
 from draftgate.policies.speculation.baselines import Off
@@ -69,7 +70,8 @@ class Pool:
 
     def rank(self, sequence: Sequence) -> float:
         """Return the time by which a sequence is ranked."""
-        return self.arrived_s[sequence.request.request_id]
+        request = sequence.request
+        return self.arrived_s[request.request_id] + CLASS_S * request.service.priority
 
     def open(self, place: int) -> list[Sequence]:
         """Return the sequences of a worker."""
@@ -77,7 +79,7 @@ class Pool:
         return [one for one in self.workers[place].sequences if one.state is not ended]
 
     def check(self) -> None:
-        """Check that every queue is in order of arrival at the first worker."""
+        """Check that every queue is in order of class and arrival at the first worker."""
         for worker in self.workers:
             ranks = map(self.rank, worker.scheduler.waiting)
             assert all(one < other for one, other in pairwise(ranks))
@@ -92,7 +94,7 @@ class Pool:
 
 places = st.integers(0, WORKERS - 1)
 actions = st.one_of(
-    st.tuples(st.just("arrive"), places, st.integers(1, 20), st.just(0)),
+    st.tuples(st.just("arrive"), places, st.integers(1, 20), st.integers(-1, 1)),
     st.tuples(st.just("move"), places, places, st.integers(0, 5)),
     st.tuples(st.just("step"), places),
 )
@@ -102,10 +104,13 @@ actions = st.one_of(
 def test_moved_sequences_keep_their_order_of_arrival(
     chosen: list[tuple[str, int, int, int]],
 ) -> None:
-    """Queues stay in order of arrival at the first worker, and the youngest is preempted first."""
+    """Queues stay in order of class and arrival at the first worker, and the last is preempted.
+
+    A request of a lower class that is older by `CLASS_S` precedes one of a higher class.
+    """
     pool = Pool()
     for name, *values in chosen:
-        pool.now_s += 0.25  # exact in floating point, so that no two requests arrive together
+        pool.now_s += 1.375  # exact in floating point, and no ranks of two requests are equal
         getattr(pool, name)(*values)
         pool.check()
 
