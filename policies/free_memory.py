@@ -4,9 +4,9 @@
 
 The unit of freeness is decode steps: the steps until the memory is full if every sequence adds a
 token in each step. The *demand* is what sequences in the queue of the worker need. The *headroom*
-is for urgent sequences, so that their steps stay short. Freeness is negative if the demand exceeds
-the free memory. A worker of many sequences then releases the missing memory sooner, so its freeness
-is greater.
+is for urgent sequences, so that their steps stay short. If demand and headroom exceed the free
+memory, freeness is the missing memory in tokens, below 0. It is not divided then: a quotient would
+rank the worker with the most sequences first.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ IDEAL_SHARE: Final = 1 / 8
 of about 13,000 tokens, at which a decode step takes as long as that of a lone sequence."""
 
 
-def freeness(load: WorkerLoad, free_tokens: int, sequences: int) -> float:
-    """Return the freeness of a worker in steps.
+def freeness(free_tokens: int, sequences: int) -> float:
+    """Return the freeness of a worker in steps, or its missing tokens as a negative number.
 
     Args:
-        load: load of the worker, whose KV memory is known.
-        free_tokens: free memory less the demand, which may be negative.
+        free_tokens: free memory less demand and headroom, which may be negative.
         sequences: number of sequences that share the memory. A worker without any counts as one.
     """
-    headroom = math.ceil((1.0 - IDEAL_SHARE) * load.kv_total_tokens) if load.urgent else 0
-    return (free_tokens - headroom) / max(sequences, 1)
+    return free_tokens / max(sequences, 1) if free_tokens > 0 else float(free_tokens)
+
+
+def headroom_tokens(load: WorkerLoad) -> int:
+    """Return the headroom of a worker's urgent sequences, or 0 without any."""
+    return math.ceil((1.0 - IDEAL_SHARE) * load.kv_total_tokens) if load.urgent else 0
 
 
 def release_rate(used_tokens: int, left_tokens: float, tpot_s: float) -> float:

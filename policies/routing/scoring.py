@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from draftgate.policies import free_memory
+from draftgate.policies.free_memory import freeness as freeness_steps
+from draftgate.policies.free_memory import headroom_tokens
 from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.selection import Pick, Score, least, less_of_two, rank, spread
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
@@ -96,9 +97,11 @@ def freeness(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score
         return load(request, workers)
     sequences = [worker.sequences + request.sequences for worker in workers]
     steps = [
-        free_memory.freeness(
-            worker.load,
-            worker.free_tokens - request.request.prompt_tokens + worker.cached_tokens,
+        freeness_steps(
+            worker.free_tokens
+            - request.request.prompt_tokens
+            + worker.cached_tokens
+            - headroom_tokens(worker.load),
             count,
         )
         for worker, count in zip(workers, sequences, strict=True)
