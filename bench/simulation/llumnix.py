@@ -124,10 +124,7 @@ _LATE: Final = tuple(replace(one, routing="least_cost", binding="late") for one 
 
 EXPERIMENTS: Final = (
     Experiment("early", 0.9, (*_EARLY, Variant("least_loaded", "least_loaded"))),
-    Experiment("early", 1.0, _EARLY),
     Experiment("late", 0.9, _LATE),
-    Experiment("late", 1.0, _LATE),
-    Experiment("slower", 0.9, _EARLY[:2], slowness=SLOWER),
     Experiment(
         "priorities",
         0.7,
@@ -139,6 +136,9 @@ EXPERIMENTS: Final = (
         urgent_share=URGENT_SHARE,
     ),
     Experiment("scaling", 0.5, _LATE[:2], arrival="gamma:4", autoscales=True),
+    Experiment("early", 1.0, _EARLY),
+    Experiment("late", 1.0, _LATE),
+    Experiment("slower", 0.9, _EARLY[:2], slowness=SLOWER),
 )
 
 
