@@ -415,11 +415,7 @@ class Scaling:
     def __init__(
         self, fleet: Fleet, queue: CentralQueue, recent: Recent, *, moves: bool = False
     ) -> None:
-        """Start without advice.
-
-        Args:
-            moves: whether streams move between workers that keep running.
-        """
+        """Start without advice, where streams may move between workers that keep running."""
         self.advice: ScalingAdvice | None = None
         self._advisor = ScalingAdvisor(WITH_MOVES if moves else WITHOUT_MOVES)
         self._fleet = fleet

@@ -228,9 +228,11 @@ def run(experiment: Experiment, variant: Variant, size: Size, seed: int) -> dict
 
     async def send() -> list[Record]:
         factory = partial(SimBackend, build=environment.build_worker, link=cluster.link)
-        async with running_dispatcher(factory, cluster.configs, rules, seed) as dispatcher:
-            async with nullcontext() if scaler is None else scaler.beside(dispatcher):
-                return await send_jobs(dispatcher, planned, job, watch=watch)
+        async with (
+            running_dispatcher(factory, cluster.configs, rules, seed) as dispatcher,
+            nullcontext() if scaler is None else scaler.beside(dispatcher),
+        ):
+            return await send_jobs(dispatcher, planned, job, watch=watch)
 
     with without_full_gc():
         records = run_virtual(send())

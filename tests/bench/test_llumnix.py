@@ -27,9 +27,7 @@ def test_saturated_memory_follows_from_littles_law() -> None:
     """A request of one step in the batch that fills the memory arrives once per time of a step."""
     profile = load_profile(str(llumnix.DEVICE))
     drawn = llumnix.draw_requests((128, 128), 2000, 0)
-    rows = tuple(
-        row for row in drawn.rows if row.prompt_tokens <= 128 and row.output_tokens <= 128
-    )
+    rows = tuple(row for row in drawn.rows if row.prompt_tokens <= 128 and row.output_tokens <= 128)
     light = llumnix.Drawn(rows, 0)
     assert llumnix.saturated_rps(light, profile) > 5 * llumnix.saturated_rps(drawn, profile)
 

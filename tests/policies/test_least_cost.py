@@ -67,6 +67,16 @@ def worker_ttft_s() -> float:
     return free.ttft_s
 
 
+def test_priority_classes_weigh_the_time_of_requests() -> None:
+    """A request delays urgent sequences only if another worker is far busier. Its own time counts
+    twice if it is urgent."""
+    assert cheapest(worker(0, running=8, urgent=8), worker(1, running=9)) == 1
+    assert cheapest(worker(0, running=8, urgent=8), worker(1, running=18)) == 0
+    high = replace(REQUEST, request=replace(REQUEST.request, service=ServiceLevel(priority=-1)))
+    (usual,), (urgent,) = (predict(one, [worker(0)]) or [] for one in (REQUEST, high))
+    assert urgent.score.value == pytest.approx(2 * usual.score.value)
+
+
 def test_wait_for_memory_rises_with_leases() -> None:
     """With leases that its load does not contain, a full worker costs more for each token."""
     (full,), (free,) = (
