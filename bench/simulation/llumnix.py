@@ -164,8 +164,11 @@ def draw_length(mean: int, random: Random) -> int:
 
 def draw_requests(lengths: tuple[int, int], count: int, seed: int) -> Drawn:
     """Return requests with independent lengths of prompts and outputs."""
-    random = Random(f"llumnix/{seed}")
-    rows = [TraceRow(0.0, *(draw_length(mean, random) for mean in lengths)) for _ in range(count)]
+    random, (prompts, outputs) = Random(f"llumnix/{seed}"), lengths
+    rows = [
+        TraceRow(0.0, draw_length(prompts, random), draw_length(outputs, random))
+        for _ in range(count)
+    ]
     return Drawn(tuple(rows), seed)
 
 
