@@ -124,6 +124,8 @@ class GenerationRequest:
         adapter: digest of the LoRA adapter to use, or empty for the model alone.
         corpus: whether drafts may come from earlier outputs of its owner (`cache_owner`), and later
             drafts from its output.
+        age_s: seconds since its first worker got the request, or 0 for that worker. Other workers
+            rank the request as if it had arrived then. Peers of older versions send none.
     """
 
     request_id: str
@@ -144,6 +146,7 @@ class GenerationRequest:
     cache_salt: str = ""
     adapter: str = ""
     corpus: bool = True
+    age_s: Annotated[float, Meta(ge=0.0)] = 0.0
 
     @property
     def cache_owner(self) -> str:

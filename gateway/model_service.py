@@ -44,7 +44,14 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.preferences import Preferences
-from draftgate.policies.scaling import DemandView, ScalingAdvice, ScalingAdvisor, ScalingReason
+from draftgate.policies.scaling import (
+    WITH_MOVES,
+    WITHOUT_MOVES,
+    DemandView,
+    ScalingAdvice,
+    ScalingAdvisor,
+    ScalingReason,
+)
 from draftgate.policies.types import Role, WorkerLoad
 
 
@@ -141,7 +148,9 @@ class ModelService:
             budget,
             _forwarding_rules(config),
         )
-        self.scaling = Scaling(fleet, queue, self.metrics.recent)
+        self.scaling = Scaling(
+            fleet, queue, self.metrics.recent, moves=self.dispatcher.moves.reschedules
+        )
         self.servers = UpstreamServers(fleet, queue, self.metrics, config.scale_to_zero_s)
         self.meter = ActivityMeter(
             self.metrics.recent, lambda: len(queue), lambda: self.scaling.advice, lambda: self.name
@@ -412,9 +421,12 @@ class Scaling:
         advice: the present advice, or None before the node had a worker.
     """
 
-    def __init__(self, fleet: Fleet, queue: CentralQueue, recent: Recent) -> None:
+    def __init__(
+        self, fleet: Fleet, queue: CentralQueue, recent: Recent, *, moves: bool = False
+    ) -> None:
+        """Start without advice, where streams may move between workers that keep running."""
         self.advice: ScalingAdvice | None = None
-        self._advisor = ScalingAdvisor()
+        self._advisor = ScalingAdvisor(WITH_MOVES if moves else WITHOUT_MOVES)
         self._fleet = fleet
         self._queue = queue
         self._recent = recent

@@ -35,6 +35,7 @@ from draftgate.policies.rescheduling.llumnix import Llumnix
 from draftgate.policies.rescheduling.types import NoMoves
 from draftgate.policies.routing.least_cost import LeastCost
 from draftgate.policies.routing.scoring import (
+    freest,
     least_loaded,
     power_of_two,
     prefix_affinity,
@@ -188,6 +189,7 @@ admission_policy: Final = _Family[AdmissionPolicy](
 _ROUTING: Final = _Family[RoutingPolicy](
     "routing",
     {
+        "freeness": freest,
         "least_loaded": least_loaded,
         "prefix_affinity": prefix_affinity,
         "power_of_two": power_of_two,

@@ -9,6 +9,10 @@ that varies by less than their ratio therefore never changes the advice. Signals
 `MEAN_S`, and the advice falls only below the largest upper limit of the last `DOWN_S`. If requests
 miss their targets, the upper limit replaces the lower one. More workers than that would not help.
 
+Where streams move between workers (`rescheduling`), the free memory of all workers serves every
+request, and a worker that should stop is empty within seconds. So less memory is kept free, and the
+advice falls sooner (`WITH_MOVES`).
+
 All signals are known to every gateway, except for its own queue and its own requests. Gateways
 therefore advise different numbers only if their queues or their attainments differ. The largest
 advice counts.
@@ -38,6 +42,10 @@ CAPACITY_TARGET: Final = 0.8
 """Share of the KV memory, and of the sequences, that a worker should use at most. The rest is for
 sequences that grow and for bursts. (Chosen, not tuned, 2026-11-23.)"""
 
+MOVES_CAPACITY_TARGET: Final = 0.9
+"""`CAPACITY_TARGET` for the KV memory where streams move. Half of the reserve is for memory that is
+free on one worker while another one lacks it. (Chosen, not tuned, 2026-11-30.)"""
+
 IDLE_SHARE: Final = 0.7
 """Load of a worker, as a share of the targets, below which the pool has too many workers. Means
 over `MEAN_S` vary less than this. (Chosen, not tuned, 2026-11-23.)"""
@@ -56,6 +64,11 @@ model, so a shorter burst is over before a further worker could help. (Chosen, n
 DOWN_S: Final = 300.0
 """Time in seconds for which fewer workers must suffice before the advice falls, as with the
 autoscaler of Kubernetes."""
+
+MOVES_DOWN_S: Final = 60.0
+"""`DOWN_S` where streams move: twice the time in which a worker loads a model (`MEAN_S`), so that a
+worker serves for longer than it takes to start. Without moves, a worker that should stop runs its
+longest stream for minutes. (Chosen, not tuned, 2026-11-30.)"""
 
 
 class ScalingReason(StrEnum):
@@ -113,19 +126,43 @@ class ScalingAdvice:
     load: float
 
 
-def signals(view: DemandView) -> dict[ScalingReason, float]:
-    """Return the workers that each signal demands now, if at least one worker stays."""
+@immutable
+class ScalingRules:
+    """What the advice assumes about a pool.
+
+    Attributes:
+        memory_target: share of the KV memory that a worker should use at most.
+        down_s: time in seconds for which fewer workers must suffice before the advice falls.
+    """
+
+    memory_target: float = CAPACITY_TARGET
+    down_s: float = DOWN_S
+
+
+WITHOUT_MOVES: Final = ScalingRules()
+WITH_MOVES: Final = ScalingRules(MOVES_CAPACITY_TARGET, MOVES_DOWN_S)
+
+
+def signals(view: DemandView, memory_target: float = CAPACITY_TARGET) -> dict[ScalingReason, float]:
+    """Return the workers that each signal demands now, if at least one worker stays.
+
+    Args:
+        memory_target: `ScalingRules.memory_target`.
+    """
     workers = len(view.loads)
     loads = [*view.loads, *view.leaving]
     demand = {
         ScalingReason.PRICE: sum(load.price for load in loads) / PRICE_TARGET,
         ScalingReason.PROMPTS: sum(load.prompt_tokens > 0 for load in loads) / PROMPT_TARGET,
         ScalingReason.MEMORY: _in_workers(
-            [_used_tokens(load) for load in loads], [load.kv_total_tokens for load in view.loads]
+            [_used_tokens(load) for load in loads],
+            [load.kv_total_tokens for load in view.loads],
+            memory_target,
         ),
         ScalingReason.SEQUENCES: _in_workers(
             [load.running + load.waiting for load in loads if load.max_sequences],
             [load.max_sequences for load in view.loads],
+            CAPACITY_TARGET,
         ),
         ScalingReason.QUEUE: 0.0,
     }
@@ -135,10 +172,10 @@ def signals(view: DemandView) -> dict[ScalingReason, float]:
     return demand
 
 
-def _in_workers(used: Sequence[int], totals: Sequence[int]) -> float:
-    """Return the number of average workers that this use would fill to `CAPACITY_TARGET`."""
+def _in_workers(used: Sequence[int], totals: Sequence[int], target: float) -> float:
+    """Return the number of average workers that this use would fill to a share."""
     total = sum(totals)
-    return sum(used) * len(totals) / (total * CAPACITY_TARGET) if total else 0.0
+    return sum(used) * len(totals) / (total * target) if total else 0.0
 
 
 def _used_tokens(load: WorkerLoad) -> int:
@@ -150,11 +187,12 @@ def _used_tokens(load: WorkerLoad) -> int:
 class ScalingAdvisor:
     """The advice of a gateway, which changes as rarely as its limits allow."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: ScalingRules = WITHOUT_MOVES) -> None:
+        self._rules = rules
         self._advice: ScalingAdvice | None = None
         self._means: dict[ScalingReason, float] = {}
         self._since_s = self._at_s = 0.0
-        self._most = deque[tuple[float, int]]()  # falling upper limits of `DOWN_S` with their times
+        self._most = deque[tuple[float, int]]()  # falling upper limits of `down_s` with their times
 
     def update(self, view: DemandView, now_s: float) -> ScalingAdvice | None:
         """Return the advice at a time, or None before the pool had a worker.
@@ -166,16 +204,17 @@ class ScalingAdvisor:
         """
         if not view.loads:
             return self._advice
+        demand = signals(view, self._rules.memory_target)
         if self._advice is None:
-            self._means, self._since_s = signals(view), now_s
+            self._means, self._since_s = demand, now_s
             self._advice = ScalingAdvice(len(view.loads), ScalingReason.START, self._load)
         else:
-            self._add(signals(view), now_s - self._at_s)
+            self._add(demand, now_s - self._at_s)
         self._at_s = now_s
         largest = self._largest_most(now_s)
         if now_s - self._since_s >= MEAN_S:
             self._raise(view.attainment)
-        if now_s - self._since_s >= DOWN_S and largest < self._advice.workers:
+        if now_s - self._since_s >= self._rules.down_s and largest < self._advice.workers:
             self._advice = ScalingAdvice(largest, ScalingReason.IDLE, self._load)
         return self._advice
 
@@ -201,12 +240,12 @@ class ScalingAdvisor:
             self._means[reason] += weight * (value - self._means[reason])
 
     def _largest_most(self, now_s: float) -> int:
-        """Add the present upper limit, and return the largest of the last `DOWN_S`."""
+        """Add the present upper limit, and return the largest of the last `down_s`."""
         most = max(_most(self._load), 1)
         while self._most and self._most[-1][1] <= most:
             self._most.pop()
         self._most.append((now_s, most))
-        while self._most[0][0] <= now_s - DOWN_S:
+        while self._most[0][0] <= now_s - self._rules.down_s:
             self._most.popleft()
         return self._most[0][1]
 

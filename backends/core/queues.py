@@ -9,7 +9,7 @@ are.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect
 from collections import deque
 from collections.abc import Container
 from itertools import islice
@@ -20,29 +20,37 @@ from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import PendingPrefixes
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import Pace
+from draftgate.policies.ordering.fair import STARVATION_S
+from draftgate.policies.speculation.weights import MOST_PRIORITY
 
-_LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
+_LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "order")
+_ORDER: Final = attrgetter("order")
 
 SPARING_STEPS: Final = 64
 """Number of steps by which a sparing sequence is ranked after its last service. All others precede
 it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
 30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
 
+CLASS_S: Final = STARVATION_S
+"""Age in seconds that a priority class is worth. A request thus precedes those of the next lower
+class, unless they are older by more, so that no class starves."""
+
 LONGEST_HOLD_S: Final = 60.0
 """Maximum time in seconds for which blocks are held for the next request of a conversation. A tool
 that takes longer, such as a test suite, leaves room for others. (Chosen, not tuned, 2026-11-30.)"""
 
 
-def _sparing_last(sequence: Sequence) -> tuple[int, int]:
+def _sparing_last(sequence: Sequence) -> tuple[int, tuple[float, int]]:
     """Sort key of decodes when some sequences are sparing."""
-    return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.key
+    return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.order
 
 
 class Queues:
     """The open sequences of a worker and their blocks.
 
     Attributes:
-        waiting: queue in order of arrival, where a preempted sequence precedes later arrivals.
+        waiting: queue by `Sequence.order`, where a preempted sequence precedes later arrivals of
+            its class.
         running: batch, oldest admission first.
         paused: sequences that wait for their reader, by key.
         leaving: paused sequences that run until the next step is planned, by key.
@@ -65,7 +73,10 @@ class Queues:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+        priority = min(max(sequence.request.service.priority, -MOST_PRIORITY), MOST_PRIORITY)
+        arrived_s = sequence.queued_s - sequence.request.age_s
+        sequence.order = arrived_s + CLASS_S * priority, sequence.key
+        self._insert(sequence)
         self.num_urgent += sequence.request.service.priority < 0
         self._set_prefill(sequence, sequence.pending_tokens)
         # Query the prefix now. The cache remembers the last query, so the next step gets its result
@@ -122,6 +133,9 @@ class Queues:
 
     def decodes(self, now_s: float | None) -> list[Sequence]:
         """Return the decoding sequences, least recently served first, and sparing sequences later.
+
+        Of sequences served together, the oldest is first. So the youngest, which gets its block
+        last, is the one that is preempted if there is none.
 
         Args:
             now_s: time at which a client must be able to take a token, or None to include all. A
@@ -207,7 +221,8 @@ class Queues:
     def extend_or_preempt(self, sequence: Sequence, planned: Container[int]) -> bool:
         """Give the sequence blocks for all its tokens, and preempt others if necessary.
 
-        Sparing sequences are preempted first, and younger sequences before older sequences.
+        Sparing sequences are preempted first, then those of lower classes, and then younger ones
+        (`Sequence.order`).
 
         Args:
             planned: keys of the sequences in the step, which cannot be preempted.
@@ -223,7 +238,7 @@ class Queues:
                 self.blocks.extend(sequence.block_table, len(sequence.token_ids))
             except OutOfBlocks:
                 candidates = (s for s in self.running if s.key not in planned)
-                victim = max(candidates, key=lambda s: (s.pace, s.key))
+                victim = max(candidates, key=lambda s: (s.pace, s.order))
                 self._leave_batch(victim)
                 victim.preemptions += 1
                 if victim is sequence:
@@ -257,10 +272,16 @@ class Queues:
             self.paused[sequence.key] = sequence
             self._set_prefill(sequence, 0)
             return
-        # Keys ascend with arrival, so this keeps preempted and resumed sequences in their order.
-        at = bisect_left(self.waiting, sequence.key, key=lambda waiting: waiting.key)
-        self.waiting.insert(at, sequence)
+        self._insert(sequence)
         self._set_prefill(sequence, sequence.pending_tokens)
+
+    def _insert(self, sequence: Sequence) -> None:
+        """Insert a sequence into the queue at its place."""
+        waiting = self.waiting
+        if not waiting or waiting[-1].order < sequence.order:
+            waiting.append(sequence)  # the usual case: it is the last to arrive
+        else:
+            waiting.insert(bisect(waiting, sequence.order, key=_ORDER), sequence)
 
     def _set_prefill(self, sequence: Sequence, tokens: int) -> None:
         self.prefill_tokens += tokens - sequence.prefill_tokens

@@ -323,6 +323,6 @@ def _obstacle(request: GenerationRequest) -> str:
         return "a request had a grammar, whose forced tokens replace drafts"
     if request.sampling.stop:
         return "a request had a stop text, and the recording contains no text to compare with it"
-    if request.resumed:
+    if request.resumed or request.age_s:
         return "a request was resumed from another worker"
     return ""

@@ -6,14 +6,14 @@ The scheduler has no clock, no randomness and no device. It fills a step in this
 2. Draft slots, as many as the policy allows. They never preempt, and leave half of the remaining
    budget to prompts.
 3. Prompt chunks, as far as the batching policy lets decodes wait.
-4. New sequences in order of arrival. A sequence that cannot be admitted blocks all later sequences,
-   so none starves. A sequence that shares a prefix with a prefill in progress lets others pass. It
-   takes the shared blocks when they are ready.
+4. New sequences in order of class and arrival (`Queues`). One that cannot be admitted blocks all
+   later ones, so none starves. A sequence that shares a prefix with a prefill in progress lets
+   others pass. It takes the shared blocks when they are ready.
 
-When blocks run out, the youngest sequence releases its blocks and is recomputed later, except for
-blocks that are still cached. Sparing sequences (those of slow readers) are last everywhere for a
-bounded time, get no drafts, and are preempted first. While others run, they decode no faster than
-their clients can take tokens. Paused sequences are in no step (`Queues`).
+When blocks run out, the last sequence in this order releases its blocks and is recomputed later,
+except for blocks that are still cached. Sparing sequences (those of slow readers) are last
+everywhere for a bounded time, get no drafts, and are preempted first. While others run, they decode
+no faster than their clients can take tokens. Paused sequences are in no step (`Queues`).
 """
 
 from __future__ import annotations

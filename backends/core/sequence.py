@@ -58,7 +58,7 @@ class Sequence:
     """The tokens, KV blocks and counters of one choice of a request.
 
     Attributes:
-        key: unique identifier on the worker, ascending in order of arrival.
+        key: unique identifier on the worker, ascending in the order in which the worker got it.
         token_ids: token ids of prompt and output.
         prompt_tokens: length of the prompt.
         num_computed: number of leading tokens whose keys and values are in the cache.
@@ -77,7 +77,10 @@ class Sequence:
         prefill_tokens: number of pending tokens to feed in prompt chunks, or at admission.
         draft_records: outcomes of the sequence's own drafts, by source.
         weight: present value of one of its tokens (`policies.speculation.weights`).
-        queued_s: time of its arrival, on the worker's clock.
+        queued_s: time of its arrival at this worker, on the worker's clock.
+        order: its rank on the worker, by the time of its arrival at its first worker and its
+            priority class (`queues.CLASS_S`). A sequence that moves thus keeps its rank. Otherwise
+            it would be preempted first.
         scheduled_s: start of its first step, or None before that step.
         chunks: end of the step and number of tokens, for each prompt chunk.
         first_token_s: time when it began to decode on this worker, or None before.
@@ -135,6 +138,7 @@ class Sequence:
     draft_records: dict[str, RequestRecord] = field(default_factory=dict)
     weight: float = 1.0
     queued_s: float = 0.0
+    order: tuple[float, int] = (0.0, 0)
     scheduled_s: float | None = None
     chunks: list[tuple[float, int]] = field(default_factory=list)
     first_token_s: float | None = None

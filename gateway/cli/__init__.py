@@ -226,6 +226,7 @@ BENCHES: Final = {
     "kernels": "bench.engine.kernels",
     "policies": "bench.simulation.policies",
     "priors": "bench.simulation.priors",
+    "llumnix": "bench.simulation.llumnix",
     "edge": "bench.edge.command",
     "cpu": "bench.cpu.command",
     "fleet": "bench.fleet.command",

@@ -73,7 +73,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Admission policy: deadline (rejects requests that would be late), bounded, none, ..."""
 
     routing: Annotated[str, kind("routing")] = "least_cost"
-    """Routing policy, which picks the worker: least_cost, least_loaded, prefix_affinity,
+    """Routing policy, which picks the worker: least_cost, freeness, least_loaded, prefix_affinity,
     power_of_two, round_robin, weighted:prefix=2,load=1, ..."""
 
     rescheduling: Annotated[str, kind("rescheduling")] = "off"

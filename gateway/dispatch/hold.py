@@ -33,6 +33,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.state.values import Reservation
 from draftgate.gateway.tracing import NO_SPAN, Attributes, Span
 from draftgate.policies.routing.types import RouteView
+from draftgate.policies.values import replace
 
 
 class Parts(NamedTuple):
@@ -361,6 +362,11 @@ class Hold:
         if self.routed.cached_blocks:
             cached_blocks = self.routed.cached_blocks
             self._prefix = self._parts.replicator.begin(run, request, worker, cached_blocks)
+        output, now_s = self.output, self._parts.queue.now_s()
+        if output.begun_s is None:
+            output.begun_s = now_s
+        else:
+            request = replace(request, age_s=max(now_s - output.begun_s, 0.0))
         lease = None if self._reservation is None else self._reservation.lease
         worker.submit(request, self, 0 if lease is None else lease.number)
         self._sent = True

@@ -98,6 +98,11 @@ class Moves:
             self._start(stream, chosen_handover(stream))
 
     @property
+    def reschedules(self) -> bool:
+        """Whether streams move between workers that keep running."""
+        return self.enabled and self._rescheduler.reschedules
+
+    @property
     def streams(self) -> Mapping[FleetWorker, Iterable[Prompt]]:
         """The streams by worker, in the order in which they arrived there."""
         return self._streams

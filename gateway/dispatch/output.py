@@ -19,10 +19,12 @@ class PromptOutput:
 
     Attributes:
         is_complete: whether every choice has ended.
+        begun_s: time at which the first worker got the request, or None before.
         outcome: the sum of speculation of the choices that have ended.
     """
 
     is_complete = False
+    begun_s: float | None = None
     outcome = NO_OUTCOME
 
     def __init__(self, request: GenerationRequest) -> None:

@@ -59,6 +59,11 @@ class Rescheduler:
         self._next_s = 0.0
 
     @property
+    def reschedules(self) -> bool:
+        """Whether the policy ever moves a stream."""
+        return self._policy.reschedules
+
+    @property
     def is_due(self) -> bool:
         """Whether to call the policy now. A pool of one worker never calls it."""
         several = self._policy.reschedules and len(self._fleet.workers) > 1

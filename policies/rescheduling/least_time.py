@@ -30,8 +30,9 @@ from typing import Final
 
 from msgspec import structs
 
+from draftgate.policies.free_memory import release_rate
 from draftgate.policies.moves import MoveReason
-from draftgate.policies.rescheduling.room import COST_FACTOR, make_room, undecided
+from draftgate.policies.rescheduling.room import COST_FACTOR, make_room, next_with_room, undecided
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
     LinkBandwidth,
@@ -42,7 +43,6 @@ from draftgate.policies.rescheduling.types import (
     can_exchange,
     fits,
     move_cost_s,
-    release_rate,
     with_stream,
 )
 from draftgate.policies.routing.prediction import acceptance_chance, draft_gain
@@ -78,7 +78,9 @@ class LeastTime:
 
     def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
         moves = make_room(pool, streams_of)
-        for source, sink in _pairs(undecided(pool, moves)):
+        if moves:  # other moves could take the memory that they free
+            return moves
+        for source, sink in _pairs(undecided(pool), next_with_room(pool)):
             streams = [one for one in streams_of(source.worker_id) if one.may_move]
             best = nlargest(_MOST_COMPARED, streams, key=_work_per_byte)
             found = [
@@ -90,13 +92,20 @@ class LeastTime:
         return moves
 
 
-def _pairs(workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, WorkerState]]:
-    """Yield pairs of a source and a destination, by their pressure."""
+def _pairs(
+    workers: Sequence[WorkerState], kept: str | None
+) -> Iterator[tuple[WorkerState, WorkerState]]:
+    """Yield pairs of a source and a destination, by their pressure.
+
+    Args:
+        kept: id of a worker that takes only the streams of workers that are leaving.
+    """
     known = [one for one in workers if one.load.speed.step_s > 0.0]
     ranked = sorted(known, key=lambda one: (one.leaving, _pressure(one), one.worker_id))
     sinks = list(ranked)
     for source in list(reversed(ranked))[:MOST_PAIRS]:
-        sink = next((one for one in sinks if can_exchange(source, one)), None)
+        able = (one for one in sinks if source.leaving or one.worker_id != kept)
+        sink = next((one for one in able if can_exchange(source, one)), None)
         if sink is None or not (source.leaving or _pressure(source) > _pressure(sink)):
             continue
         sinks.remove(sink)
@@ -184,7 +193,8 @@ def wait_s(worker: WorkerState, left_tokens: float) -> float:
     preempted, until the missing tokens are released.
     """
     needed = worker.used_tokens + worker.load.head_tokens + left_tokens
-    missing, rate = needed - worker.total_tokens, release_rate(worker, left_tokens)
+    missing = needed - worker.total_tokens
+    rate = release_rate(worker.used_tokens, left_tokens, worker.load.speed.tpot_s)
     if missing <= 0.0 or rate <= 0.0:
         return 0.0
     return max(worker.load.waiting, 1) * missing / rate

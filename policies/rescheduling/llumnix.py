@@ -1,14 +1,8 @@
 """`llumnix`: move streams from workers with little free memory per sequence to workers with much.
 
-    freeness = (memory - virtual usage) / running sequences          (Llumnix, arXiv 2406.03243)
-
-The unit of freeness is decode steps: the steps until the memory is full if every sequence adds a
-token in each step. The *virtual usage* of a worker is the sum of
-
-* the tokens in its memory,
-* the tokens that the first sequence in its queue needs, so that long prompts get room,
-* the headroom of urgent sequences, so that their steps stay short, and
-* infinity if the worker is leaving, so that every stream leaves it.
+The policy compares the freeness of workers (`free_memory`). The demand is that of the first
+sequence in the queue of a worker, so that long prompts get room. A worker that is leaving has a
+freeness of minus infinity, so that every stream leaves it.
 """
 
 from __future__ import annotations
@@ -17,8 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from draftgate.policies import free_memory
+from draftgate.policies.free_memory import headroom_tokens
 from draftgate.policies.moves import MoveReason
-from draftgate.policies.rescheduling.room import make_room, undecided
+from draftgate.policies.rescheduling.room import make_room, next_with_room, undecided
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
     PoolState,
@@ -36,27 +32,29 @@ HIGH_STEPS: Final = 60.0
 Llumnix adds and removes instances to keep the mean freeness in this range, and names no other
 thresholds. (`llumnix:LOW,HIGH` sets others.)"""
 
-IDEAL_SHARE: Final = 1 / 8
-"""Share of the memory that a worker with an urgent sequence should use at most. Llumnix keeps 1,600
-of about 13,000 tokens, at which a decode step takes as long as that of a lone sequence."""
-
 
 def freeness(worker: WorkerState) -> float:
-    """Return the freeness of a worker in steps, minus infinity if it is leaving."""
+    """Return the freeness of a worker, minus infinity if it is leaving."""
     if worker.leaving:
         return -math.inf
     load = worker.load
-    usage = worker.used_tokens + load.head_tokens
-    if load.urgent:
-        usage += math.ceil((1.0 - IDEAL_SHARE) * worker.total_tokens)
-    return (worker.total_tokens - usage) / max(load.running, 1)
+    free_tokens = worker.free_tokens - load.head_tokens - headroom_tokens(load)
+    return free_memory.freeness(free_tokens, load.running)
+
+
+def steps_to_full(worker: WorkerState) -> float:
+    """Return the freeness of a worker without headroom, which no sequence is preempted for."""
+    load = worker.load
+    return free_memory.freeness(worker.free_tokens - load.head_tokens, load.running)
 
 
 class Llumnix:
     """Pairs the workers of least and most freeness, and moves one stream of each pair.
 
-    A stream moves only if both workers then have more freeness than the source had. The stream of
-    the lowest priority moves, and among equals the shortest.
+    A stream moves only if both workers then have more freeness than the source had. Their memory
+    must also last for longer than that of the source did, or for `high_steps`. Otherwise headroom
+    for an urgent stream would fill the destination until it preempts others. The stream of the
+    lowest priority moves, and among equals the shortest.
     """
 
     reschedules = True
@@ -77,43 +75,54 @@ class Llumnix:
 
     def choose(self, pool: PoolState, streams_of: StreamsOf) -> Sequence[ChosenMove]:
         moves = make_room(pool, streams_of)
-        for source, sink in self._pairs(undecided(pool, moves)):
-            move = _best_move(source, sink, streams_of(source.worker_id))
+        if moves:  # other moves could take the memory that they free
+            return moves
+        for source, sink in self._pairs(undecided(pool), next_with_room(pool)):
+            move = self._best_move(source, sink, streams_of(source.worker_id))
             if move is not None:
                 moves.append(move)
         return moves
 
-    def _pairs(self, workers: Sequence[WorkerState]) -> Iterator[tuple[WorkerState, WorkerState]]:
-        """Yield the k-th least free source with the k-th most free destination."""
+    def _pairs(
+        self, workers: Sequence[WorkerState], kept: str | None
+    ) -> Iterator[tuple[WorkerState, WorkerState]]:
+        """Yield the k-th least free source with the k-th most free destination.
+
+        Args:
+            kept: id of a worker that takes only the streams of workers that are leaving.
+        """
         ranked = sorted(workers, key=lambda worker: (freeness(worker), worker.worker_id))
         sources = [worker for worker in ranked if freeness(worker) < self._low_steps]
         sinks = [worker for worker in reversed(ranked) if freeness(worker) > self._high_steps]
         for source in sources:
-            sink = next((one for one in sinks if can_exchange(source, one)), None)
+            able = (one for one in sinks if source.leaving or one.worker_id != kept)
+            sink = next((one for one in able if can_exchange(source, one)), None)
             if sink is not None:
                 sinks.remove(sink)
                 yield source, sink
 
-
-def _best_move(
-    source: WorkerState, sink: WorkerState, streams: Sequence[StreamView]
-) -> ChosenMove | None:
-    """Return the move of the first stream that improves the less free worker, or None."""
-    before = freeness(source)
-    movable = [stream for stream in streams if stream.may_move and fits(stream, sink)]
-    for stream in sorted(movable, key=_victim_order):
-        after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
-        after = freeness(after_sink)
-        if not source.leaving:
-            after = min(after, freeness(after_source))
-        gain = after - before
-        if gain > 0.0:
-            reason = MoveReason.DRAIN if source.leaving else MoveReason.BALANCE
-            words = f"freeness {before:.1f} against {freeness(sink):.1f} steps"
-            return ChosenMove(
-                stream.stream_id, source.worker_id, sink.worker_id, reason, gain, 0.0, words
-            )
-    return None
+    def _best_move(
+        self, source: WorkerState, sink: WorkerState, streams: Sequence[StreamView]
+    ) -> ChosenMove | None:
+        """Return the move of the first stream that improves the less free worker, or None."""
+        before = freeness(source)
+        least_steps = min(steps_to_full(source), self._high_steps)
+        movable = [stream for stream in streams if stream.may_move and fits(stream, sink)]
+        for stream in sorted(movable, key=_victim_order):
+            after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
+            after = freeness(after_sink)
+            if not source.leaving:
+                after = min(after, freeness(after_source))
+                if min(steps_to_full(after_source), steps_to_full(after_sink)) <= least_steps:
+                    continue
+            gain = after - before
+            if gain > 0.0:
+                reason = MoveReason.DRAIN if source.leaving else MoveReason.BALANCE
+                words = f"freeness {before:.1f} against {freeness(sink):.1f} steps"
+                return ChosenMove(
+                    stream.stream_id, source.worker_id, sink.worker_id, reason, gain, 0.0, words
+                )
+        return None
 
 
 def _victim_order(stream: StreamView) -> tuple[int, int, str]:

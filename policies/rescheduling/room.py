@@ -2,8 +2,12 @@
 
 All workers together may have enough free memory for a prompt that fits on none of them
 (fragmentation). The policy then chooses the streams of one worker that release the missing memory
-with the fewest bytes to copy. Requests in the queue keep their order, so the freed memory
-accumulates until the request at the head fits.
+at the least cost. Requests in the queue keep their order, so the freed memory accumulates until the
+request at the head fits.
+
+The gain is the wait that the moves save: the time until the first worker would have released enough
+memory without them. It is the same for all choices, so each move lowers the least cost of the
+remaining ones, and moves never go back and forth.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from statistics import fmean
 from typing import Final
 
 from draftgate.policies.capacity import CapacityNeed, missing_tokens
+from draftgate.policies.free_memory import release_rate
 from draftgate.policies.moves import MoveReason
 from draftgate.policies.rescheduling.types import (
     ChosenMove,
@@ -24,9 +29,9 @@ from draftgate.policies.rescheduling.types import (
     can_exchange,
     fits,
     move_cost_s,
-    release_rate,
     with_stream,
 )
+from draftgate.policies.values import replace
 
 COST_FACTOR: Final = 2.0
 """A move must save at least this many times its cost, because predictions have errors. The design
@@ -42,33 +47,63 @@ def make_room(pool: PoolState, streams_of: StreamsOf) -> list[ChosenMove]:
 
     A worker may have to give several streams away. Later calls choose the further moves.
     """
-    head = pool.head
-    if head is None:
-        return []
-    lacking = {
-        one.worker_id: missing_tokens(one.usage, head)
-        for one in pool.workers
-        if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
-    }
-    if not all(lacking.values()):  # the request does not wait for memory
+    head, lacking = pool.head, _lacking(pool)
+    if head is None or not lacking:
         return []
     idle = [one for one in pool.workers if not one.moving]
     able = [one for one in idle if one.worker_id in lacking and _has_sequences(one, head)]
     nearest = nsmallest(
         _MOST_COMPARED, able, key=lambda one: (lacking[one.worker_id], one.worker_id)
     )
+    streams = {
+        one.worker_id: [s for s in streams_of(one.worker_id) if s.may_move] for one in nearest
+    }
+    wait_s = min(
+        (_wait_s(one, lacking[one.worker_id], streams[one.worker_id]) for one in nearest),
+        default=0.0,
+    )
     found = [
-        (num_bytes, move)
+        move
         for source in nearest
-        for num_bytes, move in _clearing(source, lacking[source.worker_id], pool, idle, streams_of)
+        for move in _clearing(
+            source, lacking[source.worker_id], streams[source.worker_id], pool, idle
+        )
     ]
-    return [min(found, key=lambda one: one[0])[1]] if found else []
+    best = min(found, key=lambda one: one.threshold, default=None)
+    if best is None or wait_s <= best.threshold:
+        return []
+    return [replace(best, gain=wait_s)]
 
 
-def undecided(pool: PoolState, moves: Sequence[ChosenMove]) -> list[WorkerState]:
-    """Return the workers that may take part in further moves."""
-    busy = {end for move in moves for end in (move.source, move.sink)}
-    return [one for one in pool.workers if not one.moving and one.worker_id not in busy]
+def _lacking(pool: PoolState) -> dict[str, int]:
+    """Return the tokens that each worker lacks for the request, by its id.
+
+    The result is empty if no request waits for memory.
+    """
+    head = pool.head
+    if head is None:
+        return {}
+    lacking = {
+        one.worker_id: missing_tokens(one.usage, head)
+        for one in pool.workers
+        if one.open and not one.leaving and head.prompt_tokens <= one.total_tokens
+    }
+    return lacking if all(lacking.values()) else {}
+
+
+def next_with_room(pool: PoolState) -> str | None:
+    """Return the worker that lacks the least memory for the waiting request, by its id, or None.
+
+    Other moves must not take its memory. Otherwise the request, and all requests after it, would
+    wait for longer.
+    """
+    lacking = _lacking(pool)
+    return min(lacking, key=lambda one: (lacking[one], one), default=None)
+
+
+def undecided(pool: PoolState) -> list[WorkerState]:
+    """Return the workers that take part in no move yet."""
+    return [one for one in pool.workers if not one.moving]
 
 
 def _has_sequences(worker: WorkerState, head: CapacityNeed) -> bool:
@@ -77,15 +112,24 @@ def _has_sequences(worker: WorkerState, head: CapacityNeed) -> bool:
     return not limit or load.running + load.waiting + head.sequences <= limit
 
 
+def _wait_s(worker: WorkerState, missing: int, streams: Sequence[StreamView]) -> float:
+    """Return the seconds until a worker has released the missing memory, or 0 if unknown."""
+    left_tokens = fmean([one.left_tokens for one in streams]) if streams else 0.0
+    rate = release_rate(worker.used_tokens, left_tokens, worker.load.speed.tpot_s)
+    return missing / rate if rate else 0.0
+
+
 def _clearing(
     source: WorkerState,
     missing: int,
+    streams: Sequence[StreamView],
     pool: PoolState,
     workers: Sequence[WorkerState],
-    streams_of: StreamsOf,
-) -> list[tuple[int, ChosenMove]]:
-    """Return the bytes to move until a worker has room, and the first move, if they pay."""
-    streams = [one for one in streams_of(source.worker_id) if one.may_move]
+) -> list[ChosenMove]:
+    """Return the first move until a worker has room, if its streams suffice.
+
+    The threshold of the move is that of all moves until then.
+    """
     sinks = {one.worker_id: one for one in workers if can_exchange(source, one)}
     placed = list[tuple[StreamView, WorkerState, float]]()
     for stream in _victims(streams, missing):
@@ -95,24 +139,21 @@ def _clearing(
         sink = max(able, key=lambda one: (one.free_tokens, one.worker_id))
         placed.append((stream, sink, move_cost_s(stream, source, sink, pool.link)))
         sinks[sink.worker_id] = with_stream(sink, stream, 1)
-    rate = release_rate(source, fmean([one.left_tokens for one in streams])) if placed else 0.0
-    if not rate:
-        return []
-    gain_s, threshold_s = missing / rate, COST_FACTOR * sum(cost_s for _, _, cost_s in placed)
-    if gain_s <= threshold_s:
+    if not placed:
         return []
     stream, sink, _ = placed[0]
-    words = f"{missing} tokens are missing for the next request, {gain_s:.2f} s of releases"
+    cost_s = sum(cost_s for _, _, cost_s in placed)
+    words = f"{missing} tokens are missing for the next request, which moves free in {cost_s:.2f} s"
     move = ChosenMove(
         stream.stream_id,
         source.worker_id,
         sink.worker_id,
         MoveReason.MAKE_ROOM,
-        gain_s,
-        threshold_s,
+        0.0,  # until the wait is known
+        COST_FACTOR * cost_s,
         words,
     )
-    return [(sum(one.tokens * one.token_bytes for one, _, _ in placed), move)]
+    return [move]
 
 
 def _victims(streams: Sequence[StreamView], missing: int) -> list[StreamView]:

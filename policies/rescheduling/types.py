@@ -201,15 +201,6 @@ def move_cost_s(
     return forecast.copy_s + forecast.gap_s
 
 
-def release_rate(worker: WorkerState, left_tokens: float) -> float:
-    """Return the tokens per second of memory that ending sequences release, or 0 if unknown.
-
-    The estimate assumes that each sequence of the worker still generates `left_tokens` tokens.
-    """
-    left_s = left_tokens * worker.load.speed.tpot_s
-    return worker.used_tokens / left_s if left_s > 0.0 else 0.0
-
-
 class NoMoves:
     """Moves no stream. Streams still move from a worker that is leaving (`policies.moves`)."""
 

@@ -1,12 +1,17 @@
 """Predicted latency of a request on each worker, and the time that other requests lose.
 
     TTFT   = (prompt tokens ahead + own tokens to compute) x step_token_s + a step
-             + own pull + wait for a free sequence
+             + own pull + wait for a free sequence + wait for memory
     TPOT   = step / tokens,    step = step_s + others in the batch x step_sequence_s
     tokens = 1 + sum over slots of (survival - price)
-    others = others in the batch x (own tokens to compute x step_token_s
-             + output / tokens x step_sequence_s)
-    cost   = TTFT + output x TPOT + others
+    others = weight of the others in the batch x (own tokens to compute x step_token_s
+             + output / tokens x step_sequence_s) + wait of a preempted sequence
+    wait for memory = missing tokens / tokens released per second (`free_memory`)
+    cost   = weight x (TTFT + output x TPOT) + others
+
+The weights are those of priority classes (`speculation.weights`).
+A worker lacks memory if its prompts ahead and the request do not fit. If their output does not fit
+either, before the first sequence ends, a sequence will be preempted, and waits for the rest.
 
 The own tokens to compute are those that the worker neither has cached nor pulls from another
 worker. It pulls them if that is faster (`policies.kv_transfer`). A pull delays no other request.
@@ -35,13 +40,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
+from draftgate.policies.free_memory import release_rate
 from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
 from draftgate.policies.speculation.draft_forecast import forecast_drafts
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer_or_any
+from draftgate.policies.speculation.weights import PRIORITY_FACTOR, weight
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 
@@ -132,11 +140,41 @@ def _predict_on(
     ttft_s = max(ahead_s, 0.0) + own_s + pull_s + step_s
     if limit:
         ttft_s += max(on_worker + own - limit, 0) * (own_s + steps * step_s) / limit
+    memory = _memory_waits(request, worker, step_s / tokens)
+    ttft_s += memory.own_s
     slower_s = own * steps * speed.step_sequence_s
-    others_s = (batch - own) * (own_s + slower_s)
-    per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1)
-    score = Score(min(ahead_s, 0.0) + ttft_s + steps * step_s + others_s, per_token_s)
+    others = batch - own + min(worker.load.urgent, batch - own) * (PRIORITY_FACTOR - 1.0)
+    others_s = others * (own_s + slower_s) + memory.preempted_s
+    alone_s = weight(None, request.request.service) * (ttft_s + steps * step_s)
+    per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1) + memory.per_token_s
+    score = Score(min(ahead_s, 0.0) + alone_s + others_s, per_token_s)
     return RoutePrediction(score, ttft_s, step_s / tokens, worker.cached_tokens, slots, pulled)
+
+
+class _MemoryWaits(NamedTuple):
+    """The waits for the KV memory of a worker in seconds, and their rise with each leased token."""
+
+    own_s: float = 0.0
+    preempted_s: float = 0.0
+    per_token_s: float = 0.0
+
+
+_NO_WAITS: Final = _MemoryWaits()
+
+
+def _memory_waits(request: RouteView, worker: Candidate, tpot_s: float) -> _MemoryWaits:
+    """Return the waits of a request and of the sequence that it preempts, if memory is short."""
+    load = worker.load
+    own_tokens = request.request.prompt_tokens - worker.cached_tokens
+    left_tokens = worker.free_tokens - own_tokens
+    if left_tokens >= request.output_tokens or not load.kv_blocks_total:
+        return _NO_WAITS  # the usual case
+    used_tokens = load.kv_total_tokens - load.kv_free_tokens
+    rate = release_rate(used_tokens, request.output_tokens, tpot_s)
+    if not rate:  # all of the memory is free
+        return _NO_WAITS
+    own_s = max(-left_tokens, 0) / rate
+    return _MemoryWaits(own_s, (request.output_tokens - left_tokens) / rate - own_s, 1.0 / rate)
 
 
 def _pulled(worker: Candidate, speed: WorkerSpeed) -> tuple[int, float]:

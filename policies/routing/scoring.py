@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from draftgate.policies.free_memory import freeness as freeness_steps
+from draftgate.policies.free_memory import headroom_tokens
 from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.selection import Pick, Score, least, less_of_two, rank, spread
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
@@ -84,15 +86,44 @@ def latency(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]
     return [Score((score.value - lowest) / span, score.per_token / span) for score in scores]
 
 
+def freeness(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score]:
+    """Return how much less freeness each worker would have than the freest one, as a share.
+
+    The freeness is that after the request has joined (`free_memory`). Unlike `load`, it does not
+    count tokens that requests may generate later, most of which end before. If a worker does not
+    report its memory, the result is that of `load`.
+    """
+    if not all(worker.load.kv_blocks_total for worker in workers):
+        return load(request, workers)
+    sequences = [worker.sequences + request.sequences for worker in workers]
+    steps = [
+        freeness_steps(
+            worker.free_tokens
+            - request.request.prompt_tokens
+            + worker.cached_tokens
+            - headroom_tokens(worker.load),
+            count,
+        )
+        for worker, count in zip(workers, sequences, strict=True)
+    ]
+    most = max(steps)
+    span = max(most - min(steps), 1.0)
+    return [
+        Score((most - own) / span, 1.0 / (count * span))
+        for own, count in zip(steps, sequences, strict=True)
+    ]
+
+
 SCORERS: Final[Mapping[str, Scorer]] = {
     "load": load,
+    "freeness": freeness,
     "prefix": prefix,
     "price": price,
     "staleness": staleness,
     "latency": latency,
 }
 
-READ_PROMPTS: Final = frozenset({"prefix", "latency"})
+READ_PROMPTS: Final = frozenset({"prefix", "latency", "freeness"})
 """Scorers that read what is cached, for which the gateway needs block hashes."""
 
 
@@ -173,6 +204,11 @@ def round_robin() -> WeightedScores:
 def least_loaded() -> WeightedScores:
     """Return a policy that chooses the worker with the fewest tokens."""
     return WeightedScores("least_loaded", {"load": 1.0}, least)
+
+
+def freest() -> WeightedScores:
+    """Return a policy that chooses the worker with the most free memory per sequence."""
+    return WeightedScores("freeness", {"freeness": 1.0})
 
 
 def power_of_two() -> WeightedScores:

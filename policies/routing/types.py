@@ -136,6 +136,12 @@ class Candidate:
         return max(self.load.prompt_tokens, self.usage.unstarted_prompt_tokens)
 
     @property
+    def free_tokens(self) -> int:
+        """Tokens of free KV memory, less those of prompts ahead, negative if they do not fit."""
+        free_tokens = self.load.kv_free_tokens - self.usage.arriving_tokens
+        return free_tokens - max(self.prompt_tokens, self.load.head_tokens)
+
+    @property
     def tokens(self) -> int:
         """Tokens on the worker without leases: tokens sent to it, or tokens in its memory.
 

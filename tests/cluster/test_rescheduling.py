@@ -34,8 +34,10 @@ from tests.cluster.test_chaos import (
 from tests.cluster.troubles import NodeFailures
 from tests.gateway.redis_server import RedisServer
 
+A10 = Path(__file__).parents[2] / "bench/simulation/a10-7b.json"
+
 WORKER = (
-    *("--backend", "sim", "--profile", str(Path(__file__).with_name("a10-7b.json"))),
+    *("--backend", "sim", "--profile", str(A10)),
     *("--kv-bytes", "2GiB", "--drain-timeout-s", "300"),
 )
 """A simulated worker with steps of 25 ms and KV memory for 4,096 tokens."""

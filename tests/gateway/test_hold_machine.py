@@ -1,13 +1,14 @@
 """Holds of workers under random interleavings of failures, moves, pauses and cancels.
 
 `test_move_machine` checks the texts of prompts that move. This machine counts what each prompt
-holds: whatever happens in whichever order, it is released exactly once.
+holds: whatever happens in whichever order, it is released exactly once. It also checks that every
+worker of a prompt gets the time of its arrival at the first one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec import structs
 
+from draftgate.backends.base import DeltaSink
 from draftgate.backends.errors import BackendFailed, WorkerLeft
 from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.types import GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.dispatcher import RunningJob
 from draftgate.gateway.dispatch.hold import Hold
@@ -58,6 +61,7 @@ class Hanging(SimBackend):
 
     def __init__(self, config: WorkerConfig) -> None:
         self.hangs = False
+        self.arrivals: list[tuple[str, float]] = []  # ids of prompts, and times of arrival
         fault = DeviceFault(hangs=lambda _: self._take_hang(), hung_s=3 * LEAST_PATIENCE_S)
 
         def build(config: WorkerConfig) -> assembly.SimWorker:
@@ -65,6 +69,11 @@ class Hanging(SimBackend):
             return replace(made, executor=FaultyExecutor(made.executor, fault))
 
         super().__init__(config, build=build)
+
+    def submit(self, request: GenerationRequest, sink: DeltaSink) -> None:
+        prompt_id = request.request_id.partition(".")[0]
+        self.arrivals.append((prompt_id, self._now_s() - request.age_s))
+        super().submit(request, sink)
 
     def _take_hang(self) -> bool:
         hangs, self.hangs = self.hangs, False
@@ -223,6 +232,7 @@ class HoldMachine(RuleBasedStateMachine):
                 for one in self.clients:
                     one.check()
                 assert self.released == Counter(self.held)
+                self._check_arrivals()
             finally:
                 self.do(self._close())
                 self.patch.undo()
@@ -245,6 +255,15 @@ class HoldMachine(RuleBasedStateMachine):
         assert dispatcher.queue.claims.open == dispatcher.admission.quotas.open == 0
         assert not dispatcher.moves.streams
         await self._check_charges()
+
+    def _check_arrivals(self) -> None:
+        """Check that all workers of a prompt rank it by the same time."""
+        times = defaultdict[str, list[float]](list)
+        for worker in self.workers:
+            for prompt_id, arrived_s in worker.backend.arrivals:
+                times[prompt_id].append(arrived_s)
+        for of_prompt in times.values():
+            assert of_prompt == pytest.approx([of_prompt[0]] * len(of_prompt), abs=1e-6)
 
     async def _check_charges(self) -> None:
         """Check that each tenant was charged what its requests used, and nothing else."""

@@ -8,7 +8,13 @@ import logging
 import pytest
 
 from draftgate.gateway.telemetry.live import Activity, node_sample
-from draftgate.policies.scaling import ScalingAdvice, ScalingReason
+from draftgate.policies.scaling import (
+    WITH_MOVES,
+    WITHOUT_MOVES,
+    ScalingAdvice,
+    ScalingReason,
+    ScalingRules,
+)
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import FixedAdvisor, client, running
 
@@ -48,6 +54,17 @@ async def test_drained_workers_and_queued_requests_are_part_of_the_demand() -> N
         node.take_sample()
     assert (len(advisor.view.loads), len(advisor.view.leaving)) == (2, 1)
     assert advisor.view.queued == 0
+
+
+@pytest.mark.parametrize(
+    ("rescheduling", "rules"), [("off", WITHOUT_MOVES), ("llumnix", WITH_MOVES)]
+)
+async def test_pool_that_moves_streams_is_advised_by_its_own_rules(
+    rescheduling: str, rules: ScalingRules
+) -> None:
+    """The advice uses what moves make possible, but only with a rescheduling policy."""
+    async with running(rescheduling=rescheduling) as gateway:
+        assert gateway.node.models[0].scaling._advisor._rules is rules
 
 
 def test_a_sample_shows_the_largest_advice_of_all_processes() -> None:

@@ -76,6 +76,7 @@ FULL = GenerationRequest(
     block_hashes=(b"\x00" * 16, b"\xff" * 16),
     trace_context=(("traceparent", "00-1-2-01"),),
     prediction_ids=(4, 1 << 40),
+    age_s=2.5,
 )
 PLAIN = GenerationRequest("a", compact([1, 2]), SamplingParams(5, 0, prompt_logprobs=2), PLAN)
 EMBEDDING = GenerationRequest("c", compact([]), SamplingParams(0, 0), PLAN, task=Task.EMBED)
@@ -142,6 +143,15 @@ def test_command_arrives_whole(
     """A command arrives with service level, tenant, grammar, resumed tokens, hashes and trace
     context."""
     assert carried(command, Command) == command
+
+
+def test_request_of_an_older_node_has_no_age() -> None:
+    """A request without the field counts as new, so its worker ranks it by its arrival there."""
+    fields = msgspec.msgpack.decode(Codec[object](Command).encode(Submit("1", PLAIN)))
+    del fields["request"]["age_s"]
+    read = Codec[Submit](Command).decode(msgspec.msgpack.encode(fields))
+    assert read == Submit("1", PLAIN)
+    assert read.request.age_s == 0.0
 
 
 @pytest.mark.parametrize("carried", [over_codec, over_socket])

@@ -47,6 +47,45 @@ def test_least_cost_weighs_backlog_batch_speed_and_cache() -> None:
     assert cheapest(worker(0), holder, worker(2), request=prompt("a", 256)) == 1
 
 
+def test_request_avoids_a_worker_whose_memory_is_full() -> None:
+    """A busier worker with free memory costs less than one that must preempt a sequence.
+
+    The wait for memory counts also if only the output does not fit, and rises with what is missing.
+    """
+    busy = worker(0, running=12, kv_blocks_free=200)
+    assert cheapest(busy, worker(1, running=11, kv_blocks_free=30)) == 0
+    assert cheapest(busy, worker(1, running=11, kv_blocks_free=80)) == 1
+    full, fuller = (worker(n, running=12, kv_blocks_free=free) for n, free in ((0, 40), (1, 20)))
+    assert cheapest(fuller, full) == 1
+    (one,), (other,) = (predict(REQUEST, [each]) or [] for each in (full, fuller))
+    assert other.ttft_s > one.ttft_s > worker_ttft_s()
+
+
+def worker_ttft_s() -> float:
+    """Return the predicted TTFT on a worker as busy as the full ones, with free memory."""
+    (free,) = predict(REQUEST, [worker(0, running=12)]) or []
+    return free.ttft_s
+
+
+def test_priority_classes_weigh_the_time_of_requests() -> None:
+    """A request delays urgent sequences only if another worker is far busier. Its own time counts
+    twice if it is urgent."""
+    assert cheapest(worker(0, running=8, urgent=8), worker(1, running=9)) == 1
+    assert cheapest(worker(0, running=8, urgent=8), worker(1, running=18)) == 0
+    high = replace(REQUEST, request=replace(REQUEST.request, service=ServiceLevel(priority=-1)))
+    (usual,), (urgent,) = (predict(one, [worker(0)]) or [] for one in (REQUEST, high))
+    assert urgent.score.value == pytest.approx(2 * usual.score.value)
+
+
+def test_wait_for_memory_rises_with_leases() -> None:
+    """With leases that its load does not contain, a full worker costs more for each token."""
+    (full,), (free,) = (
+        predict(REQUEST, [worker(0, running=8, kv_blocks_free=blocks)]) or []
+        for blocks in (10, 500)
+    )
+    assert full.score.per_token > 2 * free.score.per_token
+
+
 @pytest.mark.parametrize(
     ("slow", "running", "target", "strict"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +16,7 @@ from draftgate.policies.moves import MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import rescheduling_policy
 from draftgate.policies.rescheduling.least_time import LeastTime
-from draftgate.policies.rescheduling.llumnix import Llumnix, freeness
+from draftgate.policies.rescheduling.llumnix import HIGH_STEPS, Llumnix, freeness, steps_to_full
 from draftgate.policies.rescheduling.testing import check_moves, check_rescheduling
 from draftgate.policies.rescheduling.types import (
     LEAST_INTERVAL_S,
@@ -31,6 +32,7 @@ from draftgate.policies.values import replace
 SPECS = ("off", "llumnix", "llumnix:3,3", "least_time")
 BLOCKS, BLOCK = 800, 16
 SPEED = WorkerSpeed(0.03, 2e-4, 3e-4, 0.02, 3e-4, 1e-4)
+SLOW = replace(SPEED, step_s=0.06, step_sequence_s=1e-3, tpot_s=0.09)
 URGENT = ServiceLevel(priority=-1)
 
 
@@ -112,7 +114,6 @@ def full(name: str, count: int = 10) -> list[StreamView]:
 def pools(draw: st.DrawFn) -> Pool:
     """Draw pools of two to five workers whose memory holds their streams."""
     counts = draw(st.lists(st.integers(0, 8), min_size=2, max_size=4))
-    slow = replace(SPEED, step_s=0.06, step_sequence_s=1e-3, tpot_s=0.09)
     workers = [
         [
             stream(
@@ -125,10 +126,64 @@ def pools(draw: st.DrawFn) -> Pool:
         ]
         for number, count in enumerate(counts)
     ]
-    found = pool(*workers, speeds=draw(st.sampled_from([(SPEED,), (SPEED, slow)])))
+    found = pool(*workers, speeds=draw(st.sampled_from([(SPEED,), (SPEED, SLOW)])))
     found.head = draw(st.sampled_from([None, request(4000), request(12_000)]))
     found.admit()
     return found
+
+
+def recorded(
+    head: int, *workers: tuple[tuple[int, float, int], ...], slow: tuple[int, ...] = ()
+) -> Pool:
+    """Return a pool from the tokens, the rest and the priority of each stream.
+
+    Args:
+        slow: numbers of the workers with slow steps.
+    """
+    streams = [
+        [
+            stream(f"{number}/{one}", tokens, left, service=ServiceLevel(priority=priority))
+            for one, (tokens, left, priority) in enumerate(each)
+        ]
+        for number, each in enumerate(workers)
+    ]
+    speeds = tuple(SLOW if number in slow else SPEED for number in range(len(workers)))
+    found = pool(*streams, speeds=speeds)
+    found.head = request(head)
+    return found
+
+
+def restless_pools() -> list[Pool]:
+    """Return pools in which streams moved back and forth forever in earlier versions."""
+    return [
+        # The plan to free the second worker did not pay, and one to free the first one did.
+        recorded(
+            12_000,
+            ((1322, 1.0, -1),),
+            ((2860, 1.0, 1), (1183, 1.0, -1)),
+            ((851, 1.0, 0), (1462, 300, 0)),
+            ((511, 2000, -1), (5869, 1.0, 0), (267, 300, 0)),
+            slow=(1, 3),
+        ),
+        recorded(
+            12_000,
+            (
+                *((1031, 50, 1), (612, 2000, 0), (411, 1.0, 1)),
+                *((431, 2000, -1), (391, 50, 0), (488, 1.0, 0)),
+            ),
+            (
+                *((3117, 50, 1), (979, 2000, 0), (1312, 2000, 0), (297, 2000, 0)),
+                *((1111, 50, -1), (978, 50, 0), (434, 300, 1)),
+            ),
+            slow=(1,),
+        ),
+        # Headroom for an urgent stream filled the memory that was freed for the next request.
+        recorded(
+            12_000,
+            ((1175, 300, 0), (1313, 300, 0), (4011, 50, 1), (1478, 50, -1)),
+            ((1460, 2000, 0), (682, 1.0, 0), (1288, 1.0, 0)),
+        ),
+    ]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -159,7 +214,18 @@ def test_wrong_name_is_explained(spec: str, words: str) -> None:
 @given(found=pools())
 def test_pool_without_arrivals_comes_to_rest(spec: str, found: Pool) -> None:
     """Every move keeps the contract, and no move follows a bounded number of moves."""
-    policy = rescheduling_policy(spec)
+    check_rest(rescheduling_policy(spec), found)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("number", range(3))
+def test_restless_pool_comes_to_rest(spec: str, number: int) -> None:
+    """Pools of earlier counterexamples come to rest, too."""
+    check_rest(rescheduling_policy(spec), restless_pools()[number])
+
+
+def check_rest(policy: ReschedulingPolicy, found: Pool) -> None:
+    """Check that a pool comes to rest."""
     streams = sum(map(len, found.streams.values()))
     for _ in range(10 * streams + 1):
         moves = found.choose(policy)
@@ -168,6 +234,47 @@ def test_pool_without_arrivals_comes_to_rest(spec: str, found: Pool) -> None:
         for move in moves:
             found.apply(move)
     assert not found.choose(policy)
+
+
+def check_tails(policy: ReschedulingPolicy, found: Pool) -> None:
+    """Check that no move of a pool delays the next request or the first preemption."""
+    for move in found.choose(policy):
+        source, sink = found.workers[move.source], found.workers[move.sink]
+        lacking = least_lacking(found)
+        after = deepcopy(found)
+        after.apply(move)
+        if move.reason is MoveReason.BALANCE:
+            steps = [steps_to_full(after.workers[end]) for end in (move.source, move.sink)]
+            assert min(steps) > min(steps_to_full(source), HIGH_STEPS)
+        if move.reason is not MoveReason.MAKE_ROOM and lacking:
+            assert least_lacking(after) <= lacking
+        assert sink.free_tokens > 0
+
+
+def least_lacking(found: Pool) -> int:
+    """Return the tokens that the worker with the most room lacks for the next request."""
+    if found.head is None:
+        return 0
+    return min(missing_tokens(one.usage, found.head) for one in found.workers.values())
+
+
+@pytest.mark.parametrize("spec", ["llumnix", "least_time"])
+@given(found=pools())
+def test_no_move_predicts_a_worse_tail(spec: str, found: Pool) -> None:
+    """The memory of both workers lasts longer than before, or long, and the next request waits for
+    no more memory."""
+    check_tails(rescheduling_policy(spec), found)
+
+
+@pytest.mark.parametrize("spec", ["llumnix", "least_time"])
+@pytest.mark.parametrize("number", range(3))
+def test_no_move_in_a_restless_pool_predicts_a_worse_tail(spec: str, number: int) -> None:
+    """In recorded pools, no move takes the memory that the next request waits for."""
+    policy, found = rescheduling_policy(spec), restless_pools()[number]
+    while moves := found.choose(policy):
+        check_tails(policy, found)
+        for move in moves:
+            found.apply(move)
 
 
 @pytest.mark.parametrize("spec", SPECS)

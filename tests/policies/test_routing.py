@@ -25,12 +25,14 @@ from tests.policies.routing_workers import (
 SPECS = (
     "round_robin",
     "least_loaded",
+    "freeness",
     "power_of_two",
     "prefix_affinity",
     "least_cost",
     "least_cost:undrafted",
     "weighted:prefix=2,load=1",
     "weighted:latency,staleness=0.5,price=0.1",
+    "weighted:freeness,prefix=0.5",
 )
 
 
@@ -55,12 +57,15 @@ def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     [
         (
             "nearest",
-            r"known: least_cost\[:undrafted\], .*, power_of_two, prefix_affinity, round_robin",
+            r"known: freeness, least_cost\[:undrafted\], .*, prefix_affinity, round_robin",
         ),
         ("round_robin:2", "takes no argument"),
         ("price:cheap", "no argument but `undrafted`"),
         ("weighted", "unknown scorer ''"),
-        ("weighted:luck=1", "unknown scorer 'luck'.*latency, load, prefix, price, staleness"),
+        (
+            "weighted:luck=1",
+            "unknown scorer 'luck'.*freeness, latency, load, prefix, price",
+        ),
         ("weighted:load=1,load=2", "named twice"),
         ("weighted:load=-1", "above 0"),
         ("weighted:load=much", "above 0, not 'much'"),
@@ -127,6 +132,34 @@ def test_tokens_of_other_gateways_count() -> None:
     assert place(routing_policy("least_loaded"), Candidates(workers)) == 1
     leased = (replace(worker(0), leased_tokens=5000), worker(1, 4000))
     assert place(routing_policy("least_loaded"), Candidates(leased)) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        ({"kv_blocks_free": 500, "running": 4}, {"kv_blocks_free": 400, "running": 4}, 0),
+        ({"kv_blocks_free": 500, "running": 9}, {"kv_blocks_free": 400, "running": 4}, 1),
+        ({"kv_blocks_free": 500, "prompt_tokens": 5000}, {"kv_blocks_free": 400}, 1),
+        ({"kv_blocks_free": 500, "running": 4, "urgent": 1}, {"kv_blocks_free": 1}, 1),
+        ({"head_tokens": 15_000, "waiting": 1}, {"kv_blocks_free": 400}, 1),
+    ],
+)
+def test_freeness_takes_the_most_free_memory_per_sequence(
+    first: dict[str, int], second: dict[str, int], chosen: int
+) -> None:
+    """Free memory less the demand of the queue counts per sequence, and urgent ones keep headroom.
+
+    Unlike `least_loaded`, the policy ignores the tokens that a worker's requests may generate.
+    """
+    workers = Candidates((worker(0, 9000, **first), worker(1, 0, **second)))
+    assert place(routing_policy("freeness"), workers) == chosen
+
+
+def test_freeness_counts_leases_and_needs_reported_memory() -> None:
+    """Leased tokens lower the freeness. Workers without known memory are compared by tokens."""
+    leased = replace(worker(0), leased_tokens=3000), worker(1, kv_blocks_free=900)
+    assert place(routing_policy("freeness"), Candidates(leased)) == 1
+    assert place(routing_policy("freeness"), workers_with_tokens(5, 3, kv_blocks_total=0)) == 1
 
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=9, unique=True), st.integers(0, 99))

@@ -16,7 +16,9 @@ from draftgate.policies.scaling import (
     GOAL,
     IDLE_SHARE,
     MEAN_S,
+    MOVES_DOWN_S,
     PRICE_TARGET,
+    WITH_MOVES,
     DemandView,
     ScalingAdvice,
     ScalingAdvisor,
@@ -91,6 +93,17 @@ def test_an_idle_pool_keeps_one_worker() -> None:
     assert advise([idle(5)] * int(DOWN_S)).workers == 5
     advice = advise([idle(5)] * int(DOWN_S + MEAN_S))
     assert (advice.workers, advice.reason) == (1, ScalingReason.IDLE)
+
+
+def test_pool_whose_streams_move_gives_up_workers_sooner() -> None:
+    """With moves, fewer workers suffice for the same memory, and the advice falls sooner."""
+    used = DemandView([load(used=45)] * 4)
+    assert advise([used] * int(DOWN_S + MEAN_S), ScalingAdvisor()).workers == 4
+    moving = advise([used] * int(MOVES_DOWN_S + MEAN_S), ScalingAdvisor(WITH_MOVES))
+    assert (moving.workers, moving.reason) == (3, ScalingReason.IDLE)
+    full = DemandView([load(used=85)] * 4)
+    assert advise([full] * 60, ScalingAdvisor(WITH_MOVES)).workers == 4
+    assert advise([full] * 60, ScalingAdvisor()).workers == 5
 
 
 def test_a_short_burst_adds_no_workers() -> None:
