@@ -192,19 +192,26 @@ class Measured:
     """A candidate and its rate, with a confidence interval.
 
     Attributes:
-        rate_rps: the estimate, or None if the rate only has an upper limit.
-        low_rps, high_rps: the interval.
+        rate_rps: the estimate, or None if no bound was found on one side of it.
+        low_rps, high_rps: the interval, with 0 and infinity for missing bounds.
+        converged: whether the interval is as narrow as requested.
     """
 
     candidate: DeploymentCandidate
     rate_rps: float | None
     low_rps: float
     high_rps: float
+    converged: bool = True
 
     @property
     def value(self) -> float:
         """The rate by weight, 0 without an estimate."""
         return (self.rate_rps or 0.0) / self.candidate.weight
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a search ended without an estimate, although the rate may be above 0."""
+        return self.rate_rps is None and not self.converged
 
     @property
     def most_value(self) -> float:

@@ -14,7 +14,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.lab.plan import goodput, planner
 from draftgate.lab.plan.goodput import PLACEMENT, Simulation, speculation_of
-from draftgate.lab.plan.sources import TraceSource
+from draftgate.lab.plan.sources import Requests, TraceSource
 from draftgate.lab.planning.deployments import Deployment, DeploymentCandidate, Group
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
@@ -83,6 +83,41 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
         candidate, goal, beat_rps=20.0
     )
     assert (found.rate_rps, found.high_rps) == (None, 20.0)
+
+
+def test_search_without_a_bracket_has_no_estimate(tmp_path: Path) -> None:
+    """Too few requests for a bound from above give a lower bound, and no estimate."""
+    profile = _profile(tmp_path, "one", SERVICE_S, None)
+    source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
+    candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 8.0)
+    simulation = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE)
+    goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, most_requests=300)
+    found = simulation.measure(candidate, goal)
+    assert found.rate_rps is None
+    assert found.low_rps < capacity(0.9, SERVICE_S, 5 * SERVICE_S) < found.high_rps
+    assert not found.converged
+
+
+def test_all_rates_have_the_same_requests_and_two_seeds_decide(tmp_path: Path) -> None:
+    """A rate only scales the gaps between requests, and a check simulates two seeds."""
+    rows = tuple(TraceRow(0.0, 50 + n, 1 + n) for n in range(20))
+    drawn = []
+
+    class Counted(TraceSource):
+        def requests(self, rate_rps: float, seed: int, count: int) -> Requests:
+            found = super().requests(rate_rps, seed, count).kept()
+            drawn.append((rate_rps, seed, [rate_rps * (one.at_s or 0.0) for one in found.planned]))
+            return found
+
+    source = Counted(rows, Slo(ttft_s=1.0))
+    slow, fast = (source.requests(rate, 3, 50) for rate in (1.0, 7.0))
+    assert slow.lengths()[7].prompt_tokens == fast.lengths()[7].prompt_tokens
+    assert drawn[0][2] == pytest.approx(drawn[1][2])
+    files = {"one": _profile(tmp_path, "one", SERVICE_S, None)}
+    simulation = Simulation(source, files, PLACEMENT, config=ONE_BY_ONE)
+    goal = SearchGoal(1.0, 1.0, share=0.9, seed=5)
+    assert not simulation.holds(Deployment((Group("one", Role.ANY, 1),)), goal, 50.0)
+    assert [seed for _, seed, _ in drawn[2:]] == [5, 6]
 
 
 def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
