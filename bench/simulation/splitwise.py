@@ -46,6 +46,9 @@ from draftgate.loadgen.types import PlannedRequest, Record, Slo
 from draftgate.policies.types import Role
 
 SHARE: Final = 0.9
+BRACKET_RPS: Final = 2
+"""Distance of the rates of a bracket."""
+
 TTFT_TIMES, TPOT_TIMES = 3.0, 1.5
 """Limits of the joint figure, in multiples of an idle A100. They are the paper's limits at P90."""
 
@@ -120,7 +123,10 @@ class Times:
                     prompts[prompt].append(float(row["prompt_time"]) / 1e3)
                 if prompt == 512 and row["token_size"] == "128":
                     decodes[batch].append(float(row["token_time"]) / 1e3)
-        return cls(*({key: median(one) for key, one in by.items()} for by in (prompts, decodes)))
+        prompt_s, decode_s = (
+            {key: median(one) for key, one in by.items()} for by in (prompts, decodes)
+        )
+        return cls(prompt_s, decode_s)
 
     def profile(self, kind: MachineKind) -> dict[str, Any]:
         """Return a `profile/2` that is fitted to the times.
@@ -138,8 +144,10 @@ class Times:
             if tokens <= MOST_TOKENS
         }
         known[1] = self.decode_s[1] - kv_token_s * self.decode_context
-        points = np.maximum.accumulate([known[tokens] for tokens in sorted(known)])
-        buckets = (1, *range(16, MOST_TOKENS + 1, 16))
+        # A measured time that exceeds that of a longer prompt is replaced by it.
+        descending = [known[tokens] for tokens in sorted(known, reverse=True)]
+        points = np.minimum.accumulate(descending)[::-1]
+        buckets = (1, 2, 4, 8, *range(16, MOST_TOKENS + 1, 16))
         table = np.interp(buckets, sorted(known), points)
         left = {
             batch: seconds
@@ -171,13 +179,14 @@ class Times:
 
     def _pair_s(self) -> float:
         """Return the seconds of a pair of tokens, from prompts of several steps."""
-        found = []
+        products = squares = 0.0
         for tokens, seconds in self.prompt_s.items():
             chunks = tokens // MOST_TOKENS
-            if chunks > 1:
-                later = MOST_TOKENS**2 * chunks * (chunks - 1) / 2
-                found.append((seconds - chunks * self.prompt_s[MOST_TOKENS]) / later)
-        return max(fmean(found), 0.0)
+            if chunks > 1:  # least squares of relative errors
+                pairs = MOST_TOKENS**2 * chunks * (chunks - 1) / 2 / seconds
+                products += pairs * (1.0 - chunks * self.prompt_s[MOST_TOKENS] / seconds)
+                squares += pairs**2
+        return max(products / squares, 0.0)
 
     def alone_s(self, row: TraceRow) -> tuple[float, float]:
         """Return the TTFT and the time between tokens of a request on an idle machine."""
@@ -207,11 +216,12 @@ class SlowdownSource:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines of the study with their batching policy."""
+    """Machines of the study with their batching policy, and the first rate to try."""
 
     name: str
     groups: tuple[Group, ...]
-    batching: str = "slack"
+    batching: str
+    first_rps: int
 
     @property
     def deployment(self) -> Deployment:
@@ -220,12 +230,13 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Return the cluster of a text such as `h100:8`, `h100:8/prefill_first` or `h100:3+a100:8`.
+        """Return the cluster of a text such as `h100:8/prefill_first` or `h100:3+a100:8@25`.
 
         Raises:
             ValueError: the text has another form.
         """
-        machines, _, batching = text.partition("/")
+        name, _, first_rps = text.partition("@")
+        machines, _, batching = name.partition("/")
         parts = [part.partition(":") for part in machines.split("+")]
         if len(parts) > 2 or any(name not in {"h100", "a100"} for name, *_ in parts):
             raise ValueError(f"--clusters: expected h100:8 or h100:3+a100:8, not {text!r}")
@@ -234,7 +245,7 @@ class Cluster:
             Group(name, role, int(count))
             for (name, _, count), role in zip(parts, roles, strict=True)
         )
-        return cls(text, groups, batching or "slack")
+        return cls(name, groups, batching or "slack", int(first_rps or 20))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,18 +257,22 @@ class Study:
     requests: int
     seeds: Sequence[int]
 
-    def throughput(self, cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
-        """Return the highest of some rates at which `SHARE` of the requests meet their targets.
+    def throughput(self, cluster: Cluster) -> dict[str, Any]:
+        """Return the highest whole rate at which `SHARE` of the requests meet their targets.
 
-        The rates are bisected, because the same requests meet fewer targets at a higher rate.
+        Rates are bracketed and bisected, because the same requests meet fewer targets at a higher
+        rate.
         """
-        tried: dict[float, dict[str, Any]] = {}
-        low, high, started_s = -1, len(rates), time.process_time()
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = tried[rates[middle]] = self.at_rate(cluster, rates[middle])
+        tried: dict[int, dict[str, Any]] = {}
+        rate, low, high, started_s = cluster.first_rps, 0, 0, time.process_time()
+        while rate > 0 and rate not in tried:
+            found = tried[rate] = self.at_rate(cluster, rate)
             print(cluster.name, line_of(found), flush=True)
-            low, high = (middle, high) if found["share"] >= SHARE else (low, middle)
+            low, high = (rate, high) if found["share"] >= SHARE else (low, rate)
+            if low and high:
+                rate = (low + high) // 2
+            else:
+                rate = low + BRACKET_RPS if low else high - BRACKET_RPS
         ends = [[one["rate_rps"], *one["interval"]] for one in tried.values()]
         prices = {"h100": H100.usd_per_hour, "a100": A100.usd_per_hour}
         powers = {"h100": H100.power_w / 1e3, "a100": A100.power_w / 1e3}
@@ -267,7 +282,7 @@ class Study:
             "batching": cluster.batching,
             "usd_per_hour": round(cluster.deployment.total(prices), 2),
             "power_kw": round(cluster.deployment.total(powers), 2),
-            "throughput_rps": rates[low] if low >= 0 else None,
+            "throughput_rps": low or None,
             "interval_rps": [
                 max((rate for rate, least, _ in ends if least >= SHARE), default=None),
                 min((rate for rate, _, most in ends if most < SHARE), default=None),
@@ -279,7 +294,7 @@ class Study:
             "rates": [tried[rate] for rate in sorted(tried)],
         }
 
-    def at_rate(self, cluster: Cluster, rate_rps: float) -> dict[str, Any]:
+    def at_rate(self, cluster: Cluster, rate_rps: int) -> dict[str, Any]:
         """Simulate a rate with all seeds, and return the joint share and the nine limits."""
         config = structs.replace(CONFIG, batching=cluster.batching, max_step_tokens=MOST_TOKENS)
         link = KvLink(LINK_BYTES_S, LOCAL_LINK.latency_s)
@@ -355,10 +370,10 @@ def line_of(rate: Mapping[str, Any]) -> str:
 
 
 CLUSTERS: Final = (
-    *("h100:8", "h100:8/prefill_first", "a100:14", "a100:14/prefill_first"),
-    *("h100:3+a100:8", "h100:4+a100:7", "h100:5+a100:5"),
+    *("h100:8@28", "h100:8/prefill_first@18", "a100:14@14", "a100:14/prefill_first@11"),
+    *("h100:3+a100:8@24", "h100:4+a100:7@26", "h100:5+a100:5@18"),
 )
-"""Clusters of about 35 kW, as in the paper."""
+"""Clusters of about 35 kW, as in the paper, each with its first rate."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -367,14 +382,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--times", type=Path, required=True, help="perf_model.csv of splitwise-sim")
     parser.add_argument("--trace", type=Path, required=True, help="lengths of the requests")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--rates", default="10:34:1", help="lowest, beyond highest and step")
     parser.add_argument("--requests", type=int, default=1500, help="requests of each run")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args(arguments)
+    facts = simulated_provenance("splitwise", arguments)
     times = {kind: Times.read(args.times, kind) for kind in (H100, A100)}
     source = SlowdownSource(TraceSource(read_trace(args.trace), Slo()), times[A100])
-    low, high, step = map(float, args.rates.split(":"))
-    rates = [round(float(rate), 3) for rate in np.arange(low, high, step)]
     with TemporaryDirectory() as folder:
         files = {}
         for kind, one in times.items():
@@ -382,10 +395,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file.write_text(json.dumps(one.profile(kind)), encoding="utf-8")
             files[kind.name] = str(file)
         study = Study(source, files, args.requests, range(args.seeds))
-        found = [study.throughput(Cluster.parse(text), rates) for text in args.clusters.split(",")]
+        found = [study.throughput(Cluster.parse(text)) for text in args.clusters.split(",")]
     results = {
         "format": "splitwise/1",
-        **simulated_provenance("splitwise", arguments),
+        **facts,
         "profiles": {kind.name: one.profile(kind)["source"] for kind, one in times.items()},
         "settings": {
             "share": SHARE,
@@ -393,14 +406,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "tpot_times": TPOT_TIMES,
             "requests": args.requests,
             "seeds": args.seeds,
-            "rates": args.rates,
         },
         "clusters": found,
     }
-    for one in found:
+    for cluster in found:
         print(
-            f"{one['deployment']}, {one['batching']}: {one['throughput_rps']} requests/s"
-            f" ({one['interval_rps']}) for {one['usd_per_hour']:.2f} USD/h"
+            f"{cluster['deployment']}, {cluster['batching']}: {cluster['throughput_rps']} requests/s"
+            f" ({cluster['interval_rps']}) for {cluster['usd_per_hour']:.2f} USD/h"
         )
     write_results(args.json, results)
 

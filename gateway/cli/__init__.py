@@ -226,6 +226,7 @@ BENCHES: Final = {
     "kernels": "bench.engine.kernels",
     "policies": "bench.simulation.policies",
     "priors": "bench.simulation.priors",
+    "melange": "bench.simulation.melange",
     "splitwise": "bench.simulation.splitwise",
     "edge": "bench.edge.command",
     "cpu": "bench.cpu.command",

@@ -219,7 +219,7 @@ def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:
         ValueError: an option is missing or wrong.
     """
     check_speculation_flag(flags.speculation)
-    machines = MachineTypes.load(flags.profiles, flags.proposer)
+    machines = MachineTypes.load(flags.profiles, flags.proposer, flags.engine)
     targets = targets_of(flags.slo_ttft_ms, flags.slo_tpot_ms, flags.share)
     slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
     planner = Planner.for_source(
