@@ -409,10 +409,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "clusters": found,
     }
-    for cluster in found:
+    for row in found:
         print(
-            f"{cluster['deployment']}, {cluster['batching']}: {cluster['throughput_rps']} requests/s"
-            f" ({cluster['interval_rps']}) for {cluster['usd_per_hour']:.2f} USD/h"
+            f"{row['deployment']}, {row['batching']}: {row['throughput_rps']} requests/s"
+            f" ({row['interval_rps']}) for {row['usd_per_hour']:.2f} USD/h"
         )
     write_results(args.json, results)
 
