@@ -370,8 +370,8 @@ def line_of(rate: Mapping[str, Any]) -> str:
 
 
 CLUSTERS: Final = (
-    *("h100:8@28", "h100:8/prefill_first@18", "a100:14@14", "a100:14/prefill_first@11"),
-    *("h100:3+a100:8@24", "h100:4+a100:7@26", "h100:5+a100:5@18"),
+    *("h100:8@32", "h100:8/prefill_first@18", "a100:14@14", "a100:14/prefill_first@11"),
+    *("h100:3+a100:8@25", "h100:4+a100:7@26", "h100:5+a100:5@18"),
 )
 """Clusters of about 35 kW, as in the paper, each with its first rate."""
 
@@ -395,26 +395,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file.write_text(json.dumps(one.profile(kind)), encoding="utf-8")
             files[kind.name] = str(file)
         study = Study(source, files, args.requests, range(args.seeds))
-        found = [study.throughput(Cluster.parse(text)) for text in args.clusters.split(",")]
-    results = {
-        "format": "splitwise/1",
-        **facts,
-        "profiles": {kind.name: one.profile(kind)["source"] for kind, one in times.items()},
-        "settings": {
-            "share": SHARE,
-            "ttft_times": TTFT_TIMES,
-            "tpot_times": TPOT_TIMES,
-            "requests": args.requests,
-            "seeds": args.seeds,
-        },
-        "clusters": found,
-    }
-    for row in found:
-        print(
-            f"{row['deployment']}, {row['batching']}: {row['throughput_rps']} requests/s"
-            f" ({row['interval_rps']}) for {row['usd_per_hour']:.2f} USD/h"
-        )
-    write_results(args.json, results)
+        results: dict[str, Any] = {
+            "format": "splitwise/1",
+            **facts,
+            "profiles": {kind.name: one.profile(kind)["source"] for kind, one in times.items()},
+            "settings": {
+                "share": SHARE,
+                "ttft_times": TTFT_TIMES,
+                "tpot_times": TPOT_TIMES,
+                "requests": args.requests,
+                "seeds": args.seeds,
+            },
+            "clusters": [],
+        }
+        for text in args.clusters.split(","):
+            row = study.throughput(Cluster.parse(text))
+            results["clusters"].append(row)
+            write_results(args.json, results)  # a study that is interrupted keeps its clusters
+            print(
+                f"{row['deployment']}, {row['batching']}: {row['throughput_rps']} requests/s"
+                f" ({row['interval_rps']}) for {row['usd_per_hour']:.2f} USD/h"
+            )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 from draftgate.lab.plan.goodput import speculation_of
 from draftgate.lab.plan.planner import MOST_REQUESTS, Planner
 from draftgate.lab.plan.simulated import latency_charts, summary_of
-from draftgate.lab.planning.deployments import Deployment, DeploymentSearch, Layout, Measured
+from draftgate.lab.planning.best_deployment import DeploymentSearch, Measured
+from draftgate.lab.planning.deployments import Deployment, Layout
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.report.charts import Chart, colour, scatter
 from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
@@ -91,13 +92,17 @@ class PlanAnswer:
                 f"searches that did not converge within {MOST_REQUESTS} requests: {doubtful} of"
                 f" {len(self.search.measured)}. Raise --precision, or use their intervals."
             )
-        if not self.search.complete:
+        if self.search.interrupted:
+            console.print("the search was interrupted, so a better deployment may exist")
+        elif not self.search.complete:
             left = len(self.search.unmeasured)
             console.print(f"--max-simulations ended the search before {left} deployments")
 
     @property
     def _no_deployment(self) -> str:
         """Why no deployment is recommended."""
+        if self.search.interrupted:
+            return "no deployment was found before the interruption"
         if self.search.best is None and any(one.undecided for one in self.search.measured):
             return "no search found the highest rate, so no deployment is recommended"
         return "no deployment meets the targets"
@@ -155,6 +160,8 @@ def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
     """Return the measured deployments, and the bounds of the others."""
     return {
         "complete": search.complete,
+        "interrupted": search.interrupted,
+        "dominated": search.dominated,
         "measured": [
             {
                 "deployment": str(one.candidate.deployment),

@@ -22,13 +22,8 @@ from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.plan.machines import AUTO, CONFIG, OFF
 from draftgate.lab.plan.sources import Requests, Source
-from draftgate.lab.planning.deployments import (
-    Deployment,
-    DeploymentCandidate,
-    Layout,
-    Measured,
-    Outcome,
-)
+from draftgate.lab.planning.best_deployment import DeploymentCandidate, Measured, Outcome
+from draftgate.lab.planning.deployments import Deployment, Layout
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate_requests
 from draftgate.loadgen.measuring.slo import meets_slo

@@ -10,13 +10,12 @@ import pytest
 from draftgate.lab.plan import planner as planning
 from draftgate.lab.plan.answer import PlanAnswer
 from draftgate.lab.plan.planner import MORE, Planner
-from draftgate.lab.planning.deployments import (
-    Deployment,
+from draftgate.lab.planning.best_deployment import (
     DeploymentCandidate,
     DeploymentSearch,
-    Group,
     Measured,
 )
+from draftgate.lab.planning.deployments import Deployment, Group
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.policies.types import Role
 
