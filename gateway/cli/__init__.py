@@ -226,6 +226,7 @@ BENCHES: Final = {
     "kernels": "bench.engine.kernels",
     "policies": "bench.simulation.policies",
     "priors": "bench.simulation.priors",
+    "distserve": "bench.simulation.distserve",
     "melange": "bench.simulation.melange",
     "splitwise": "bench.simulation.splitwise",
     "edge": "bench.edge.command",
