@@ -92,6 +92,13 @@ def _fixed_budget(argument: str) -> BatchingPolicy:
     return FixedBudget(_whole_number("fixed:TOKENS", argument, "fixed:512"))
 
 
+def _slack(argument: str) -> BatchingPolicy:
+    try:
+        return Slack(float(argument)) if argument else Slack()
+    except ValueError as error:
+        raise ValueError(f"slack:TARGETS needs a positive number, not {argument!r}") from error
+
+
 def _least_cost(argument: str) -> RoutingPolicy:
     if argument not in {"", "undrafted"}:
         raise ValueError(f"least_cost takes no argument but `undrafted`, not {argument!r}")
@@ -172,7 +179,7 @@ speculation_policy: Final = _Family[SpeculationPolicy](
 """Returns the policy for a name such as `auto` or `fixed:4`."""
 
 batching_policy: Final = _Family[BatchingPolicy](
-    "batching", {"slack": Slack}, {"fixed:TOKENS": _fixed_budget}
+    "batching", {}, {"slack[:TARGETS]": _slack, "fixed:TOKENS": _fixed_budget}
 ).build
 """Returns the batching policy for a name such as `slack` or `fixed:512`."""
 

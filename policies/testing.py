@@ -133,7 +133,8 @@ def check_batching(policy: BatchingPolicy) -> None:
     for sequences, most, within_s, cached in product(
         (0, 1, 40, 400), (0, 1, 100, 5000), (None, 0.0, 3e-3, 10.0), (0, 3000)
     ):
-        batch = BatchView(2 * sequences, 100 * sequences, sequences, most, cached, within_s)
+        tpot_s = None if within_s is None else 2e-3
+        batch = BatchView(2 * sequences, 100 * sequences, sequences, most, cached, within_s, tpot_s)
         tokens = policy.prefill_tokens(batch, cost)
         assert tokens == policy.prefill_tokens(batch, cost), (
             "the same inputs must give the same result"

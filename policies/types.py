@@ -363,7 +363,10 @@ class BatchView:
         sequences: number of decoding sequences.
         most_prefill_tokens: maximum number of prompt tokens that fit, or 0 if no prompt waits.
         prompt_kv_tokens: number of cached tokens of the next prompt.
-        within_s: seconds that the tightest target of the decodes leaves, or None without a target.
+        within_s: seconds of the longest step after which each decode can still meet its mean TPOT
+            target (`batching.longest_step_s`), or None without a target.
+        tpot_s: tightest TPOT target of the decodes in seconds, or None.
+        drafting_s: seconds of computing drafts before the step, which count towards the targets.
         cost_error: median of |measured / predicted - 1| over step times.
     """
 
@@ -373,6 +376,8 @@ class BatchView:
     most_prefill_tokens: int
     prompt_kv_tokens: int = 0
     within_s: float | None = None
+    tpot_s: float | None = None
+    drafting_s: float = 0.0
     cost_error: float = 0.0
 
 

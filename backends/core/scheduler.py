@@ -399,9 +399,8 @@ class Scheduler:
         """Return how many prompt tokens may join the step in its present state."""
         now_s = self._now_s if self._with_service else None
         # Before this step's drafts are planned, `drafting_s` is the value of the last step.
-        view = step.view(
-            self._queues.running, now_s, self._drafts.drafting_s, self._fit.relative_error
-        )
+        drafting_s, error = self._drafts.drafting_s, self._fit.relative_error
+        view = step.view(self._queues.running, now_s, self.cost, drafting_s, error)
         return self._batching.prefill_tokens(view, self.cost)
 
     def _next_blocks(self) -> int:

@@ -220,6 +220,16 @@ class Sequence:
         return self.most_tokens - len(self.token_ids)
 
     @property
+    def likely_later_tokens(self) -> int:
+        """Number of tokens after the next one that are likely enough to rely on.
+
+        Outputs often end long before `max_tokens`, so an output of n tokens is assumed to have n
+        more. If it ends now, its mean time per token is at most 1.5 times its target.
+        """
+        output_tokens = len(self.token_ids) - self.prompt_tokens
+        return min(output_tokens, self.most_tokens - len(self.token_ids) - 1)
+
+    @property
     def trial_is_used_up(self) -> bool:
         """Whether its drafts have cost more than they have brought, beyond a small allowance."""
         return self.lost_tokens > TRIAL_TOKENS + TRIAL_SHARE * self.output_tokens

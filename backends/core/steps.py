@@ -12,8 +12,8 @@ from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.prompt_logprobs import PromptLogprobs
 from draftgate.backends.types import StepTrace, TokenLogprob
-from draftgate.policies.batching import longest_wait_s
-from draftgate.policies.costs.step_cost import StepSize
+from draftgate.policies.batching import longest_step_s
+from draftgate.policies.costs.step_cost import StepCost, StepSize
 from draftgate.policies.types import BatchView
 from draftgate.policies.values import immutable
 
@@ -213,6 +213,7 @@ class StepBuilder:
         self,
         running: Iterable[Sequence],
         now_s: float | None,
+        cost: StepCost,
         drafting_s: float,
         cost_error: float,
     ) -> BatchView:
@@ -221,24 +222,31 @@ class StepBuilder:
         Args:
             running: all sequences of the batch, in the order in which prompts continue.
             now_s: time if a sequence has a service level, else None.
+            cost: predicted seconds of steps.
             drafting_s: seconds of computing drafts before the step.
             cost_error: relative error of predicted step times (`StepCostFit.relative_error`).
         """
         decodes = self.work.values()
-        left_s = []
+        kv_tokens = sum([work.context_tokens for work in decodes])
+        left_s, targets_s = list[float](), list[float]()
         if now_s is not None:
+            token_s = cost.seconds(len(decodes), kv_tokens, len(decodes))
             for work in decodes:
-                due_in_s = work.sequence.due_in_s(now_s)
-                tpot_s = work.sequence.tpot_s
+                sequence = work.sequence
+                due_in_s, tpot_s = sequence.due_in_s(now_s), sequence.tpot_s
                 if due_in_s is not None and tpot_s is not None:
-                    left_s.append(max(longest_wait_s(due_in_s, tpot_s) - drafting_s, 0.0))
+                    later = sequence.likely_later_tokens
+                    left_s.append(longest_step_s(due_in_s, tpot_s, later, token_s))
+                    targets_s.append(tpot_s)
         return BatchView(
             tokens=sum([work.num_tokens for work in decodes]),
-            kv_tokens=sum([work.context_tokens for work in decodes]),
+            kv_tokens=kv_tokens,
             sequences=len(decodes),
             most_prefill_tokens=self.budget,
             prompt_kv_tokens=next((s.num_computed for s in running if s.pending_tokens > 1), 0),
             within_s=min(left_s, default=None),
+            tpot_s=min(targets_s, default=None),
+            drafting_s=drafting_s,
             cost_error=cost_error,
         )
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 HOST_S: Final = 1.21e-3
-"""Seconds of the host in each step, from SpecDecode-Bench's fit for vLLM on an H100."""
+"""Seconds of the host in each step, from SpecDecode-Bench's fit for vLLM on an H100. An engine
+(`engine_costs`) replaces them."""
 
 READ_SHARE: Final = 0.85
 """Share of the data sheet's bandwidth at which a step reads weights and KV. Public measurements are
@@ -248,6 +249,7 @@ def derived_profile(name: str) -> dict[str, Any] | None:
         "step_s": [fixed_s + read_s[tokens] + token_s * tokens for tokens in _TOKEN_BUCKETS],
         "kv_token_s": kv_token_s,
         "sequence_s": 0.0,
+        "step_host_s": HOST_S,
         "prefill_attention_s": pair_flop / (group * ATTENTION_SHARE * gpu.flop_s),
         "draft": {
             "ngram": {"sequence_s": LOOKUP_S},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 
 from draftgate.backends.sim.derived_profiles import GPUS, MODELS, derived_profile
+from draftgate.backends.sim.engine_costs import ENGINES, HostCost
 from draftgate.policies.costs.step_cost import StepCost
 
 PROFILES: Final = Path(__file__).parent / "profiles"
@@ -37,21 +38,6 @@ class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     sequence_s: _Seconds = 0.0
 
 
-class HostCost(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Time of the host to plan, launch and account for a step, without drafting.
-
-    Attributes:
-        step_s: seconds per step.
-        sequence_s: seconds per sequence of a step.
-        launches_ahead: whether a step may be launched while the previous step runs, which hides
-            this time. Otherwise the device always waits for the host.
-    """
-
-    step_s: _Seconds = 0.0
-    sequence_s: _Seconds = 0.0
-    launches_ahead: bool = False
-
-
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The format of a profile in the file (`Profile` and `StepCost`)."""
 
@@ -70,6 +56,7 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kv_bytes: _Count = DEFAULT_KV_BYTES
     format: Literal["profile/1", "profile/2"] = "profile/1"
     host: HostCost = HostCost()
+    step_host_s: _Seconds | None = None
     recording: str = DEFAULT_RECORDING
     price_per_hour_usd: _Dollars | None = None
     power_w: _Watts | None = None
@@ -104,6 +91,7 @@ class Profile:
         cost: step costs in seconds. Its `pair_s` is the file's `prefill_attention_s`.
         draft: cost of drafting, by proposer.
         host: cost of planning and accounting.
+        step_host_s: seconds of the host that the step times of `cost` include, or None if unknown.
         kv_token_bytes: KV memory of one token in bytes.
         kv_bytes: memory of the device's KV cache in bytes.
         recording: texts of the model that a simulation replays, a shipped name or a file.
@@ -116,6 +104,7 @@ class Profile:
     cost: StepCost
     draft: Mapping[str, DraftCost] = field(default_factory=dict)
     host: HostCost = field(default_factory=HostCost)
+    step_host_s: float | None = None
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: int = DEFAULT_KV_BYTES
     recording: str = DEFAULT_RECORDING
@@ -131,10 +120,15 @@ def profile_names() -> tuple[str, ...]:
 def load_profile(name_or_file: str) -> Profile:
     """Read a shipped profile by name, derive one (`derived_profiles`), or read a file by its path.
 
+    `PROFILE@ENGINE` replaces the host costs of a profile by those of an engine (`engine_costs`).
+
     Raises:
-        ValueError: the profile does not exist, the device cannot hold the model, or the file is not
-            a valid profile. The message names the file and the error.
+        ValueError: the profile or the engine does not exist, the device cannot hold the model, or
+            the file is not a valid profile. The message names the file and the error.
     """
+    base, _, engine = name_or_file.rpartition("@")
+    if base and engine in ENGINES:
+        return _with_engine(load_profile(base), engine)
     if name_or_file in profile_names():
         return _read(PROFILES / f"{name_or_file}.json")
     derived = derived_profile(name_or_file)
@@ -145,9 +139,36 @@ def load_profile(name_or_file: str) -> Profile:
         known = ", ".join(profile_names())
         raise ValueError(
             f"no profile {name_or_file!r}: expected the path of a file, one of {known}, or a name"
-            f" such as a100x4-70b, of {', '.join(GPUS)} and {', '.join(MODELS)}"
+            f" such as a100x4-70b, of {', '.join(GPUS)} and {', '.join(MODELS)}, and after a @ one"
+            f" of the engines {', '.join(ENGINES)}"
         )
     return _read(path)
+
+
+def _with_engine(profile: Profile, engine: str) -> Profile:
+    """Return a profile with the host costs of an engine.
+
+    Raises:
+        ValueError: it is unknown how much host time the step times of the profile include.
+    """
+    included_s = profile.step_host_s
+    if included_s is None:
+        raise ValueError(
+            f"the profile {profile.name} does not say how much host time its steps include: add"
+            " step_host_s to the file, or omit the engine"
+        )
+    cost = profile.cost
+    steps = tuple(max(step_s - included_s, 0.0) for step_s in cost.step_s)
+    return replace(
+        profile,
+        name=f"{profile.name}@{engine}",
+        source=f"{profile.source} {ENGINES[engine].source}.",
+        cost=StepCost(
+            cost.token_buckets, steps, cost.kv_token_s, cost.sequence_s, cost.pair_s, cost.sample_s
+        ),
+        host=ENGINES[engine].host,
+        step_host_s=0.0,
+    )
 
 
 def _read(path: Path) -> Profile:
@@ -179,6 +200,7 @@ def _profile(name: str, read: _ProfileFile) -> Profile:
         cost,
         draft,
         read.host,
+        read.step_host_s,
         read.kv_token_bytes,
         read.kv_bytes,
         read.recording,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftgate.lab.plan.goodput import speculation_of
-from draftgate.lab.plan.planner import Planner
+from draftgate.lab.plan.planner import MOST_REQUESTS, Planner
 from draftgate.lab.plan.simulated import latency_charts, summary_of
-from draftgate.lab.planning.deployments import Deployment, DeploymentSearch, Layout, Measured
+from draftgate.lab.planning.best_deployment import DeploymentSearch, Measured
+from draftgate.lab.planning.deployments import Deployment, Layout
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.report.charts import Chart, colour, scatter
 from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
@@ -76,7 +77,7 @@ class PlanAnswer:
                 table.add_row(*row)
             console.print(table)
         if self.deployment is None:
-            console.print("no deployment meets the targets")
+            console.print(self._no_deployment)
         else:
             console.print(f"recommended ({self.deployment.layout}): {self.deployment}")
             if best is not ranked[0]:
@@ -85,9 +86,26 @@ class PlanAnswer:
         if self.records:
             met = sum(map(meets_slo, self.records)) / len(self.records)
             console.print(f"{met:.1%} of {len(self.records)} simulated requests met both targets")
-        if not self.search.complete:
+        doubtful = sum(not one.converged for one in self.search.measured)
+        if doubtful:
+            console.print(
+                f"searches that did not converge within {MOST_REQUESTS} requests: {doubtful} of"
+                f" {len(self.search.measured)}. Raise --precision, or use their intervals."
+            )
+        if self.search.interrupted:
+            console.print("the search was interrupted, so a better deployment may exist")
+        elif not self.search.complete:
             left = len(self.search.unmeasured)
             console.print(f"--max-simulations ended the search before {left} deployments")
+
+    @property
+    def _no_deployment(self) -> str:
+        """Why no deployment is recommended."""
+        if self.search.interrupted:
+            return "no deployment was found before the interruption"
+        if self.search.best is None and any(one.undecided for one in self.search.measured):
+            return "no search found the highest rate, so no deployment is recommended"
+        return "no deployment meets the targets"
 
     @property
     def _head(self) -> list[str]:
@@ -111,7 +129,7 @@ class PlanAnswer:
         yield f"<h1>Plan: {self.question}</h1>"
         prices = self.planner.machines.prices
         if self.deployment is None:
-            yield "<p>No deployment meets the targets.</p>"
+            yield f"<p>{self._no_deployment.capitalize()}.</p>"
         else:
             rows = [
                 [
@@ -142,6 +160,8 @@ def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
     """Return the measured deployments, and the bounds of the others."""
     return {
         "complete": search.complete,
+        "interrupted": search.interrupted,
+        "dominated": search.dominated,
         "measured": [
             {
                 "deployment": str(one.candidate.deployment),
@@ -149,6 +169,7 @@ def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
                 "bound_rps": one.candidate.bound_rps,
                 "goodput_rps": one.rate_rps,
                 "interval": [one.low_rps, _finite(one.high_rps)],
+                "converged": one.converged,
                 "weight": one.candidate.weight,
             }
             for one in search.measured
@@ -209,11 +230,15 @@ def _ranked(search: DeploymentSearch) -> list[Measured]:
 def _rates(one: Measured) -> tuple[str, str, str]:
     """Return the bound, the goodput and its interval as text."""
     bound = f"{one.candidate.bound_rps:.2f}"
-    if one.rate_rps is None:
-        return bound, "-", f"below {one.high_rps:.2f}"
-    limited = one.high_rps < math.inf
-    interval = f"{one.low_rps:.2f} to {one.high_rps:.2f}" if limited else f"from {one.low_rps:.2f}"
-    return bound, f"{one.rate_rps:.2f}", interval
+    if one.low_rps > 0.0 and one.high_rps < math.inf:
+        interval = f"{one.low_rps:.2f} to {one.high_rps:.2f}"
+    elif one.high_rps < math.inf:
+        interval = f"below {one.high_rps:.2f}"
+    else:
+        interval = f"from {one.low_rps:.2f}"
+    if not one.converged:
+        interval += ", not converged"
+    return bound, "-" if one.rate_rps is None else f"{one.rate_rps:.2f}", interval
 
 
 def _finite(value: float) -> float | None:

@@ -137,7 +137,7 @@ def profile_label(machine: Mapping[str, Any]) -> str:
         ValueError: the profile is a group of several GPUs.
     """
     profile = machine["profile"]
-    name = profile.rpartition("/")[2].removesuffix(".json").lower()
+    name = profile.rpartition("/")[2].partition("@")[0].removesuffix(".json").lower()
     if re.fullmatch(r"\w+x\d+-\w+", name):
         raise ValueError(
             f"{profile} is a tensor-parallel group. A worker has one GPU, so serve the group with"

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.lab.plan.options import DeploymentFlags, PlanFiles
+
+if TYPE_CHECKING:
+    from draftgate.lab.plan.answer import PlanAnswer
+
+INTERRUPTED: Final = 130
+"""Exit status of a search that Ctrl-C or SIGTERM ended, whose plan has what is known."""
 
 
 class Objective(StrEnum):
@@ -46,6 +52,7 @@ def placement(
     from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import PLACEMENT
     from draftgate.lab.plan.planner import planner_of
+    from draftgate.lab.plan.progress import interruptible
     from draftgate.lab.planning.deployments import Budget, deployments
 
     try:
@@ -53,15 +60,15 @@ def placement(
         prices = planner.machines.prices
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         every = deployments(tuple(prices), budgets, max_machines)
-        found = planner.search(planner.candidates(every, prices), flags.max_simulations)
-        answer = PlanAnswer("placement", planner, found, None, flags.rate, per="USD")
-        if found.best is not None:
-            answer = replace(answer, deployment=found.best.candidate.deployment)
-            if flags.rate is not None:
-                deployment, records = planner.enough(found.best, flags.rate)
-                answer = replace(answer, deployment=deployment, records=records)
-        answer.show()
-        files.write(answer.as_plan(), answer.page)
+        with interruptible():
+            found = planner.search(planner.candidates(every, prices), flags.max_simulations)
+            answer = PlanAnswer("placement", planner, found, None, flags.rate, per="USD")
+            if found.best is not None:
+                answer = replace(answer, deployment=found.best.candidate.deployment)
+                if flags.rate is not None and not found.interrupted:
+                    deployment, records = planner.enough(found.best, flags.rate)
+                    answer = replace(answer, deployment=deployment, records=records)
+        _finish(answer, files)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
 
@@ -92,6 +99,7 @@ def pools(
     from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import POOLS
     from draftgate.lab.plan.planner import planner_of
+    from draftgate.lab.plan.progress import interruptible
     from draftgate.lab.planning.deployments import Budget, deployments, maximal
 
     try:
@@ -103,20 +111,35 @@ def pools(
         if max_power_kw is not None:
             budgets.append(Budget(machines.powers, 1e3 * max_power_kw))
         every = deployments(machines.names, budgets, max_machines)
-        if objective is Objective.THROUGHPUT:
-            largest = maximal(every, budgets, max_machines)
-            found = planner.search(planner.candidates(largest), most)
-        else:
-            if rate is None:
-                raise ValueError(f"--objective {objective} needs --rate")
-            each = machines.prices if objective is Objective.COST else machines.powers
-            found = planner.search_least(planner.candidates(every, each), rate, most)
-        answer = PlanAnswer("pools", planner, found, None, rate)
-        if found.best is not None and found.best.rate_rps:
-            deployment, served_rps = found.best.candidate.deployment, rate or found.best.rate_rps
-            records = planner.records(deployment, served_rps)
-            answer = PlanAnswer("pools", planner, found, deployment, served_rps, records)
-        answer.show()
-        files.write(answer.as_plan(), answer.page)
+        with interruptible():
+            if objective is Objective.THROUGHPUT:
+                largest = maximal(every, budgets, max_machines)
+                found = planner.search(planner.candidates(largest), most)
+            else:
+                if rate is None:
+                    raise ValueError(f"--objective {objective} needs --rate")
+                each = machines.prices if objective is Objective.COST else machines.powers
+                found = planner.search_least(planner.candidates(every, each), rate, most)
+            answer = PlanAnswer("pools", planner, found, None, rate)
+            if found.best is not None and found.best.rate_rps:
+                answer = replace(answer, deployment=found.best.candidate.deployment)
+                if not found.interrupted:
+                    served_rps = rate or found.best.rate_rps
+                    records = planner.records(found.best.candidate.deployment, served_rps)
+                    answer = replace(answer, rate_rps=served_rps, records=records)
+        _finish(answer, files)
     except (OSError, ValueError) as error:
         fail(error, BAD_USAGE)
+
+
+def _finish(answer: PlanAnswer, files: PlanFiles) -> None:
+    """Print an answer and write its files, and exit if the search was interrupted.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: the plan cannot be written in a requested form.
+    """
+    answer.show()
+    files.write(answer.as_plan(), answer.page)
+    if answer.search.interrupted:
+        raise typer.Exit(INTERRUPTED)

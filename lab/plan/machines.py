@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -12,6 +12,7 @@ from typing import Final
 from msgspec import structs
 
 from draftgate.backends.recording import SLOTS, Guess, Text
+from draftgate.backends.sim.engine_costs import ENGINES
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.plan.sources import Requests
@@ -28,6 +29,19 @@ CONFIG: Final = WorkerConfig(max_num_seqs=256, max_step_tokens=2048, max_model_l
 """The configuration of every planned worker, with the defaults of `draftgate simulate`."""
 
 OFF, AUTO = "off", "auto"
+
+
+def with_engine(profiles: Iterable[str], engine: str | None) -> list[str]:
+    """Return the names of profiles with an engine, except where they name one.
+
+    Raises:
+        ValueError: the engine is unknown.
+    """
+    if engine is None:
+        return list(profiles)
+    if engine not in ENGINES:
+        raise ValueError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
+    return [name if "@" in name else f"{name}@{engine}" for name in profiles]
 
 
 def check_speculation_flag(speculation: str) -> None:
@@ -80,6 +94,7 @@ class Rentable:
             draft.sequence_s,
             host.step_s,
             host.sequence_s,
+            host.launches_ahead,
         )
 
     def drafts(self, class_name: str, output_tokens: int, share: float) -> Sequence[DraftPoint]:
@@ -129,17 +144,18 @@ class MachineTypes:
     machines: Mapping[str, Rentable]
 
     @classmethod
-    def load(cls, given: str, proposer: str = "ngram") -> MachineTypes:
+    def load(cls, given: str, proposer: str = "ngram", engine: str | None = None) -> MachineTypes:
         """Read profiles, separated by commas.
 
         Args:
             proposer: what machines draft with.
+            engine: engine of the profiles that name none, or None for their own host costs.
 
         Raises:
             ValueError: no profile is given, one cannot be read or has no price, or two have one
                 name.
         """
-        texts = [text.strip() for text in given.split(",") if text.strip()]
+        texts = with_engine([text.strip() for text in given.split(",") if text.strip()], engine)
         found = [Rentable.load(text, proposer) for text in texts]
         named = {one.profile.name: one for one in found}
         if not named:

@@ -69,7 +69,7 @@ def mix(
             files.write(_given(tputs, limits(limit or [])), None)
         else:
             from draftgate.lab.plan.load_question import LoadQuestion
-            from draftgate.lab.plan.machines import CONFIG, Rentable
+            from draftgate.lab.plan.machines import CONFIG, Rentable, with_engine
             from draftgate.lab.plan.mix_report import mix_page, print_attempt, print_plan
             from draftgate.lab.plan.sources import source_with_arrivals
             from draftgate.loadgen.types import Slo
@@ -88,14 +88,17 @@ def mix(
                 class_name=class_name,
                 most_tokens=CONFIG.max_model_len or 0,
             )
-            types = flags.profiles.split(",")
+            types = with_engine(flags.profiles.split(","), flags.engine)
             question = LoadQuestion(
                 source.requests(rate, 0, requests).kept(),
                 rate,
                 slo,
                 flags.share,
                 {name: Rentable.load(name, flags.proposer) for name in types},
-                limits(limit or []),
+                {
+                    with_engine([name], flags.engine)[0]: n
+                    for name, n in limits(limit or []).items()
+                },
                 flags.speculation,
                 flags.proposer,
                 report=print_attempt,

@@ -43,6 +43,13 @@ class WorkloadFlags:
         "auto"
     )
     proposer: Annotated[str, typer.Option(help="Proposer: ngram or draft_model.")] = "ngram"
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="Engine whose host costs the machines have: draftgate, vllm or vllm-2024 (default:"
+            " those of the profiles)."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

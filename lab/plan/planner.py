@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
-from typing import Final
+from multiprocessing import active_children, get_context
+from typing import Final, Self, TypeVar
 
 from msgspec import structs
 
@@ -15,19 +17,18 @@ from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import CHECKED, Simulation
 from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation_flag
 from draftgate.lab.plan.options import DeploymentFlags
+from draftgate.lab.plan.progress import PROGRESS_S, SearchProgress
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
-from draftgate.lab.planning.bounds import MeanLengths, RateBounds
-from draftgate.lab.planning.deployments import (
-    Deployment,
+from draftgate.lab.planning.best_deployment import (
     DeploymentCandidate,
     DeploymentSearch,
-    Layout,
     Measured,
     Outcome,
-    bound_rps,
     find_best,
     find_least,
 )
+from draftgate.lab.planning.bounds import MeanLengths, RateBounds
+from draftgate.lab.planning.deployments import Deployment, Layout, bound_rps
 from draftgate.lab.planning.throughput import Targets
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.search.types import SearchGoal
@@ -39,7 +40,7 @@ MOST_REQUESTS: Final = 6000
 root. Chosen, not tuned, 2026-11-24."""
 
 MORE: Final = 3
-"""How many units a plan may have more than the goodput of one unit predicts."""
+"""How many machines a plan may have more than the goodput of one unit predicts."""
 
 
 def link_of(gbps: float | None) -> KvLink:
@@ -59,6 +60,9 @@ def targets_of(ttft_ms: float | None, tpot_ms: float | None, share: float) -> Ta
         raise ValueError(f"--share must be between 0 and 1, not {share}")
     slo = Slo.of_ms(ttft_ms, tpot_ms)
     return Targets(slo.ttft_s or math.inf, slo.tpot_s or math.inf, share)
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,23 +154,30 @@ class Planner:
             most: most candidates to simulate.
         """
         possible = [one for one in candidates if one.bound_rps > 0.0]
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        with SearchProgress() as progress, _Processes(progress) as processes:
             return find_best(
                 possible,
-                lambda pairs: processes.map(self.test, *_columns(pairs)),
-                lambda pairs: processes.map(self.measure, *_columns(pairs)),
+                lambda pairs: processes.results(self.test, pairs),
+                lambda pairs: processes.results(self.measure, pairs),
                 most,
+                width=processes.width,
+                report=progress.report,
             )
 
     def search_least(
         self, candidates: Iterable[DeploymentCandidate], rate_rps: float, most: int
     ) -> DeploymentSearch:
-        """Simulate candidates in the order of their weights until one serves a rate.
+        """Simulate candidates to find the one with the least weight that serves a rate.
 
         Args:
             most: most candidates to simulate.
         """
-        return find_least(candidates, rate_rps, lambda one: self.holds(one, rate_rps), most)
+        with SearchProgress() as progress, _Processes(progress) as processes:
+
+            def holds(one: DeploymentCandidate) -> bool:
+                return all(processes.results(self.holds, [(one, rate_rps)]))
+
+            return find_least(candidates, rate_rps, holds, most, progress.report)
 
     def test(self, candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         """Return whether a candidate serves a rate, by a short simulation."""
@@ -190,25 +201,55 @@ class Planner:
             return self.simulation.records(deployment, requests, self.goal.seed)
 
     def enough(self, unit: Measured, rate_rps: float) -> tuple[Deployment | None, Sequence[Record]]:
-        """Return as many copies of a unit as serve a rate, and their simulated requests.
+        """Return as many machines as serve a rate, and their simulated requests.
 
-        If the simulation misses the share, the deployment gets up to `MORE` more units. It is None
-        if they are not enough.
+        The machines have the proportions of a unit. If the simulation misses the share, the
+        deployment gets up to `MORE` more machines. It is None if they are not enough.
         """
         assert unit.rate_rps
-        units = math.ceil(rate_rps / unit.rate_rps)
-        for times in range(units, units + MORE + 1):
-            deployment = unit.candidate.deployment.repeated(times)
+        one = unit.candidate.deployment
+        for more in range(MORE + 1):
+            deployment = one.scaled(rate_rps / unit.rate_rps + more / one.machines)
             records = self.records(deployment, rate_rps)
             if sum(map(meets_slo, records)) >= self.goal.share * len(records):
                 return deployment, records
         return None, records
 
 
-def _columns(
-    pairs: Sequence[tuple[DeploymentCandidate, float]],
-) -> tuple[Iterator[DeploymentCandidate], Iterator[float]]:
-    return (one for one, _ in pairs), (rate_rps for _, rate_rps in pairs)
+class _Processes:
+    """Processes that simulate, one for each core, until the search ends or is interrupted."""
+
+    def __init__(self, progress: SearchProgress) -> None:
+        self._progress = progress
+        self.width = len(os.sched_getaffinity(0))
+        self._pool = ProcessPoolExecutor(self.width, get_context("spawn"), _ignore_interrupts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Simulations that an interruption has made useless are not awaited.
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
+            process.join()
+
+    def results(
+        self,
+        function: Callable[[DeploymentCandidate, float], T],
+        pairs: Sequence[tuple[DeploymentCandidate, float]],
+    ) -> Iterator[T]:
+        """Yield the results of pairs in order, and show the progress while they are computed."""
+        for future in [self._pool.submit(function, *pair) for pair in pairs]:
+            while not future.done():
+                wait((future,), timeout=PROGRESS_S)
+                self._progress.tick()
+            yield future.result()
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that searches."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:
@@ -219,7 +260,7 @@ def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:
         ValueError: an option is missing or wrong.
     """
     check_speculation_flag(flags.speculation)
-    machines = MachineTypes.load(flags.profiles, flags.proposer)
+    machines = MachineTypes.load(flags.profiles, flags.proposer, flags.engine)
     targets = targets_of(flags.slo_ttft_ms, flags.slo_tpot_ms, flags.share)
     slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
     planner = Planner.for_source(

@@ -1,16 +1,14 @@
-"""Deployments, which are numbers of machines by type and role, and the search for the best one.
+"""Deployments, which are numbers of machines by type and role.
 
-The search is a branch and bound. A bound (`bounds`) limits the rate of each deployment from above.
-Short simulations of all deployments at equal rates per weight (`eliminate`) leave those that may be
-the best, which longer simulations then measure. A deployment is not measured if its bound is
-below the lower end of another interval.
+All machines of a role have the same type, as in DistServe and Splitwise. `deployment_search` finds
+the best deployment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum, StrEnum, auto
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Final
 
 from draftgate.lab.planning.bounds import RateBounds, pool_bound
@@ -19,14 +17,6 @@ from draftgate.policies.values import immutable, replace
 
 _TOLERANCE: Final = 1e-9
 """Relative excess over a budget that counts as rounding."""
-
-ROUNDS: Final = 8
-"""Most rounds of tests, with rates down to 1/256 of the highest bound. Chosen, not tuned,
-2026-11-27."""
-
-_NARROW: Final = 1.25
-"""Ratio of the highest upper to the highest lower end at which tests end. The verdict of a short
-simulation is rarely clear within a quarter of the rate. Chosen, not tuned, 2026-11-27."""
 
 
 class Layout(StrEnum):
@@ -84,6 +74,15 @@ class Deployment:
         """Return several of these deployments as one."""
         groups = tuple(Group(one.profile, one.role, one.count * times) for one in self.groups)
         return replace(self, groups=groups)
+
+    def scaled(self, factor: float) -> Deployment:
+        """Return a deployment with so many times the machines of each group, rounded up."""
+        counts = (math.ceil(factor * one.count - _TOLERANCE) for one in self.groups)
+        groups = (
+            Group(one.profile, one.role, count)
+            for one, count in zip(self.groups, counts, strict=True)
+        )
+        return replace(self, groups=tuple(groups))
 
     def __str__(self) -> str:
         """Return, for example, `2 x a100 prefill + 1 x h100 decode with drafts`."""
@@ -171,205 +170,3 @@ def bound_rps(deployment: Deployment, machines: Mapping[str, RateBounds]) -> flo
         ]
 
     return pool_bound(of(Role.PREFILL), of(Role.DECODE), of(Role.ANY))
-
-
-@immutable
-class DeploymentCandidate:
-    """A deployment that may be the best one.
-
-    Attributes:
-        bound_rps: upper bound of its rate.
-        weight: number by which its rate is divided for comparison, such as its price of an hour.
-    """
-
-    deployment: Deployment
-    bound_rps: float
-    weight: float = 1.0
-
-
-@immutable
-class Measured:
-    """A candidate and its rate, with a confidence interval.
-
-    Attributes:
-        rate_rps: the estimate, or None if the rate only has an upper limit.
-        low_rps, high_rps: the interval.
-    """
-
-    candidate: DeploymentCandidate
-    rate_rps: float | None
-    low_rps: float
-    high_rps: float
-
-    @property
-    def value(self) -> float:
-        """The rate by weight, 0 without an estimate."""
-        return (self.rate_rps or 0.0) / self.candidate.weight
-
-    @property
-    def most_value(self) -> float:
-        """The upper end of the interval by weight."""
-        return self.high_rps / self.candidate.weight
-
-
-_Measure = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Measured]]
-"""Measures candidates, each beside a rate. A measurement may stop when its rate is certainly lower.
-"""
-
-
-@immutable
-class DeploymentSearch:
-    """The result of a search.
-
-    Attributes:
-        measured: the tested candidates. Those that were eliminated have no estimate.
-        unmeasured: the candidates that the limit of tests leaves out.
-        complete: whether every candidate that might be better has been measured.
-    """
-
-    measured: tuple[Measured, ...]
-    unmeasured: tuple[DeploymentCandidate, ...]
-    complete: bool
-
-    @property
-    def best(self) -> Measured | None:
-        """The best candidate, or a simpler one that is not certainly worse.
-
-        The layouts from the simplest to the most complex are together, apart and mixed.
-        """
-        least = _certain_value(self.measured)
-        known = [one for one in self.measured if one.rate_rps]
-        equal = [one for one in known if one.most_value >= least]
-        return min(
-            equal,
-            key=lambda one: (one.candidate.deployment.layout.complexity, -one.value),
-            default=None,
-        )
-
-
-def ranked(candidates: Iterable[DeploymentCandidate]) -> list[DeploymentCandidate]:
-    """Return candidates in the order in which a search measures them.
-
-    Simple layouts are first, because their simulations are the fastest, and then high bounds.
-    """
-    return sorted(
-        candidates,
-        key=lambda one: (one.deployment.layout.complexity, -one.bound_rps / one.weight),
-    )
-
-
-class Outcome(Enum):
-    """Whether a candidate serves a rate, as far as a short simulation shows."""
-
-    SERVES = auto()
-    FAILS = auto()
-    UNCLEAR = auto()
-
-
-Test = Callable[[Sequence[tuple[DeploymentCandidate, float]]], Iterable[Outcome]]
-"""Tests candidates, each at a rate."""
-
-
-def eliminate(candidates: Sequence[DeploymentCandidate], test: Test) -> list[Measured]:
-    """Return the range of each candidate's rate, after tests at equal rates per weight.
-
-    The first tests are at half of the highest bound. While no candidate serves its rate, the next
-    tests are at half of the rate. Otherwise they are between the highest rate that one serves and
-    the highest upper end. If one candidate serves a rate, those that fail at it are not tested
-    again. If all candidates fail at the lowest rate, their upper end is 0.
-    """
-    ranges = [Measured(one, None, 0.0, one.bound_rps) for one in candidates]
-    value = 0.5 * max((one.most_value for one in ranges), default=0.0)
-    for _ in range(ROUNDS):
-        least = max(value, _certain_value(ranges))
-        left = [index for index, one in enumerate(ranges) if one.most_value > least]
-        pairs = [(candidates[index], value * candidates[index].weight) for index in left]
-        for index, (_, rate_rps), outcome in zip(left, pairs, test(pairs), strict=True):
-            ranges[index] = _tested(ranges[index], rate_rps, outcome)
-        certain = _certain_value(ranges)
-        most = max((one.most_value for one in ranges), default=0.0)
-        if certain and most <= _NARROW * certain:
-            return ranges
-        lowest, value = value, math.sqrt(certain * most) if certain else 0.5 * value
-    if certain:
-        return ranges
-    return [replace(one, high_rps=0.0) if one.most_value <= lowest else one for one in ranges]
-
-
-def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
-    if outcome is Outcome.SERVES:
-        return replace(measured, low_rps=max(rate_rps, measured.low_rps))
-    return replace(measured, high_rps=rate_rps) if outcome is Outcome.FAILS else measured
-
-
-def find_best(
-    candidates: Iterable[DeploymentCandidate], test: Test, measure: _Measure, most: int
-) -> DeploymentSearch:
-    """Test candidates, and measure those that may be the best one, the most promising first.
-
-    Args:
-        most: the largest number of candidates to test.
-    """
-    possible = ranked(candidates)
-    found = eliminate(possible[:most], test)
-    least = _certain_value(found)
-    left = [index for index, one in enumerate(found) if one.most_value > least]
-    left.sort(key=lambda index: _promise(found[index]))
-    certain = 0.0
-    for group in (left[:1], left[1:]):  # the first measurement limits the others
-        left = [index for index in group if found[index].most_value > certain]
-        pairs = [
-            (_limited(found[index]), certain * found[index].candidate.weight) for index in left
-        ]
-        for index, measured in zip(left, measure(pairs), strict=True):
-            found[index] = replace(measured, candidate=found[index].candidate)
-        certain = _certain_value(one for one in found if one.rate_rps)
-    beyond = tuple(possible[most:])
-    complete = all(one.bound_rps <= certain * one.weight for one in beyond)
-    return DeploymentSearch(tuple(found), beyond, complete)
-
-
-def _limited(measured: Measured) -> DeploymentCandidate:
-    """Return a candidate with the upper end of its range as its bound."""
-    return replace(measured.candidate, bound_rps=measured.high_rps)
-
-
-def _promise(measured: Measured) -> tuple[float, int, float]:
-    """Return a key that sorts the highest lower ends first, and then the simplest layouts."""
-    low = measured.low_rps / measured.candidate.weight
-    return -low, measured.candidate.deployment.layout.complexity, -measured.most_value
-
-
-def _certain_value(measured: Iterable[Measured]) -> float:
-    """Return the highest value that a candidate certainly reaches."""
-    return max((one.low_rps / one.candidate.weight for one in measured), default=0.0)
-
-
-def find_least(
-    candidates: Iterable[DeploymentCandidate],
-    rate_rps: float,
-    holds: Callable[[DeploymentCandidate], bool],
-    most: int,
-) -> DeploymentSearch:
-    """Return the search for the candidate with the least weight that serves a rate.
-
-    Candidates of one weight are tested from the simplest layout to the most complex. The last
-    measured candidate is the result, if it has a rate.
-
-    Args:
-        holds: tests whether a candidate serves the rate.
-        most: the largest number of tests.
-    """
-    ranked = sorted(
-        (one for one in candidates if one.bound_rps >= rate_rps),
-        key=lambda one: (one.weight, one.deployment.layout.complexity, -one.bound_rps),
-    )
-    measured: list[Measured] = []
-    for index, candidate in enumerate(ranked):
-        if len(measured) == most:
-            return DeploymentSearch(tuple(measured), tuple(ranked[index:]), complete=False)
-        if holds(candidate):
-            measured.append(Measured(candidate, rate_rps, rate_rps, math.inf))
-            return DeploymentSearch(tuple(measured), tuple(ranked[index + 1 :]), complete=True)
-        measured.append(Measured(candidate, None, 0.0, rate_rps))
-    return DeploymentSearch(tuple(measured), (), complete=True)

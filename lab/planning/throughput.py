@@ -86,6 +86,7 @@ class Machine:
         depths: seconds of drafting a token deeper, by the number of sequences.
         draft_call_s, draft_sequence_s: further seconds of drafting, per step and per sequence.
         host_s, host_sequence_s: seconds of the host, per step and per sequence.
+        host_overlaps: whether the host works while the device computes the previous step.
     """
 
     cost: StepCost
@@ -97,6 +98,7 @@ class Machine:
     draft_sequence_s: float = 0.0
     host_s: float = 0.0
     host_sequence_s: float = 0.0
+    host_overlaps: bool = False
 
 
 @immutable
@@ -177,7 +179,8 @@ class _SteadyState:
         if drafts.slots:
             step_s += machine.draft_call_s + batch * machine.draft_sequence_s
             step_s += drafts.depth * machine.depths.seconds(sequences)
-        step_s += machine.host_s + machine.host_sequence_s * batch
+        host_s = machine.host_s + machine.host_sequence_s * batch
+        step_s = max(step_s, host_s) if machine.host_overlaps else step_s + host_s
         room = machine.step_tokens - tokens
         if room <= 0:
             return step_s, 0.0, 0.0

@@ -30,8 +30,9 @@ from draftgate.backends.sim.assembly import (
     sim_numerics_class,
 )
 from draftgate.backends.sim.device_model import ProfileDevice
+from draftgate.backends.sim.engine_costs import HostCost
 from draftgate.backends.sim.model import SimExecutor, SimProposer
-from draftgate.backends.sim.profile import DraftCost, HostCost, Profile, load_profile
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, shipped_tokenizer
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig

@@ -21,6 +21,7 @@ from draftgate.loadgen.command_line import PlainTyper, check_plotly, flag_values
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from draftgate.backends.worker_config import WorkerConfig
     from draftgate.lab.sim.exact_replay import ExactReplay
     from draftgate.lab.sim.recorded_run import RecordedRun
     from draftgate.lab.simulate.experiment import OnRecord, Setup
@@ -32,7 +33,7 @@ _RECORDED: Final = "recorded"
 """Arrival process of a recorded run."""
 
 EXCLUDED: Final = (
-    *("workload", "trace", "rate", "duration", "max_tokens", "temperature"),
+    *("workload", "rate", "duration", "max_tokens", "temperature"),
     *("slo_ttft_ms", "slo_tpot_ms"),
 )
 """Flags that describe other requests than those of a recorded run."""
@@ -57,12 +58,15 @@ class LoadFlags:
     arrival: Annotated[
         str | None,
         typer.Option(
-            help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S], or recorded"
-            " for the requests of --recording."
+            help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S], or recorded:"
+            " that of --trace, or else the requests of --recording."
         ),
     ] = None
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, for all workers together.")
+        float | None,
+        typer.Option(
+            help="Requests per second, for all workers together. A trace is scaled to this rate."
+        ),
     ] = None
     duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None
@@ -121,7 +125,7 @@ class ClusterFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFlags:
-    """Fields of `WorkerConfig`."""
+    """Fields of `WorkerConfig`, and the tokens of its KV memory."""
 
     panel: ClassVar = "Options"
 
@@ -137,6 +141,27 @@ class WorkerFlags:
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048
     max_model_len: Annotated[int, typer.Option(min=2, help="Maximum tokens of a sequence.")] = 32768
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in the KV memory of a worker (default: the profile's)."),
+    ] = None
+
+    def config(self) -> WorkerConfig:
+        """Return the configuration of a worker.
+
+        Raises:
+            ValueError: the profile is unknown, or a setting is wrong.
+        """
+        from draftgate.backends.sim.assembly import BLOCK_TOKENS
+        from draftgate.backends.sim.profile import load_profile
+        from draftgate.backends.worker_config import WorkerConfig
+
+        given = flag_values(self)
+        kv_tokens = given.pop("kv_tokens")
+        if kv_tokens is not None:
+            blocks = -(-kv_tokens // BLOCK_TOKENS)
+            given["kv_bytes"] = blocks * BLOCK_TOKENS * load_profile(self.profile).kv_token_bytes
+        return WorkerConfig(**given)
 
 
 def simulate(  # noqa: PLR0913, PLR0917 - flags
@@ -170,20 +195,20 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""
-    from draftgate.backends.worker_config import WorkerConfig
     from draftgate.lab.sim.recording import load_recording
     from draftgate.lab.simulate.experiment import Setup, read_roles
     from draftgate.loadgen.planning.plan import Load
     from draftgate.loadgen.types import Slo
 
     try:
-        replays, trace = loaded.arrival == _RECORDED, loaded.trace
+        trace = loaded.trace
+        replays = loaded.arrival == _RECORDED and trace is None
         if replays:
             trace = _recorded_file(recording, loaded)
         load = Load(
             workload=loaded.workload,
             trace=trace,
-            arrival=None if replays else loaded.arrival,
+            arrival=None if loaded.arrival == _RECORDED else loaded.arrival,
             rate_rps=loaded.rate,
             duration_s=loaded.duration,
             requests=loaded.requests,
@@ -197,7 +222,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
         named_roles = read_roles(roles)
         setup = Setup(
             load=load,
-            config=WorkerConfig(**flag_values(worker)),
+            config=worker.config(),
             policies=tuple(filter(None, named)),
             workers=workers or max(len(named_roles), 1),
             recording=None if recording is None else load_recording(recording),

@@ -45,7 +45,8 @@ class Load:
     Attributes:
         workload, trace, prompt: the source of the requests, at most one of the three. A workload is
             the name of a built-in workload or a file of requests.
-        arrival, rate_rps: the arrival process and its mean rate, or the mean rate of a trace.
+        arrival, rate_rps: the arrival process and its mean rate. Without a process, a trace keeps
+            its own arrivals, scaled to the mean rate if there is one.
         duration_s, requests: the end of the load, whichever is reached first.
         concurrency: the clients of a closed loop.
         time_scale: how many times faster than recorded to replay a trace.
@@ -88,13 +89,13 @@ class Load:
                 raise ValueError(f"{_flag(name)} must be positive, not {value}")
         if self.concurrency is not None and (open_loop := given & _OPEN_LOOP):
             raise ValueError(f"--concurrency (a closed loop) excludes {_flag(min(open_loop))}")
-        if self.arrival is not None and (self.rate_rps is None or self.trace is not None):
-            raise ValueError("--arrival requires --rate, and excludes --trace")
+        if self.arrival is not None and self.rate_rps is None:
+            raise ValueError("--arrival requires --rate")
         if self.time_scale is not None and (self.trace is None or self.rate_rps is not None):
             raise ValueError("--time-scale requires --trace, and excludes --rate")
         if self.rag != RagOptions() and self.workload != Rag.name:
             raise ValueError(f"flags of retrieval require --workload {Rag.name}")
-        if self.rate_rps is not None and self.trace is None:
+        if self.rate_rps is not None:
             parse_arrival(self.arrival or ARRIVAL)
         self.extra()
 
@@ -213,9 +214,9 @@ def make_plan(
     if load.trace is not None and not rows:
         raise ValueError(f"{load.trace} has no requests")
     if load.trace is not None and load.clients is None:
-        if load.rate_rps is not None:
+        if load.rate_rps is not None and load.arrival is None:
             rows = at_rate(rows, load.rate_rps)
-        else:
+        elif load.rate_rps is None:
             rows = scaled(rows, load.time_scale or 1.0)
     settings = WorkloadSettings(
         load.seed,
@@ -243,11 +244,13 @@ def make_plan(
 
 def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]:
     """Return the times of an open loop, and the length of its schedule."""
-    if load.trace is not None:
+    if load.trace is not None and load.arrival is None:
         source = iter([row.at_s for row in rows])
     else:
         assert load.rate_rps is not None
         source = iter(parse_arrival(load.arrival or ARRIVAL)(load.rate_rps, load.seed))
+        if load.trace is not None:
+            source = islice(source, len(rows))
     instants = list[float]()
     for at_s in source:
         if load.duration_s is not None and at_s >= load.duration_s:

@@ -8,8 +8,8 @@ The reader recognises the format by its header or keys:
                                512-token blocks (equal ids are equal prefixes)
     Sarathi-Serve (OSDI 2024)  CSV: num_prefill_tokens, num_decode_tokens, ... (lengths without
                                times, so all requests arrive simultaneously)
-    Draftgate                  JSONL: at_s, prompt_tokens, output_tokens, and optionally hash_ids,
-                               block_tokens, class, tenant
+    Draftgate                  JSONL or CSV: at_s (or timestamp_s), prompt_tokens (or input_tokens),
+                               output_tokens, and optionally hash_ids, block_tokens, class, tenant
 """
 
 from __future__ import annotations
@@ -106,7 +106,10 @@ def at_rate(rows: Sequence[TraceRow], rate_rps: float) -> tuple[TraceRow, ...]:
     """
     length_s = rows[-1].at_s if rows else 0.0
     if length_s <= 0.0:
-        raise ValueError("the requests of the trace arrive simultaneously, so they have no rate")
+        raise ValueError(
+            "the requests of the trace arrive simultaneously, so they have no rate: give --arrival,"
+            " such as poisson"
+        )
     return scaled(rows, rate_rps * length_s / (len(rows) - 1))
 
 
@@ -132,8 +135,10 @@ def _reader(record: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any]
     for key, read in _FORMATS.items():
         if key in record:
             return read
-    known = ", ".join(repr(key) for key in _FORMATS)
-    raise ValueError(f"{name}: unknown trace format: expected one of the fields {known}")
+    raise ValueError(
+        f"{name}: unknown trace format with the fields {', '.join(map(repr, record))}: expected"
+        f" {'; or '.join(_FIELDS)}"
+    )
 
 
 def _azure(record: Mapping[str, Any]) -> TraceRow:
@@ -175,8 +180,8 @@ def _own(record: Mapping[str, Any]) -> TraceRow:
     given = {key: value for key, value in record.items() if value is not None}
     record = {"hash_ids": [], "block_tokens": MOONCAKE_BLOCK_TOKENS, **given}
     return TraceRow(
-        _seconds(record, "at_s"),
-        _tokens(record, "prompt_tokens"),
+        _seconds(record, "timestamp_s" if "timestamp_s" in record else "at_s"),
+        _tokens(record, "input_tokens" if "input_tokens" in record else "prompt_tokens"),
         _tokens(record, "output_tokens"),
         _blocks(record),
         _tokens(record, "block_tokens", least=1),
@@ -191,7 +196,17 @@ _FORMATS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
     "input_length": _mooncake,
     "num_prefill_tokens": _sarathi,
     "at_s": _own,
+    "timestamp_s": _own,
 }
+
+_FIELDS: Final = (
+    "at_s (or timestamp_s), prompt_tokens (or input_tokens) and output_tokens",
+    "TIMESTAMP, ContextTokens and GeneratedTokens (Azure)",
+    "Timestamp, Request tokens and Response tokens (BurstGPT)",
+    "timestamp, input_length, output_length and hash_ids (Mooncake)",
+    "num_prefill_tokens and num_decode_tokens (Sarathi-Serve)",
+)
+"""The accepted forms, for the error about an unknown one."""
 
 
 def _tokens(record: Mapping[str, Any], field: str, least: int = 0) -> int:

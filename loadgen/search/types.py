@@ -151,6 +151,11 @@ class SearchResult:
     stop: StopReason
 
     @property
+    def converged(self) -> bool:
+        """Whether the interval is as narrow as requested, or certainly no rate holds."""
+        return self.stop in {StopReason.PRECISE, StopReason.NEVER}
+
+    @property
     def relative_half_width(self) -> float:
         """Half the interval over the rate, infinite without an estimate."""
         if self.rate_rps is None:

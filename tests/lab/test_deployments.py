@@ -11,6 +11,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from draftgate.lab.planning.best_deployment import (
+    DeploymentCandidate,
+    Measured,
+    Outcome,
+    find_best,
+    find_least,
+    ranked,
+    without_divisors,
+)
 from draftgate.lab.planning.bounds import (
     MeanLengths,
     RateBounds,
@@ -21,18 +30,11 @@ from draftgate.lab.planning.bounds import (
 from draftgate.lab.planning.deployments import (
     Budget,
     Deployment,
-    DeploymentCandidate,
     Group,
     Layout,
-    Measured,
-    Outcome,
     bound_rps,
     deployments,
-    eliminate,
-    find_best,
-    find_least,
     maximal,
-    ranked,
 )
 from draftgate.lab.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.policies.costs.step_cost import StepCost
@@ -238,22 +240,96 @@ def test_search_finds_the_best_and_measures_nothing_that_is_worse(drawn, doubt: 
     assert [one.candidate for one in found.measured] == ranked(candidates)
 
 
-def test_tests_leave_few_candidates() -> None:
-    """Rates are tested once per round, and only candidates near the best one are measured."""
-    rates = [1.0, 0.5, 0.95, 0.2, 0.1]
-    candidates = [_candidate(4.0 - index) for index in range(len(rates))]
-    tested: list[tuple[float, float]] = []
+def test_one_test_eliminates_each_candidate_that_is_worse() -> None:
+    """The most promising candidate is tested until its rate is known, and each other one once."""
+    rates = [1.9, 0.5, 1.0, 0.2, 0.1]
+    candidates = [_candidate(4.0 - index / 10) for index in range(len(rates))]
+    tested: list[tuple[int, float]] = []
 
     def test(candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
-        tested.append((candidate.bound_rps, round(rate_rps, 3)))
-        rate = rates[round(4.0 - candidate.bound_rps)]
-        return Outcome.SERVES if rate > rate_rps else Outcome.FAILS
+        index = candidates.index(candidate)
+        tested.append((index, round(rate_rps, 3)))
+        return Outcome.SERVES if rates[index] > rate_rps else Outcome.FAILS
 
-    ranges = eliminate(candidates, _each(test))
-    assert tested[:4] == [(4.0, 2.0), (3.0, 2.0), (4.0, 1.0), (3.0, 1.0)]
-    assert len(tested) == len(set(tested))
-    assert [round(one.low_rps, 2) for one in ranges] == [0.84, 0.0, 0.84, 0.0, 0.0]
-    assert [round(one.high_rps, 2) for one in ranges] == [1.0, 0.5, 1.0, 0.5, 0.0]
+    measured: list[int] = []
+
+    def measure(candidate: DeploymentCandidate, _beat_rps: float) -> Measured:
+        index = round(10.0 * (4.0 - candidates[0].bound_rps)) if not measured else -1
+        measured.append(index)
+        return Measured(candidate, rates[0], 1.8, 2.0)
+
+    find_best(candidates, _each(test), _each(measure), most=9)
+    assert tested[:5] == [(0, 2.0), (0, 1.0), (0, 1.25), (0, 1.562), (0, 1.953)]
+    assert tested[5:] == [(1, 1.562), (2, 1.562), (3, 1.562), (4, 1.562)]
+    assert measured == [0]
+
+
+def test_better_candidate_raises_the_rate_for_all_that_follow() -> None:
+    """A candidate that serves more than the first one is tested at higher rates."""
+    rates = [1.1, 3.0, 2.0]
+    candidates = [_candidate(4.0 - index / 10) for index in range(len(rates))]
+    tested: list[tuple[int, float]] = []
+
+    def test(candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
+        index = candidates.index(candidate)
+        tested.append((index, round(rate_rps, 2)))
+        return Outcome.SERVES if rates[index] > rate_rps else Outcome.FAILS
+
+    def measure(candidate: DeploymentCandidate, _beat_rps: float) -> Measured:
+        return Measured(candidate, 3.0, 2.9, 3.1)
+
+    find_best(candidates, _each(test), _each(measure), most=9)
+    assert tested[-1] == (2, 2.44)  # 1.25 to the power of 4
+    assert [index for index, _ in tested].count(2) == 1
+
+
+@given(CANDIDATES, st.integers(1, 30))
+def test_interrupted_search_returns_what_it_knows(drawn, after: int) -> None:
+    """An interruption at any time leaves intervals that hold the rates, and says so."""
+    candidates = [_candidate(bound, layout, weight) for bound, _, weight, layout in drawn]
+    rates = [bound * share for bound, share, *_ in drawn]
+    calls = 0
+
+    def rate_of(candidate: DeploymentCandidate) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        places = (n for n, one in enumerate(candidates) if one.deployment is candidate.deployment)
+        return rates[next(places)]
+
+    def test(candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
+        return Outcome.SERVES if rate_of(candidate) > rate_rps else Outcome.FAILS
+
+    def measure(candidate: DeploymentCandidate, _beat_rps: float) -> Measured:
+        rate = rate_of(candidate)
+        return Measured(candidate, rate, rate, rate)
+
+    found = find_best(candidates, _each(test), _each(measure), most=100)
+    assert found.interrupted == (calls > after)
+    assert len(found.measured) == len(candidates)
+    if found.interrupted:
+        assert not found.complete
+        for one in found.measured:
+            rate = next(
+                rates[n]
+                for n, other in enumerate(candidates)
+                if other.deployment is one.candidate.deployment
+            )
+            assert one.low_rps <= rate * (1 + 1e-9)
+            assert rate <= max(one.high_rps, drawn[0][0] / 128) * (1 + 1e-9) or not one.high_rps
+
+
+def test_deployment_with_a_multiple_is_left_out() -> None:
+    """Of one, two and four machines that share a queue, only four are compared."""
+    once, apart = _candidate(1.0), _candidate(2.0, Layout.APART)
+    several = [
+        DeploymentCandidate(once.deployment.repeated(n), float(n), float(n)) for n in (1, 2, 3, 4)
+    ]
+    kept = without_divisors([*several, apart])
+    assert kept == [several[2], several[3], apart]
+    found = find_best(several, UNCLEAR, _each(lambda one, _: Measured(one, 1.0, 0.9, 1.1)), most=9)
+    assert (found.dominated, len(found.measured)) == (2, 2)
 
 
 def test_candidates_that_serve_nothing_are_not_measured() -> None:
@@ -318,21 +394,63 @@ def test_only_candidates_that_are_certainly_worse_are_left_out() -> None:
     assert found.complete
 
 
-def test_least_weight_that_serves_the_rate_is_found_in_order() -> None:
-    """Candidates with low bounds are not tested, and the simplest of equal weights is first."""
-    low = _candidate(0.5, weight=1.0)
-    apart, together = _candidate(3.0, Layout.APART, 2.0), _candidate(2.0, weight=2.0)
-    large = _candidate(9.0, weight=3.0)
-    tested: list[DeploymentCandidate] = []
+LEAST = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),
+        st.sampled_from(((Role.ANY,), (Role.PREFILL, Role.DECODE))),
+        st.integers(1, 6),
+        st.integers(1, 6),
+    ),
+    min_size=1,
+    max_size=20,
+    unique=True,
+)
+"""The type of machines, their roles, and the number of the first and of the second role."""
+
+
+@given(LEAST, st.floats(0.5, 12.0), st.floats(0.2, 1.0))
+def test_least_weight_that_serves_the_rate_is_found(drawn, rate_rps: float, share: float) -> None:
+    """The search finds the least weight if more machines never serve less, with the bound ahead."""
+    prices = {"a": 1.0, "b": 1.7}
+    candidates = {}
+    for name, roles, *counts in drawn:
+        groups = tuple(Group(name, role, n) for role, n in zip(roles, counts, strict=False))
+        deployment = Deployment(groups)
+        bound = prices[name] * min(counts[: len(roles)])
+        candidates[deployment] = DeploymentCandidate(deployment, bound, deployment.total(prices))
+    tested: list[Deployment] = []
 
     def holds(one: DeploymentCandidate) -> bool:
-        tested.append(one)
-        return one is apart
+        assert one.bound_rps >= rate_rps
+        tested.append(one.deployment)
+        return share * one.bound_rps >= rate_rps
 
-    found = find_least([large, apart, low, together], 1.0, holds, most=9)
-    assert [id(one) for one in tested] == [id(together), id(apart)]
-    assert found.best is not None
-    assert found.best.candidate is apart
+    found = find_least(candidates.values(), rate_rps, holds, most=99)
+    serving = [one for one in candidates.values() if share * one.bound_rps >= rate_rps]
     assert found.complete
-    none = find_least([large, apart, together], 1.0, lambda _one: False, most=2)
-    assert (none.best, none.complete, len(none.unmeasured)) == (None, False, 1)
+    assert len(tested) == len(set(tested))
+    if serving:
+        assert found.best is not None
+        assert found.best.candidate.weight == min(one.weight for one in serving)
+    else:
+        assert found.best is None
+
+
+def test_larger_deployment_that_fails_excludes_smaller_ones() -> None:
+    """Sixteen machines of one type need few tests, and the limit of tests is reported."""
+    candidates = [
+        DeploymentCandidate(Deployment((Group("a", Role.ANY, n),)), 9.0, float(n))
+        for n in range(1, 17)
+    ]
+    tested: list[float] = []
+
+    def holds(one: DeploymentCandidate) -> bool:
+        tested.append(one.weight)
+        return one.weight >= 11
+
+    found = find_least(candidates, 1.0, holds, most=9)
+    assert found.best is not None
+    assert found.best.candidate.weight == 11.0
+    assert len(tested) <= 4
+    none = find_least(candidates, 1.0, lambda _one: False, most=1)
+    assert (none.best, none.complete, len(none.unmeasured)) == (None, False, 7)

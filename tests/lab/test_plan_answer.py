@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,13 +10,12 @@ import pytest
 from draftgate.lab.plan import planner as planning
 from draftgate.lab.plan.answer import PlanAnswer
 from draftgate.lab.plan.planner import MORE, Planner
-from draftgate.lab.planning.deployments import (
-    Deployment,
+from draftgate.lab.planning.best_deployment import (
     DeploymentCandidate,
     DeploymentSearch,
-    Group,
     Measured,
 )
+from draftgate.lab.planning.deployments import Deployment, Group
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.policies.types import Role
 
@@ -47,6 +47,32 @@ def test_machines_that_miss_the_targets_are_no_plan(
     else:
         assert deployment is None
         assert tried == list(range(3, 3 + MORE + 1))
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (Measured(TOGETHER, None, 1.2, math.inf, converged=False), "from 1.20, not converged"),
+        (Measured(TOGETHER, None, 0.0, 3.1, converged=False), "below 3.10, not converged"),
+        (Measured(TOGETHER, 2.0, 1.2, 3.1, converged=False), "1.20 to 3.10, not converged"),
+    ],
+)
+def test_rate_without_a_bound_on_both_sides_is_not_printed(
+    measured: Measured,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search that did not converge says so, and gives an estimate only within a bracket."""
+    monkeypatch.setenv("COLUMNS", "200")
+    search = DeploymentSearch((measured,), (), complete=True)
+    deployment = TOGETHER.deployment if search.best else None
+    PlanAnswer("placement", UNUSED, search, deployment, None).show()
+    text = " ".join(capsys.readouterr().out.split())
+    assert words in text
+    assert "did not converge within 6000 requests: 1 of 1" in text
+    assert ("2.00" in text) == (measured.rate_rps is not None)
+    assert ("no search found the highest rate" in text) == (measured.rate_rps is None)
 
 
 @pytest.mark.parametrize(("low", "equal"), [(2.8, True), (3.2, False)])

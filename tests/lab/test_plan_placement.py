@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ from typer.testing import CliRunner, Result
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.lab.plan import goodput, planner
+from draftgate.lab.plan.deployment_search import INTERRUPTED
 from draftgate.lab.plan.goodput import PLACEMENT, Simulation, speculation_of
-from draftgate.lab.plan.sources import TraceSource
-from draftgate.lab.planning.deployments import Deployment, DeploymentCandidate, Group
+from draftgate.lab.plan.sources import Requests, TraceSource
+from draftgate.lab.planning.best_deployment import DeploymentCandidate
+from draftgate.lab.planning.deployments import Deployment, Group
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.loadgen.types import Slo
@@ -83,6 +88,41 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
         candidate, goal, beat_rps=20.0
     )
     assert (found.rate_rps, found.high_rps) == (None, 20.0)
+
+
+def test_search_without_a_bracket_has_no_estimate(tmp_path: Path) -> None:
+    """Too few requests for a bound from above give a lower bound, and no estimate."""
+    profile = _profile(tmp_path, "one", SERVICE_S, None)
+    source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
+    candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 8.0)
+    simulation = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE)
+    goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, most_requests=300)
+    found = simulation.measure(candidate, goal)
+    assert found.rate_rps is None
+    assert found.low_rps < capacity(0.9, SERVICE_S, 5 * SERVICE_S) < found.high_rps
+    assert not found.converged
+
+
+def test_all_rates_have_the_same_requests_and_two_seeds_decide(tmp_path: Path) -> None:
+    """A rate only scales the gaps between requests, and a check simulates two seeds."""
+    rows = tuple(TraceRow(0.0, 50 + n, 1 + n) for n in range(20))
+    drawn = []
+
+    class Counted(TraceSource):
+        def requests(self, rate_rps: float, seed: int, count: int) -> Requests:
+            found = super().requests(rate_rps, seed, count).kept()
+            drawn.append((rate_rps, seed, [rate_rps * (one.at_s or 0.0) for one in found.planned]))
+            return found
+
+    source = Counted(rows, Slo(ttft_s=1.0))
+    slow, fast = (source.requests(rate, 3, 50) for rate in (1.0, 7.0))
+    assert slow.lengths()[7].prompt_tokens == fast.lengths()[7].prompt_tokens
+    assert drawn[0][2] == pytest.approx(drawn[1][2])
+    files = {"one": _profile(tmp_path, "one", SERVICE_S, None)}
+    simulation = Simulation(source, files, PLACEMENT, config=ONE_BY_ONE)
+    goal = SearchGoal(1.0, 1.0, share=0.9, seed=5)
+    assert not simulation.holds(Deployment((Group("one", Role.ANY, 1),)), goal, 50.0)
+    assert [seed for _, seed, _ in drawn[2:]] == [5, 6]
 
 
 def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
@@ -198,10 +238,31 @@ def test_wrong_options_are_explained_in_one_line(
     assert result.output.count("\n") == 1
 
 
+def test_interrupted_search_writes_what_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ends a search with the status of Ctrl-C, after its answer has been written."""
+
+    def interrupt(_self: object, *_args: object) -> Iterator[object]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    monkeypatch.setattr(planner._Processes, "results", interrupt)
+    fast, slow = (_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
+    flags = ["--profiles", f"{fast},{slow}", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250"]
+    result = _plan(tmp_path, *flags)
+    assert result.exit_code == INTERRUPTED, result.output
+    assert "no deployment was found before the interruption" in result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["search"]["interrupted"]
+    assert not plan["search"]["complete"]
+    assert all(row["goodput_rps"] is None for row in plan["search"]["measured"])
+
+
 def test_pools_with_the_least_cost_serve_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cheapest number of machines whose bound allows the rate is simulated first."""
+    """The plan has the least cost of all machines that served the rate."""
     monkeypatch.setattr(goodput, "CHECKED", 200)
     monkeypatch.setattr(planner, "CHECKED", 200)
     one = _profile(tmp_path, "one", 0.05, 2.0)
@@ -212,10 +273,8 @@ def test_pools_with_the_least_cost_serve_the_rate(
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["question"] == "pools"
     assert plan["simulated"]["attainment"] >= 0.9
-    tested = [row["weight"] for row in plan["search"]["measured"]]
-    assert tested == sorted(tested)
-    assert plan["cost_per_hour"] == tested[-1] == 2.0 * plan["counts"]["one"]
-    assert all(row["goodput_rps"] is None for row in plan["search"]["measured"][:-1])
+    serving = [row["weight"] for row in plan["search"]["measured"] if row["goodput_rps"]]
+    assert plan["cost_per_hour"] == min(serving) == 2.0 * plan["counts"]["one"]
 
 
 @pytest.mark.parametrize(

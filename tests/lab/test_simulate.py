@@ -388,6 +388,28 @@ def test_command_writes_json_html_and_table(tmp_path) -> None:
     assert html.read_text().startswith("<!")
 
 
+def test_rate_arrival_and_memory_of_a_simulated_trace(tmp_path) -> None:
+    """A trace arrives as recorded or by another process at any rate. Little memory delays it."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp_s": n / 5, "input_tokens": 40, "output_tokens": 20} for n in range(12)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    latencies_s = {}
+    for name, flags in {
+        "recorded": ["--rate", "50", "--arrival", "recorded"],
+        "constant": ["--rate", "50", "--arrival", "constant"],
+        "full": ["--rate", "50", "--arrival", "constant", "--kv-tokens", "64"],
+    }.items():
+        out = tmp_path / f"{name}.json"
+        given = ["--trace", str(trace), "--speculation", "off", "--json", str(out), *flags]
+        result = CliRunner().invoke(app, ["simulate", *given])
+        assert result.exit_code == 0, result.output
+        policy = json.loads(out.read_text())["policies"]["off"]
+        assert policy["requests"] == 12
+        latencies_s[name] = policy["latency_s"]["mean"]
+    assert latencies_s["recorded"] == pytest.approx(latencies_s["constant"], rel=0.05)
+    assert latencies_s["full"] > 2.0 * latencies_s["constant"]  # one request after another
+
+
 def test_progress_is_printed_without_a_terminal(tmp_path) -> None:
     """The command prints a line with the policy and the seed when each run starts."""
     trace = tmp_path / "trace.jsonl"

@@ -97,3 +97,24 @@ def test_relaxed_targets_never_lower_the_throughput(size: Size, targets: Targets
     ):
         relaxed = throughput(MACHINE, size, replace(targets, **{name: value})).rate_rps
         assert relaxed >= strict * (1.0 - 1e-3)
+
+
+@given(_sizes, _targets, st.floats(0.0, 0.02), st.floats(0.0, 1e-4))
+def test_host_time_lowers_the_throughput_least_if_it_overlaps(
+    size: Size, targets: Targets, host_s: float, sequence_s: float
+) -> None:
+    """A host that works beside the device is never slower than one for which the device waits."""
+    waiting = replace(MACHINE, host_s=host_s, host_sequence_s=sequence_s)
+    rates = [
+        throughput(machine, size, targets).rate_rps
+        for machine in (waiting, replace(waiting, host_overlaps=True), MACHINE)
+    ]
+    assert rates[0] <= rates[1] * (1 + 1e-6)
+    assert rates[1] <= rates[2] * (1 + 1e-6)
+
+
+def test_short_host_time_is_hidden() -> None:
+    """Host time that is shorter than every step costs nothing if it overlaps."""
+    size, targets = Size(100.0, 200.0), Targets(tpot_s=0.03)
+    hidden = replace(MACHINE, host_s=0.005, host_sequence_s=1e-5, host_overlaps=True)
+    assert throughput(hidden, size, targets) == throughput(MACHINE, size, targets)

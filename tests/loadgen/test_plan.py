@@ -180,7 +180,7 @@ def test_a_plan_can_be_rebuilt() -> None:
         ({"concurrency": 2, "rate_rps": 1.0}, "closed loop.* excludes --rate"),
         ({"concurrency": 2, "arrival": "poisson"}, "excludes --arrival"),
         ({"arrival": "poisson"}, "--arrival requires --rate"),
-        ({"arrival": "poisson", "rate_rps": 1.0, "trace": Path("t")}, "excludes --trace"),
+        ({"arrival": "poisson", "trace": Path("t")}, "--arrival requires --rate"),
         ({"time_scale": 2.0}, "--time-scale requires --trace"),
         ({"time_scale": 2.0, "trace": Path("t"), "rate_rps": 1.0}, "time-scale"),
         ({"rate_rps": 0.0}, "rate must be positive"),

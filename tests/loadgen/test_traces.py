@@ -94,13 +94,42 @@ def test_every_known_format_is_recognised() -> None:
         (OWN + _own('"hash_ids": [1], "block_tokens": 0'), "line 4: block_tokens .* least 1"),
         (BURSTGPT + '50,"GPT\n-4",1,2,3,API log\n', "line 4: not CSV"),
         (BURSTGPT + "50,GPT-4,1\n", "line 4: 'Response tokens' is missing"),
-        ("a,b\n1,2\n", "unknown trace format"),
+        (
+            "a,b\n1,2\n",
+            "unknown .* with the fields 'a', 'b': expected at_s .or timestamp_s",
+        ),
     ],
 )
 def test_a_damaged_trace_names_line_and_field(text: str, words: str) -> None:
     """The error names file, line and fault."""
     with pytest.raises(ValueError, match=f"a trace.*{words}"):
         parse(text)
+
+
+def test_fields_have_a_second_name() -> None:
+    """Times and prompts may also be `timestamp_s` and `input_tokens`, in JSON lines and in CSV."""
+    expected = (TraceRow(0.0, 7, 2), TraceRow(1.5, 9, 3))
+    lines = [{"timestamp_s": 2.0 + row.at_s, "input_tokens": row.prompt_tokens} for row in expected]
+    outputs = [row.output_tokens for row in expected]
+    both = [line | {"output_tokens": n} for line, n in zip(lines, outputs, strict=True)]
+    assert parse("\n".join(map(json.dumps, both))) == expected
+    header = "timestamp_s,input_tokens,output_tokens\n"
+    assert parse(header + "2.0,7,2\n3.5,9,3\n") == expected
+
+
+def test_trace_arrives_by_another_process_at_a_rate(tmp_path: Path) -> None:
+    """`--arrival` replaces the times of a trace, also of one without times, and keeps its order."""
+    file = tmp_path / "trace.csv"
+    file.write_text("num_prefill_tokens,num_decode_tokens\n" + "10,2\n20,3\n30,4\n")
+    rows = read_trace(file)
+    plan = make_plan(Load(trace=file, rate_rps=4.0, arrival="constant"), rows=rows)
+    assert [(one.at_s, one.request.max_tokens) for one in plan.requests] == [
+        (0.0, 2),
+        (0.25, 3),
+        (0.5, 4),
+    ]
+    with pytest.raises(ValueError, match=r"simultaneously.*give --arrival"):
+        make_plan(Load(trace=file, rate_rps=4.0), rows=rows)
 
 
 def test_null_fields_mean_defaults() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import NormalDist
 
 import hypothesis.strategies as st
@@ -12,9 +13,11 @@ from draftgate.policies.batching import (
     LATE_SHARE,
     LEAST_CHUNK,
     LEAST_STRETCH,
+    MOST_TARGETS,
     STRETCH,
     FixedBudget,
     Slack,
+    longest_step_s,
     longest_wait_s,
 )
 from draftgate.policies.costs.step_cost import StepCost
@@ -29,7 +32,7 @@ COST = StepCost(STAIRS, tuple(5e-3 + 20e-6 * tokens for tokens in STAIRS), 40e-9
 
 
 @pytest.mark.parametrize(
-    "spec", ["slack", "fixed:512", "fixed:2048", "prefill_first", "decode_first"]
+    "spec", ["slack", "slack:1", "fixed:512", "fixed:2048", "prefill_first", "decode_first"]
 )
 def test_shipped_policy_keeps_its_contract(spec: str) -> None:
     """Every shipped policy is found by its name and keeps the contract of `BatchingPolicy`."""
@@ -48,7 +51,7 @@ def test_shipped_policy_keeps_its_contract(spec: str) -> None:
 def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> None:
     """A step ends on a stair, and either meets its target or has the minimum number of prompt
     tokens."""
-    batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s)
+    batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s, within_s)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(
         batch.tokens + tokens, batch.kv_tokens + known + tokens, sequences + 1
@@ -61,7 +64,7 @@ def test_step_ends_in_time_and_on_a_stair(sequences, most, known, within_s) -> N
 def test_tighter_target_never_gives_a_longer_chunk() -> None:
     """A tighter target never makes the chunk longer, and the chunk is never below its minimum."""
     chunks = [
-        Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s), COST)
+        Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s, 0.1), COST)
         for within_s in (0.1, 0.03, 0.02, 0.008, 0.0)
     ]
     assert chunks == sorted(chunks, reverse=True)
@@ -71,11 +74,11 @@ def test_tighter_target_never_gives_a_longer_chunk() -> None:
 
 def test_prompts_keep_their_share_under_an_impossible_target() -> None:
     """Prompts receive a third of the step and at least the minimum chunk."""
-    tokens = Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, 0.0), COST)
+    tokens = Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, 0.0, 1e-3), COST)
     own_s = COST.seconds(32, 16_000, 32)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
     assert 0.95 * LEAST_STRETCH * own_s < step_s <= LEAST_STRETCH * own_s
-    drafted = BatchView(32 + 300, 16_000, 32, 1500, 0, 0.0)
+    drafted = BatchView(32 + 300, 16_000, 32, 1500, 0, 0.0, 1e-3)
     assert Slack().prefill_tokens(drafted, COST) == LEAST_CHUNK
 
 
@@ -103,7 +106,7 @@ def test_uncertain_forecasts_leave_a_margin() -> None:
     """With normal forecast errors, one step in 200 is late."""
     sigma, within_s = 0.04, 0.05
     error = sigma * NormalDist().inv_cdf(0.75)
-    batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, error)
+    batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, within_s, cost_error=error)
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
     late = 1.0 - NormalDist(1.0, sigma).cdf(within_s / step_s)
@@ -121,7 +124,52 @@ def test_decode_waits_between_half_and_all_of_its_target(due_in_s, tpot_s) -> No
 
 def test_prompt_without_decodes_takes_the_whole_step() -> None:
     """No target shortens a step without decodes."""
-    assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6), COST) == 3000
+    assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6, 1e-6), COST) == 3000
+
+
+SHARES = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=60)
+"""How much of the longest step each step of a decode uses."""
+
+
+def _times_s(shares: list[float], token_s: float, later: Callable[[int], int]) -> list[float]:
+    """Return when each token arrives, with a target of 1 s per token, from the first token."""
+    at_s = [0.0]
+    for place, share in enumerate(shares, 1):
+        most_s = longest_step_s(place - at_s[-1], 1.0, later(place), token_s)
+        at_s.append(at_s[-1] + token_s + share * max(most_s - token_s, 0.0))
+    return at_s
+
+
+@given(SHARES, st.floats(0.01, 1.0))
+def test_mean_target_is_met_whatever_the_steps_use(shares, token_s) -> None:
+    """A decode of a known length meets its mean target, even if each step uses all of its time."""
+    at_s = _times_s(shares, token_s, lambda place: len(shares) - place)
+    assert at_s[-1] <= len(shares) * (1.0 + 1e-9)
+
+
+@given(SHARES, st.floats(0.01, 1.0))
+def test_output_that_ends_early_has_at_most_half_more_than_its_target(shares, token_s) -> None:
+    """If an output of n tokens is taken for one of 2n, its mean is at most 1.5 times the target."""
+    at_s = _times_s(shares, token_s, lambda place: place)
+    most_s = 2.0 - max(token_s, LATE_SHARE)
+    assert all(one_s <= place * most_s * (1.0 + 1e-9) for place, one_s in enumerate(at_s))
+
+
+@given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0), st.integers(0, 99), st.floats(1e-3, 2.0))
+def test_more_later_tokens_never_shorten_the_longest_step(due_in_s, tpot_s, later, token_s) -> None:
+    """Later tokens only add time, and even a late decode waits for half of its target."""
+    steps_s = [longest_step_s(due_in_s, tpot_s, n, token_s) for n in (0, later, later + 1)]
+    assert steps_s == sorted(steps_s)
+    assert steps_s[0] == max(due_in_s, LATE_SHARE * tpot_s)
+
+
+def test_no_step_takes_more_targets_than_the_policy_allows() -> None:
+    """However far ahead the decodes are, no planned gap is longer than `slack:TARGETS` allows."""
+    for targets in (1.0, MOST_TARGETS, 4.0):
+        batch = BatchView(32, 16_000, 32, 100_000, 0, 1e6, 0.05)
+        tokens = Slack(targets).prefill_tokens(batch, COST)
+        step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
+        assert 0.9 * targets * 0.05 < step_s <= targets * 0.05
 
 
 def test_fixed_budget_includes_decodes_and_drafts() -> None:
@@ -136,7 +184,8 @@ def test_fixed_budget_includes_decodes_and_drafts() -> None:
     [
         ("fixed", "fixed:TOKENS needs a whole number"),
         ("fixed:0", "1 token or more"),
-        ("slack:3", "takes no argument"),
+        ("slack:0", "slack:TARGETS needs a positive number"),
+        ("slack:x", "slack:TARGETS needs a positive number"),
         ("fast", "unknown batching policy 'fast'; known: decode_first, fixed:TOKENS"),
     ],
 )

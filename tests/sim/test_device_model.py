@@ -13,8 +13,9 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.sim.acceptance import ConstantAcceptance
 from draftgate.backends.sim.device_model import ProfileDevice
+from draftgate.backends.sim.engine_costs import HostCost
 from draftgate.backends.sim.model import SimProposer
-from draftgate.backends.sim.profile import HostCost, load_profile, profile_names
+from draftgate.backends.sim.profile import load_profile, profile_names
 from draftgate.backends.sim.tokens import SimulatedTokens
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from draftgate.backends.sim.engine_costs import ENGINES
 from draftgate.backends.sim.profile import load_profile, profile_names
 from draftgate.lab.sim.environment import slowed
 
@@ -122,3 +124,25 @@ def test_invalid_json_and_unknown_profiles_are_rejected(tmp_path: Path) -> None:
         load_profile(str(path))
     with pytest.raises(ValueError, match="cpu-demo, h100-8b, h200-8b"):
         load_profile("h100")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["h100-8b", "a10g-7b", "a100x2-13b"])
+def test_engine_replaces_the_host_time_of_a_profile(name: str, engine: str) -> None:
+    """The host time that a profile assumes is taken out of its steps, and an engine's is added."""
+    usual, found = load_profile(name), load_profile(f"{name}@{engine}")
+    assert found.host == ENGINES[engine].host
+    assert ENGINES[engine].source in found.source
+    assert found.name == f"{usual.name}@{engine}"
+    assert usual.step_host_s == pytest.approx(1.21e-3)
+    for before_s, after_s in zip(usual.cost.step_s, found.cost.step_s, strict=True):
+        assert before_s - after_s == pytest.approx(1.21e-3)
+    assert replace(found.cost, step_s=usual.cost.step_s) == usual.cost
+
+
+def test_engine_needs_a_profile_that_states_its_host_time() -> None:
+    """Host time is never charged twice, and the known engines are named."""
+    with pytest.raises(ValueError, match="step_host_s"):
+        load_profile("cpu-demo@vllm")
+    with pytest.raises(ValueError, match="vllm-2024"):
+        load_profile("a100-8b@fast")

@@ -1,0 +1,199 @@
+"""Place OPT-13B on up to four A100, the reference case of DistServe's simulator.
+
+    draftgate bench distserve --times profiler-a100-80g.distserve.json --trace SHAREGPT --json OUT
+
+DistServe (Zhong et al., OSDI 2024) separates prompts from outputs. 90% of the requests must have a
+TTFT of 200 ms and a TPOT of 100 ms. Its best deployment has two tensor-parallel GPUs for prompts
+and one for outputs, with 1.56 requests/s per GPU. The study measures this deployment with each
+seed, and searches all deployments of up to four GPUs.
+
+Step times are fitted to DistServe's coefficients. The trace gives the shape of the lengths, which
+are scaled to the means of the paper (755 and 200 tokens). Requests over 2,048 tokens are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from draftgate.lab.plan.answer import search_as_json
+from draftgate.lab.plan.goodput import PLACEMENT
+from draftgate.lab.plan.machines import MachineTypes
+from draftgate.lab.plan.planner import Planner, link_of, targets_of
+from draftgate.lab.plan.sources import TraceSource
+from draftgate.lab.planning.best_deployment import Measured
+from draftgate.lab.planning.deployments import Budget, Deployment, Group, deployments
+from draftgate.loadgen.planning.traces import TraceRow, read_trace
+from draftgate.loadgen.types import Slo
+from draftgate.policies.types import Role
+
+MODEL: Final = "facebook/opt-13b"
+SIZES: Final = (1, 2, 4)
+KV_TOKENS: Final = {1: 66_144, 2: 163_008, 4: 356_736}
+"""Tokens of the KV memory by GPUs of a group, from DistServe's `max_num_tokens.csv`."""
+
+KV_TOKEN_BYTES: Final = 2 * 2 * 40 * 40 * 128
+"""Bytes of a token: keys and values in float16 of 40 layers with 40 heads of 128."""
+
+GPU_USD: Final = 2.21
+HOST_S: Final = 2e-3
+"""Time of the host per step, as in DistServe's simulator."""
+
+TTFT_MS, TPOT_MS, SHARE = 200.0, 100.0, 0.9
+MEANS: Final = (755.0, 200.0)
+MOST_TOKENS: Final = 2048
+PAPER_RPS: Final = 1.56
+"""Requests per second and GPU of DistServe's best deployment, by its simulator."""
+
+DECODES: Final = 95
+"""Largest batch of the coefficients for small batches. Prompts of `PROMPT` tokens and more follow
+the coefficients of prompts, and the table between them is interpolated."""
+
+PROMPT: Final = 256
+
+
+def profile(coefficients: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Return a `profile/2` that is fitted to DistServe's coefficients, which are in ms."""
+    first, token, square = coefficients["prefill"]
+    alone, context, sequence = coefficients["decoding_smallbs"]
+    buckets = (1, 2, 4, *range(8, MOST_TOKENS + 1, 8))
+    known = [1, DECODES, PROMPT, MOST_TOKENS]
+    times = [alone + sequence * n for n in known[:2]] + [first + token * n for n in known[2:]]
+    table = np.interp(buckets, known, times)
+    return {
+        "format": "profile/2",
+        "device": f"{gpus} x NVIDIA A100 80GB",
+        "model": "OPT-13B",
+        "dtype": "float16",
+        "source": "fitted to DistServe's profiler-a100-80g.distserve.json (82831f1)",
+        "token_buckets": buckets,
+        "step_s": (table / 1e3).tolist(),
+        "kv_token_s": context / 1e3,
+        "sequence_s": 0.0,
+        "prefill_attention_s": 2.0 * square / 1e3,
+        "host": {"step_s": HOST_S},
+        "kv_token_bytes": KV_TOKEN_BYTES,
+        "kv_bytes": KV_TOKENS[gpus] * KV_TOKEN_BYTES,
+        "price_per_hour_usd": gpus * GPU_USD,
+    }
+
+
+def scaled(rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
+    """Return rows with the means of the paper, without those that exceed the context."""
+    means = (
+        sum(row.prompt_tokens for row in rows) / len(rows),
+        sum(row.output_tokens for row in rows) / len(rows),
+    )
+    prompt, output = (wanted / found for wanted, found in zip(MEANS, means, strict=True))
+    changed = (
+        replace(
+            row,
+            prompt_tokens=max(round(prompt * row.prompt_tokens), 1),
+            output_tokens=max(round(output * row.output_tokens), 1),
+        )
+        for row in rows
+    )
+    return tuple(one for one in changed if one.prompt_tokens + one.output_tokens <= MOST_TOKENS)
+
+
+def per_gpu(found: Measured, gpus: Mapping[str, int]) -> dict[str, Any]:
+    """Return the goodput of a deployment by GPU, with its interval."""
+    count = found.candidate.deployment.total(gpus)
+    rates = (found.rate_rps, found.low_rps, found.high_rps)
+    keys = ("goodput_per_gpu", "low_per_gpu", "high_per_gpu")
+    return {
+        "deployment": str(found.candidate.deployment),
+        "gpus": count,
+        **{
+            key: None if rate is None or rate == float("inf") else round(rate / count, 3)
+            for key, rate in zip(keys, rates, strict=True)
+        },
+        "converged": found.converged,
+    }
+
+
+def cpu_s() -> float:
+    """Return the CPU time of this process and of its ended children, in seconds."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `draftgate bench distserve`."""
+    parser = bench_parser("distserve", __doc__)
+    parser.add_argument("--times", type=Path, required=True, help="DistServe's coefficients")
+    parser.add_argument("--trace", type=Path, required=True, help="lengths of ShareGPT")
+    parser.add_argument("--precision", type=float, default=0.1)
+    parser.add_argument("--seeds", type=int, default=2)
+    args = parser.parse_args(arguments)
+    facts = simulated_provenance("distserve", arguments)
+    coefficients = json.loads(args.times.read_text(encoding="utf-8"))[MODEL]
+    targets = targets_of(TTFT_MS, TPOT_MS, SHARE)
+    source = TraceSource(scaled(read_trace(args.trace)), Slo.of_ms(TTFT_MS, TPOT_MS))
+    with TemporaryDirectory() as folder:
+        names = []
+        for gpus in SIZES:
+            file = Path(folder, f"a100x{gpus}.json")
+            file.write_text(json.dumps(profile(coefficients[str(gpus)], gpus)), encoding="utf-8")
+            names.append(str(file))
+        machines = MachineTypes.load(",".join(names))
+        gpus_of = {Path(name).stem: gpus for name, gpus in zip(names, SIZES, strict=True)}
+
+        def planner(seed: int) -> Planner:
+            return Planner.for_source(
+                machines,
+                source,
+                targets,
+                link=link_of(None),
+                phases=PLACEMENT,
+                precision=args.precision,
+                seed=seed,
+            )
+
+        paper = Deployment((Group("a100x2", Role.PREFILL, 1), Group("a100x1", Role.DECODE, 1)))
+        apart = []
+        for seed in range(args.seeds):
+            one = planner(1000 * seed)
+            found = one.measure(one.candidate(paper, paper.total(machines.prices)))
+            apart.append({"seed": 1000 * seed, **per_gpu(found, gpus_of)})
+            print(apart[-1], f"DistServe: {PAPER_RPS}", flush=True)
+        began_s, one = cpu_s(), planner(0)
+        budget = Budget({name: float(gpus) for name, gpus in gpus_of.items()}, 4.0)
+        every = list(deployments(machines.names, [budget], 4))
+        search = one.search(one.candidates(every, machines.prices), len(every))
+        assert search.best is not None
+        best = per_gpu(search.best, gpus_of)
+        print(best, f"{len(every)} deployments in {cpu_s() - began_s:.0f} s of CPU time")
+    results = {
+        "format": "distserve/1",
+        **facts,
+        "settings": {
+            "ttft_ms": TTFT_MS,
+            "tpot_ms": TPOT_MS,
+            "share": SHARE,
+            "precision": args.precision,
+            "means": MEANS,
+        },
+        "paper_per_gpu": PAPER_RPS,
+        "apart": apart,
+        "search": {
+            "deployments": len(every),
+            "cpu_s": round(cpu_s() - began_s, 1),
+            "best": best,
+            **search_as_json(search),
+        },
+    }
+    write_results(args.json, results)
+
+
+if __name__ == "__main__":
+    main()
