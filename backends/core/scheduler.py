@@ -430,6 +430,8 @@ class Scheduler:
 
     def _admit(self, step: StepBuilder) -> None:
         """Admit waiting sequences in order while budget, batch and memory allow it."""
+        if not self._queues.waiting:
+            return
         # Consider at most one batch, because many sequences may wait for the same prefix.
         for sequence in tuple(islice(self._queues.waiting, self.config.max_num_seqs)):
             if step.budget <= 0 or not self._free_sequences:

@@ -132,7 +132,8 @@ class StepPlan:
     @property
     def decodes_only(self) -> bool:
         """Whether each sequence feeds one token and samples, without a draft."""
-        return self.size.tokens == self.size.sequences == self.size.sampled
+        size = self.size
+        return size.tokens == size.sequences == size.sampled
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +143,7 @@ class StepPlan:
     @property
     def is_plain(self) -> bool:
         """Whether only the sampler uses the logits of the step."""
-        return all([work.sequence.is_plain for work in self.work])
+        return all(work.sequence.is_plain for work in self.work)
 
 
 class StepBuilder:
