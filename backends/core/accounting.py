@@ -164,13 +164,10 @@ class Accounting:
 
 
 def verified_draft(work: SequenceWork) -> VerifiedDraft | None:
-    """Return the draft that a step verified for a sequence, before the next step is planned."""
-    tokens = len(work.draft.token_ids)
-    if not tokens:  # the usual case
-        return None
+    """Return the draft of a sequence that a step verified, before the next step is planned."""
     # Tokens of another worker have no source, because they are no speculation.
     source = work.sequence.draft_source
-    return VerifiedDraft(source, tokens) if source else None
+    return VerifiedDraft(source, len(work.draft.token_ids)) if source else None
 
 
 def count_draft(

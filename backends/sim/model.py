@@ -138,7 +138,7 @@ class SimProposer:
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a draft for each request, up to the length for which the proposer has evidence."""
-        depth = max((request.max_tokens for request in requests), default=0)
+        depth = max([request.max_tokens for request in requests], default=0)
         depth_s = self._device.draft(self._name, len(requests), depth)
         if depth_s:
             for _ in range(depth):
