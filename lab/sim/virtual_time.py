@@ -49,9 +49,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
         A timer of that length would have the same effect, but would take a turn of the loop.
         """
-        # As `call_later` and the selector compute the time, whose last bit depends on the order.
-        left_s = self._jumping.now_s + seconds - self._jumping.now_s
-        ends_s = self._jumping.now_s + left_s + self._clock_resolution
+        # `call_later` and the selector compute the time in this order, on which its last bit
+        # depends.
+        now_s = self._jumping.now_s
+        left_s = max(0.0, now_s + seconds - now_s)
+        ends_s = now_s + left_s + self._clock_resolution
         if self._ready or (self._scheduled and self._scheduled[0].when() <= ends_s):
             return False
         self._jumping.advance(left_s)

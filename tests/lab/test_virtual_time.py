@@ -78,6 +78,8 @@ def test_time_is_skipped_only_up_to_the_next_event() -> None:
         await asyncio.sleep(0.0)
         assert skip_time(0.25)
         assert not skip_time(0.5)
+        assert skip_time(-0.25)
+        assert loop_time_s() == 0.5
         await asyncio.sleep(1.0)
 
     run_virtual(main())
