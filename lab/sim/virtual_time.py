@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -35,6 +36,11 @@ def skip_time(seconds: float) -> bool:
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop that starts at 0 s and never waits."""
+
+    # Attributes of asyncio's base class.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _clock_resolution: float
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
