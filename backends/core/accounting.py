@@ -91,9 +91,12 @@ class Accounting:
         # Tokens after the end are not part of the text, and no recording contains them.
         self._drafting.learn(sequence, kept)
         computed = sequence.num_computed = start + len(token_ids) + len(emitted) - 1
-        fills_block = not computed % self._blocks.block_size
-        fed_one = len(token_ids) == 1 and not draft.token_ids
-        if fills_block or not fed_one or sequence.finish_reason is not None:
+        if (
+            not computed % self._blocks.block_size
+            or draft.token_ids
+            or len(token_ids) > 1
+            or sequence.finish_reason is not None
+        ):
             self._settle(sequence)
         return kept
 
@@ -144,26 +147,27 @@ class Accounting:
     def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append tokens up to the token that ends the sequence, and return them."""
         tokens, grammar = sequence.token_ids, sequence.grammar
-        for count, token in enumerate(emitted, 1):
+        before, most = len(tokens), sequence.most_tokens
+        for token in emitted:
             tokens.append(token)
             if (token in self._eos_ids and sequence.stops_at_eos) or (
                 token in sequence.stop_ids and sequence.may_stop
             ):
                 sequence.finish_reason = FinishReason.STOP
-                return emitted[:count]
-            if len(tokens) >= sequence.most_tokens:
+                break
+            if len(tokens) >= most:
                 sequence.finish_reason = FinishReason.LENGTH
-                return emitted[:count]
+                break
             if grammar is not None:
                 grammar.accept(token)
-        return emitted
+        return emitted[: len(tokens) - before]
 
 
 def verified_draft(work: SequenceWork) -> VerifiedDraft | None:
-    """Return the draft that a step verified for a sequence, before the next step is planned."""
+    """Return the draft of a sequence that a step verified, before the next step is planned."""
     # Tokens of another worker have no source, because they are no speculation.
-    tokens, source = len(work.draft.token_ids), work.sequence.draft_source
-    return VerifiedDraft(source, tokens) if tokens and source else None
+    source = work.sequence.draft_source
+    return VerifiedDraft(source, len(work.draft.token_ids)) if source else None
 
 
 def count_draft(

@@ -269,9 +269,10 @@ class DraftPlan:
         """Learn what the lookups of the step gained with these draft lengths."""
         if self._view is None or not self._drafting.step_work.looked_up:
             return
-        slots = sum(lengths)
-        added_s = step_s(self._view, cost, slots) - step_s(self._view, cost)
-        slot_tokens = self._terms.tokens_per_s * added_s / max(slots, 1)
+        slots, slot_tokens = sum(lengths), 0.0
+        if slots:
+            added_s = step_s(self._view, cost, slots) - step_s(self._view, cost)
+            slot_tokens = self._terms.tokens_per_s * added_s / slots
         self._drafting.observe_slots(offers, lengths, slot_tokens)
 
     def _traces(

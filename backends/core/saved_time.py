@@ -87,7 +87,12 @@ class SavedTime:
             drafting_s: predicted seconds to compute its drafts.
             looked_up: number of sequences with lookups.
         """
-        size, slots, decoded = plan.size, 0, []
+        size, self._last = plan.size, None
+        if plan.decodes_only and not plan.chunks:  # the usual case without drafts
+            decodes, kv_tokens, step_s = size.sequences, size.kv_tokens, result.step_s
+            self._last = DecodeWork(decodes, kv_tokens, 0, looked_up, decodes, step_s)
+            return
+        slots, decoded = 0, []
         for (sequence, _, token_ids, samples, draft), path in zip(
             plan.work, result.accepted, strict=True
         ):
@@ -96,7 +101,6 @@ class SavedTime:
             if samples and len(token_ids) == 1:
                 decoded.append((sequence, len(path), drafts))
         decodes, kv_tokens = len(decoded), size.kv_tokens - slots
-        self._last = None
         if not decodes:
             return
         if not plan.chunks:

@@ -99,9 +99,7 @@ class Scheduler:
         self._step = 0
         self._assumed: StepPlan | None = None  # another step was planned ahead of its result
         self._now_s = 0.0
-        self._with_service = self._traced = (
-            0  # open sequences with a service level, and traced ones
-        )
+        self._with_service = self._traced = 0  # open sequences with a service level, traced ones
         self._detailed: set[int] = set()  # keys of sequences whose next tokens need details
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
@@ -295,9 +293,10 @@ class Scheduler:
         self._now_s = self._now_s + result.step_s if now_s is None else now_s
         if plan.scored:
             self._accounting.keep_prompt_logprobs(plan, result)
+        running = SequenceState.RUNNING
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
-            if sequence.state is not SequenceState.RUNNING:
+            if sequence.state is not running:
                 continue
             if not work.samples:
                 self._accounting.confirm_chunk(work, self._now_s)
@@ -311,7 +310,8 @@ class Scheduler:
             details = step_details(plan, work, self._now_s) if detailed else None
             if detailed and not sequence.request.traced:
                 self._detailed.discard(sequence.key)
-            emissions.append((sequence, kept, logprobs[: len(kept)], verified_draft(work), details))
+            draft = verified_draft(work) if work.draft.token_ids else None
+            emissions.append((sequence, kept, logprobs[: len(kept)], draft, details))
         emissions += self._accounting.finish_embeddings(plan, result)
         self._learn_costs(plan, result)
         if assumed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
@@ -113,34 +112,35 @@ class StepPlan:
     traces: Mapping[int, StepTrace] = field(default_factory=dict)
     pooled: tuple[int, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
+    _size: StepSize | None = field(default=None, init=False, repr=False, compare=False)
 
-    @cached_property
-    def decodes_only(self) -> bool:
-        """Whether each sequence feeds one token and samples, without a draft."""
-        return all(
-            samples and len(token_ids) == 1 and not draft.token_ids
-            for _, _, token_ids, samples, draft in self.work
-        )
-
-    @cached_property
+    @property
     def size(self) -> StepSize:
         """The quantities that determine the cost of the step."""
-        tokens = kv_tokens = pairs = sampled = 0
-        for _, start, token_ids, samples, draft in self.work:
-            fed = len(token_ids) + len(draft.token_ids)
-            tokens += fed
-            kv_tokens += start + fed
-            sampled += samples + len(draft.token_ids)
-            if fed > 1:
-                pairs += (fed - 1) * start + fed * (fed + 1) // 2 - 1
-        return StepSize(tokens, kv_tokens, len(self.work), pairs, sampled)
+        if self._size is None:
+            tokens = kv_tokens = pairs = sampled = 0
+            for _, start, token_ids, samples, draft in self.work:
+                fed = len(token_ids) + len(draft.token_ids)
+                tokens += fed
+                kv_tokens += start + fed
+                sampled += samples + len(draft.token_ids)
+                if fed > 1:
+                    pairs += (fed - 1) * start + fed * (fed + 1) // 2 - 1
+            self._size = StepSize(tokens, kv_tokens, len(self.work), pairs, sampled)
+        return self._size
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether each sequence feeds one token and samples, without a draft."""
+        size = self.size
+        return size.tokens == size.sequences == size.sampled
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens fed."""
         return self.size.tokens
 
-    @cached_property
+    @property
     def is_plain(self) -> bool:
         """Whether only the sampler uses the logits of the step."""
         return all(work.sequence.is_plain for work in self.work)
@@ -227,7 +227,8 @@ class StepBuilder:
             cost_error: relative error of predicted step times (`StepCostFit.relative_error`).
         """
         decodes = self.work.values()
-        kv_tokens = sum([work.context_tokens for work in decodes])
+        tokens = sum([len(fed) + len(draft.token_ids) for _, _, fed, _, draft in decodes])
+        kv_tokens = tokens + sum([work.start for work in decodes])
         left_s, targets_s = list[float](), list[float]()
         if now_s is not None:
             token_s = cost.seconds(len(decodes), kv_tokens, len(decodes))
@@ -239,7 +240,7 @@ class StepBuilder:
                     left_s.append(longest_step_s(due_in_s, tpot_s, later, token_s))
                     targets_s.append(tpot_s)
         return BatchView(
-            tokens=sum([work.num_tokens for work in decodes]),
+            tokens=tokens,
             kv_tokens=kv_tokens,
             sequences=len(decodes),
             most_prefill_tokens=self.budget,

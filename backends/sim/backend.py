@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextvars import Context, copy_context
 
 from msgspec import structs
 
 from draftgate.backends.base import DeltaSink
-from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import (
@@ -43,6 +44,7 @@ class SimBackend(OperatedBlocks):
         config: WorkerConfig,
         build: WorkerBuilder = serving_worker,
         link: KvLink = LOCAL_LINK,
+        skip_time: Callable[[float], bool] = lambda _seconds: False,
     ) -> None:
         """Configure the worker, which `start` builds.
 
@@ -50,15 +52,23 @@ class SimBackend(OperatedBlocks):
             config: the worker's settings.
             build: builds the worker.
             link: link over which other workers pull its KV blocks.
+            skip_time: advances a virtual clock, and returns False if it cannot
+                (`VirtualTimeLoop.skip_time`).
         """
         if config.sim_service_ms is not None:  # a single server, as in queueing theory
             config = structs.replace(config, max_num_seqs=1)
         self._config = config
         self._build = build
         self._link = link
+        self._skip_time = skip_time
         self._sinks = DeltaSinks(self._end)
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: Context  # of no request
+        self._turn: asyncio.Handle | None = None  # the next turn, or None while idle
+        self._under_way: tuple[StepPlan, StepResult] | None = None
+        self._ahead: StepPlan | None = None  # the next step, planned while the last step ran
+        self._overlapped_s = 0.0  # seconds of the last step, which hide the planning of `_ahead`
+        self._due_s = 0.0  # end of the last step
         self._now_s: Callable[[], float]  # virtual in a simulation
         self._failure: str | None = None
         self._worker: WorkerCore
@@ -84,7 +94,7 @@ class SimBackend(OperatedBlocks):
     @property
     def progress(self) -> float:
         """0 before `start`, then 1."""
-        return float(self._task is not None)
+        return float(self._loop is not None)
 
     async def start(self) -> None:
         """Build the worker and start its steps.
@@ -93,19 +103,20 @@ class SimBackend(OperatedBlocks):
             CheckpointError: the tokenizer is missing or damaged.
             ValueError: the profile, the policy or a setting of the simulator is wrong.
         """
-        self._now_s = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self._now_s = loop.time
         built = self._build(self._config)
         self._worker, self._executor, self._card = built.worker, built.executor, built.card
         self._exchange = built.exchange
-        self._task = asyncio.create_task(self._run(), name="sim-worker")
+        self._loop, self._context = loop, copy_context()
+        self._wake()
 
     async def stop(self) -> None:
         """Stop immediately. Open requests end with `BackendFailed`."""
         self._failure = self._failure or "the worker was stopped"
         self._sinks.fail(self._failure)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._turn is not None:
+            self._turn.cancel()
 
     def check(self, request: GenerationRequest) -> None:
         """Raise `RequestRejected` if the worker can never run the request."""
@@ -117,7 +128,7 @@ class SimBackend(OperatedBlocks):
             raise BackendFailed(self._failure)
         self._sinks.open(request, sink)
         self._worker.submit(request, self._now_s())
-        self._wake.set()
+        self._wake()
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request, if it runs."""
@@ -126,7 +137,7 @@ class SimBackend(OperatedBlocks):
     def set_pace(self, request_id: str, pace: Pace, tpot_s: float = 0.0) -> None:
         """Change a request's pace."""
         self._worker.set_pace(request_id, pace, tpot_s)
-        self._wake.set()
+        self._wake()
 
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
@@ -157,7 +168,7 @@ class SimBackend(OperatedBlocks):
             now_s = self._now_s()
             sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
             busy_until_s = max(busy_until_s, now_s) + sent_s
-            await self._sleep(busy_until_s + self._link.latency_s - now_s)
+            await asyncio.sleep(busy_until_s + self._link.latency_s - now_s)
             return chunk
 
         return export_chunks(export, hashes, block_bytes)
@@ -166,35 +177,53 @@ class SimBackend(OperatedBlocks):
         if cancelled:
             self._worker.cancel(request_id)
 
-    async def _run(self) -> None:
+    def _wake(self) -> None:
+        """Plan a step in the next turn of the event loop, unless a step is under way."""
+        if self._turn is None and self._loop is not None and self._failure is None:
+            self._turn = self._loop.call_soon(self._begin, context=self._context)
+
+    def _begin(self) -> None:
+        """Plan the first step after an idle time."""
+        self._due_s = self._now_s()
+        self._run()
+
+    def _run(self) -> None:
+        """End the step that is due, and begin the next one."""
         try:
-            await self._step_forever()
+            self._run_steps()
         except Exception as error:  # noqa: BLE001 - the open requests report it
             self._failure = f"{type(error).__name__}: {error}"
             self._sinks.fail(self._failure)
 
-    async def _step_forever(self) -> None:
+    def _run_steps(self) -> None:
+        """Run steps until the loop has other work, or the worker is idle."""
         worker, executor, now = self._worker, self._executor, self._now_s
-        due_s = now()
-        ahead: StepPlan | None = None  # the next step, planned while the last step ran
-        overlapped_s = 0.0  # seconds of the last step, which hide the host's work for `ahead`
-        while True:
-            plan = ahead or worker.plan(now())
-            if plan is None:
-                self._wake.clear()
-                await self._wake.wait()
-                due_s = now()
-                continue
-            result = executor.execute(plan)
+        while self._failure is None:
+            if self._under_way is not None:
+                (plan, result), self._under_way = self._under_way, None
+                self._sinks.deliver(worker.complete(plan, result, now()))
+            ahead = self._ahead
+            following = ahead or worker.plan(now())
+            if following is None:
+                self._turn = None
+                return
+            result = executor.execute(following)
             # Each step is due a step time after the due time of the last step, so late timers do
             # not add up. But no device compensates for a host that delayed it by more than a step.
             now_s = now()
-            waited_s = executor.host_s if ahead is None else executor.host_s - overlapped_s
-            due_s = max(due_s, now_s - result.step_s) + max(waited_s, 0.0) + result.step_s
-            ahead = worker.plan_ahead(plan, now_s) if executor.launches_ahead else None
-            overlapped_s = result.step_s
-            await self._sleep(due_s - now_s)
-            self._sinks.deliver(worker.complete(plan, result, now()))
+            waited_s = executor.host_s if ahead is None else executor.host_s - self._overlapped_s
+            started_s = max(self._due_s, now_s - result.step_s) + max(waited_s, 0.0)
+            self._due_s = started_s + result.step_s
+            self._ahead = worker.plan_ahead(following, now_s) if executor.launches_ahead else None
+            self._overlapped_s = result.step_s
+            self._under_way = following, result
+            seconds = self._due_s - now_s
+            if not self._skip_time(seconds):
+                self._turn = self._run_after(seconds)
+                return
 
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+    def _run_after(self, seconds: float) -> asyncio.Handle:
+        assert self._loop is not None
+        if seconds <= 0.0:
+            return self._loop.call_soon(self._run, context=self._context)
+        return self._loop.call_later(seconds, self._run, context=self._context)

@@ -50,14 +50,15 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: the agreeing part of each draft and the next token."""
         self.host_s = self._device.pop_host_s(len(plan.work))
-        if plan.decodes_only and plan.is_plain:
+        plain = plan.is_plain
+        if plain and plan.decodes_only:
             next_token = self._tokens.tokens
             emitted = tuple([next_token(work.sequence, work.start + 1) for work in plan.work])
             accepted: Many[tuple[int, ...]] = ((),) * len(emitted)
         else:
             accepted, emitted = zip(*map(self._walk, plan.work), strict=True)
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
-        if not plan.is_plain:
+        if not plain:
             logprobs = [
                 _logprobs(work.sequence, tokens)
                 for work, tokens in zip(plan.work, emitted, strict=True)
@@ -137,10 +138,11 @@ class SimProposer:
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a draft for each request, up to the length for which the proposer has evidence."""
-        depth = max((request.max_tokens for request in requests), default=0)
+        depth = max([request.max_tokens for request in requests], default=0)
         depth_s = self._device.draft(self._name, len(requests), depth)
-        for _ in range(depth):
-            self._fit.add_step(StepSize(len(requests), 0, 0, 0), depth_s)
+        if depth_s:
+            for _ in range(depth):
+                self._fit.add_step(StepSize(len(requests), 0, 0, 0), depth_s)
         return [self.draft(request.sequence, request.max_tokens) for request in requests]
 
     def agreed(self, sequence: Sequence, most: int) -> int:

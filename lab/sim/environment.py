@@ -378,7 +378,9 @@ class Roofline:
 
 def _overlapped(one_s: float, other_s: float) -> float:
     """Return the seconds of two activities that partly overlap."""
-    return max(one_s, other_s) + OVERLAP_LOST * min(one_s, other_s)
+    if one_s < other_s:
+        one_s, other_s = other_s, one_s
+    return one_s + OVERLAP_LOST * other_s
 
 
 class StepNoise:

@@ -104,15 +104,16 @@ class TextlessWorker(WorkerCore):
     ) -> list[tuple[str, Delta]]:
         """See `WorkerCore`."""
         assert now_s is not None, "deliveries need a clock"
-        deltas = []
+        deltas, log = [], self._log.deliveries
         for sequence, tokens, _, draft, _ in self.apply(plan, result, now_s):
             request_id = sequence.request.request_id
-            deliveries = self._log.deliveries[request_id]
+            deliveries = log[request_id]
             if not deliveries.at_s:
                 deltas.append((request_id, Delta(sequence.choice, (), "")))
             deliveries.at_s.append(now_s)
             deliveries.tokens.append(len(tokens))
-            count_draft(sequence, draft, len(tokens))
+            if draft is not None:
+                count_draft(sequence, draft, len(tokens))
             if sequence.finish_reason is not None:
                 self._forget(sequence)
                 deltas.append((request_id, _last_delta(sequence)))

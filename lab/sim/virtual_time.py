@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -27,8 +28,19 @@ def loop_time_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+def skip_time(seconds: float) -> bool:
+    """Call `VirtualTimeLoop.skip_time` of the running loop."""
+    loop = asyncio.get_running_loop()
+    return isinstance(loop, VirtualTimeLoop) and loop.skip_time(seconds)
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop that starts at 0 s and never waits."""
+
+    # Attributes of asyncio's base class.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _clock_resolution: float
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -37,6 +49,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time."""
         return self._jumping.now_s
+
+    def skip_time(self, seconds: float) -> bool:
+        """Advance the time within a turn, and return False if anything may happen meanwhile.
+
+        A timer of that length would have the same effect, but would take a turn of the loop.
+        """
+        # `call_later` and the selector compute the time in this order, on which its last bit
+        # depends.
+        now_s = self._jumping.now_s
+        left_s = max(0.0, now_s + seconds - now_s)
+        ends_s = now_s + left_s + self._clock_resolution
+        if self._ready or (self._scheduled and self._scheduled[0].when() <= ends_s):
+            return False
+        self._jumping.advance(left_s)
+        return True
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -67,10 +94,11 @@ class _JumpingSelector(selectors.SelectSelector):
         if not ready:
             if timeout is None:
                 raise RuntimeError("deadlock in virtual time: no task can run and no timer is set")
-            self._advance(max(0.0, timeout))
+            self.advance(max(0.0, timeout))
         return ready
 
-    def _advance(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
+        """Move the time, by more than rounding if `seconds` is positive."""
         self.now_s += seconds
         # asyncio fires timers due before now + 1 ns. After about 100 days, floats are coarser than
         # that, and a timer due exactly now would never fire.

@@ -32,7 +32,7 @@ from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.lab.sim.environment import SimEnvironment, simulation_policy
 from draftgate.lab.sim.textless_worker import Deliveries
-from draftgate.lab.sim.virtual_time import run_virtual
+from draftgate.lab.sim.virtual_time import run_virtual, skip_time
 from draftgate.lab.simulate.conversion import job_of, record_of, rejection_of
 from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.types import Role
@@ -105,7 +105,9 @@ def simulate_requests(
     environment = cluster.environment
 
     async def run() -> list[Record]:
-        factory = partial(SimBackend, build=environment.build_worker, link=cluster.link)
+        factory = partial(
+            SimBackend, build=environment.build_worker, link=cluster.link, skip_time=skip_time
+        )
         async with running_dispatcher(
             factory,
             cluster.configs,

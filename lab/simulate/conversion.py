@@ -9,11 +9,9 @@ The records have loadgen's form, so that loadgen's metrics and reports apply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
 from math import ceil
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import numpy as np
 from msgspec import to_builtins
@@ -26,7 +24,7 @@ from draftgate.gateway.http.answer import speculation_reply
 from draftgate.lab.sim.recording import CLASS_SEPARATOR
 from draftgate.lab.sim.textless_worker import Deliveries
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import PlannedRequest, Record, TextChunk
+from draftgate.loadgen.types import ChunkColumns, PlannedRequest, Record
 from draftgate.loadgen.workloads.base import TokenEstimator, prompt_text
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
@@ -67,33 +65,6 @@ def job_of(planned: PlannedRequest) -> Job:
     )
 
 
-class Chunks(Sequence[TextChunk]):
-    """The chunks of a record, created on access to use a tenth of the memory.
-
-    A simulation has millions of chunks.
-    """
-
-    __slots__ = ("_deliveries",)
-
-    def __init__(self, deliveries: Deliveries) -> None:
-        self._deliveries = deliveries
-
-    def __len__(self) -> int:
-        return len(self._deliveries.at_s)
-
-    def __iter__(self) -> Iterator[TextChunk]:
-        return map(TextChunk, self._deliveries.at_s, self._deliveries.tokens, repeat(0))
-
-    @overload
-    def __getitem__(self, place: int) -> TextChunk: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[TextChunk]: ...
-    def __getitem__(self, place: int | slice) -> TextChunk | Sequence[TextChunk]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        return TextChunk(self._deliveries.at_s[place], self._deliveries.tokens[place], 0)
-
-
 def record_of(planned: PlannedRequest, hold: Hold, last: Delta, deliveries: Deliveries) -> Record:
     """Return the record of a complete response."""
     assert planned.at_s is not None
@@ -114,7 +85,7 @@ def record_of(planned: PlannedRequest, hold: Hold, last: Delta, deliveries: Deli
         planned.at_s,
         deliveries.at_s[-1],
         Verdict.OK,
-        chunks=Chunks(deliveries),
+        chunks=ChunkColumns(deliveries.at_s, deliveries.tokens),
         finish_reasons=(str(last.finish_reason),),
         usage={
             "prompt_tokens": len(hold.request.prompt_ids),

@@ -14,7 +14,7 @@ from math import ceil, floor
 from typing import Final
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import Record
+from draftgate.loadgen.types import ChunkColumns, Record
 
 PERCENTILES: Final = (50, 90, 99)
 
@@ -71,7 +71,7 @@ def fluidity(record: Record) -> float | None:
         return None
     due_s = chunks[0].at_s if slo.ttft_s is None else record.scheduled_s + slo.ttft_s
     in_time = total = 0.0
-    for at_s, tokens in zip((c.at_s for c in chunks), tokens_per_chunk(record), strict=True):
+    for at_s, tokens in zip(_times_s(record), tokens_per_chunk(record), strict=True):
         if at_s <= due_s:
             in_time += tokens
             due_s += tokens * slo.tpot_s
@@ -85,11 +85,18 @@ def fluidity(record: Record) -> float | None:
 
 def chunk_gaps_s(record: Record) -> list[float]:
     """Return the times between chunks with text, as a reader perceives them."""
-    return [after.at_s - before.at_s for before, after in pairwise(record.chunks)]
+    return [after_s - before_s for before_s, after_s in pairwise(_times_s(record))]
+
+
+def _times_s(record: Record) -> Sequence[float]:
+    chunks = record.chunks
+    return chunks.at_s if isinstance(chunks, ChunkColumns) else [chunk.at_s for chunk in chunks]
 
 
 def tokens_per_chunk(record: Record) -> list[float]:
     """Return the tokens of each chunk as reported, or else the mean of the response."""
+    if isinstance(record.chunks, ChunkColumns):
+        return list(map(float, record.chunks.tokens))
     reported = [chunk.tokens for chunk in record.chunks]
     if all(tokens is not None for tokens in reported):
         return [float(tokens or 0) for tokens in reported]

@@ -139,16 +139,16 @@ class StepCost:
         """Return the values of `slots_s` up to rounding, faster for a few dozen slots."""
         linear_s = self._linear_s(kv_tokens, sequences)
         slot_s = self.slot_s(kv_tokens, sequences)
-        buckets, steps, last = self.token_buckets, self.step_s, len(self.token_buckets) - 1
-        place = bisect_left(buckets, tokens)
-        seconds = []
-        for slots in range(most_slots + 1):
-            while place <= last and buckets[place] < tokens + slots:
-                place += 1
-            if place <= last:
-                stair_s = steps[place]
-            else:
-                stair_s = steps[last] + self._slope_s * (tokens + slots - buckets[last])
+        buckets, steps = self.token_buckets, self.step_s
+        seconds: list[float] = []
+        for place in range(bisect_left(buckets, tokens), len(buckets)):
+            if len(seconds) > most_slots:
+                return seconds
+            flat_s = steps[place] + linear_s
+            end = min(buckets[place] - tokens, most_slots) + 1
+            seconds += [flat_s + slot_s * slots for slots in range(len(seconds), end)]
+        for slots in range(len(seconds), most_slots + 1):
+            stair_s = steps[-1] + self._slope_s * (tokens + slots - buckets[-1])
             seconds.append(stair_s + linear_s + slot_s * slots)
         return seconds
 

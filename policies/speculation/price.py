@@ -87,8 +87,11 @@ def few_slots_s(step: StepView, cost: StepCost, most_slots: int) -> list[float]:
         several: list[float] = slots_s(step, cost, most_slots).tolist()
         return several
     seconds = cost.few_slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
-    once_s = step.verify_s
-    return [max(seconds[0], LEAST_S)] + [max(each + once_s, LEAST_S) for each in seconds[1:]]
+    if step.verify_s:
+        seconds[1:] = [each + step.verify_s for each in seconds[1:]]
+    if seconds[0] >= LEAST_S:  # more slots never take less time
+        return seconds
+    return [max(each, LEAST_S) for each in seconds]
 
 
 def rate(step: StepView, cost: StepCost) -> float:

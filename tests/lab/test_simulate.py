@@ -18,6 +18,7 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.lab.sim.environment import simulation_policy
 from draftgate.lab.sim.recording import load_recording, recording_names
+from draftgate.lab.simulate import cluster
 from draftgate.lab.simulate.conversion import COUNTER, token_ids
 from draftgate.lab.simulate.experiment import ExperimentOutcome, Results, Setup, run_experiment
 from draftgate.lab.simulate.intervals import batch_means, estimate
@@ -63,6 +64,18 @@ def test_same_seed_gives_the_same_json(text_file) -> None:
     assert first == again
     second_setup = small_setup(text_file, policies=setup.policies, requests=20, seed=1)
     assert json.dumps(as_json(second_setup, run_experiment(second_setup))) != first
+
+
+def test_skipping_time_changes_no_result(text_file, monkeypatch) -> None:
+    """Workers get the same results if each of their steps waits for a timer of the event loop."""
+    policies = ("off", "auto")
+    setups = [
+        small_setup(text_file, policies=policies, requests=30, rate_rps=4.0),
+        small_setup(text_file, policies=policies, requests=30, rescheduling="llumnix"),
+    ]
+    skipping = [json.dumps(as_json(setup, run_experiment(setup))) for setup in setups]
+    monkeypatch.setattr(cluster, "skip_time", lambda _seconds: False)
+    assert [json.dumps(as_json(setup, run_experiment(setup))) for setup in setups] == skipping
 
 
 @pytest.fixture(scope="module")

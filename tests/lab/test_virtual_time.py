@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 import pytest
 
-from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual
+from draftgate.lab.sim.virtual_time import loop_time_s, run_virtual, skip_time
 
 
 def test_time_jumps_to_the_next_timer() -> None:
@@ -61,3 +62,41 @@ def test_deadlock_raises_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="deadlock in virtual time"):
         run_virtual(main())
+
+
+def test_time_is_skipped_only_up_to_the_next_event() -> None:
+    """A callback skips time unless a timer is due or a callback is ready."""
+    fired = list[float]()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, lambda: fired.append(loop_time_s()))
+        assert not skip_time(1.0)  # the timer is due at that moment
+        assert skip_time(0.25)
+        loop.call_soon(lambda: None)
+        assert not skip_time(0.25)
+        await asyncio.sleep(0.0)
+        assert skip_time(0.25)
+        assert not skip_time(0.5)
+        assert skip_time(-0.25)
+        assert loop_time_s() == 0.5
+        await asyncio.sleep(1.0)
+
+    run_virtual(main())
+    assert fired == [1.0]
+
+
+def test_skipped_time_equals_the_time_of_timers() -> None:
+    """Many short times add up to the same bits as timers of these lengths."""
+    random = Random(0)
+    naps_s = [random.expovariate(100.0) for _ in range(1000)]
+
+    async def main(*, skips: bool) -> float:
+        for nap_s in naps_s:
+            if skips:
+                assert skip_time(nap_s)
+            else:
+                await asyncio.sleep(nap_s)
+        return loop_time_s()
+
+    assert run_virtual(main(skips=True)) == run_virtual(main(skips=False))

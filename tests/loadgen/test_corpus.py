@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import sysconfig
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,6 +18,7 @@ from draftgate.loadgen.planning.corpus import (
     docstrings,
     open_corpus,
 )
+from draftgate.loadgen.planning.pairs import named_nodes
 
 
 def test_a_library_reads_only_what_is_needed() -> None:
@@ -53,12 +57,46 @@ def test_positions_are_line_starts_in_proportion_to_size() -> None:
     assert scipy.stats.chisquare([seen[0], seen[1]], [500, 1500]).pvalue > 1e-3
 
 
-def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:
+SOURCE = '''
+"M."
+class C:
+    "K."
+    def f(self):
+        "F."
+        x = "no"
+        @no
+        def g():
+            """
+            G.
+              g.
+            """
+            return x
+        return [y for y in "no"] if g() else lambda: "no"
+    class D:
+        y = "no"
+async def h():
+    x = "no"
+'''
+
+
+def test_docstrings_are_taken_from_modules_classes_and_functions(tmp_path) -> None:
     """The function finds all three kinds in order without other strings, and none in invalid
     source."""
-    source = "'M.'\nclass C:\n    'K.'\n    def f(self):\n        'F.'\n        x = 'no'\n"
-    assert docstrings(source) == "M.\n\nC: K.\n\nf: F.\n\n"
-    assert docstrings("def (") == ""
+    path = tmp_path / "module.py"
+    path.write_text(SOURCE)
+    assert docstrings(path) == "M.\n\nC: K.\n\nf: F.\n\ng: G.\n  g.\n\n"
+    path.write_text("'M.'" + SOURCE.replace("class C", "class C("))
+    assert docstrings(path) == ""
+
+
+@pytest.mark.parametrize("name", ["argparse.py", "asyncio/tasks.py", "enum.py", "statistics.py"])
+def test_compiled_modules_have_the_docstrings_of_their_source(name: str) -> None:
+    """The docstrings equal those of the syntax tree."""
+    path = Path(sysconfig.get_path("stdlib"), name)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    texts = [(ast.get_docstring(tree), "")]
+    texts += [(ast.get_docstring(node), f"{node.name}: ") for node in named_nodes(tree)]
+    assert docstrings(path) == "".join(f"{name}{text}\n\n" for text, name in texts if text)
 
 
 def test_modules_that_hold_tables_are_skipped() -> None:

@@ -241,8 +241,8 @@ def test_late_timers_do_not_add_up() -> None:
     """100 steps take their own time even if every sleep ends 0.5 ms late."""
 
     class LateBackend(SimBackend):
-        async def _sleep(self, seconds: float) -> None:
-            await super()._sleep(seconds + 0.5e-3 if seconds > 0 else 0.0)
+        def _run_after(self, seconds: float) -> asyncio.Handle:
+            return super()._run_after(seconds + 0.5e-3 if seconds > 0 else 0.0)
 
     async def main() -> float:
         backend = LateBackend(WorkerConfig(speculation="off"))
