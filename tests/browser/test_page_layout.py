@@ -8,7 +8,7 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.browser.conftest import Scene
-from tests.browser.states import chat, generate
+from tests.browser.states import DOCUMENT, chat, generate, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,14 +72,18 @@ async def test_tables_of_a_chat_keep_words_whole_on_a_phone(browser: Browser) ->
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
 
 
-async def test_conversation_is_beside_its_label(scene: Scene) -> None:
-    """The list of conversations is on the line of its label at every size."""
-    await scene.page.get_by_role("tab", name="Chat").click()
+async def test_composer_is_on_the_screen_at_every_size(chat_scene: Scene) -> None:
+    """A long conversation scrolls in its own box, so that the message stays on the screen."""
+    page = chat_scene.page
+    await say(chat_scene, "What is binary search?", DOCUMENT * 2)
     for width, height in SIZES:
-        await scene.page.set_viewport_size({"width": width, "height": height})
-        label = await scene.page.get_by_text("Conversation", exact=True).bounding_box()
-        chosen = await scene.page.get_by_label("Conversation", exact=True).bounding_box()
-        assert chosen["y"] < label["y"] + label["height"] / 2 < chosen["y"] + chosen["height"]
+        await page.set_viewport_size({"width": width, "height": height})
+        box = await page.locator("#form-chat").bounding_box()
+        turns = await page.locator("#turns").bounding_box()
+        assert turns["y"] + turns["height"] <= box["y"]
+        assert turns["height"] > 200
+        assert box["y"] + box["height"] <= height
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
 async def test_useful_charts_are_first(scene: Scene) -> None:
