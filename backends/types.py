@@ -22,7 +22,6 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
 from draftgate.policies.values import immutable, replace
 
-
 SIMULATED: Final = "sim:"
 """The beginning of the numerics classes of simulated workers."""
 

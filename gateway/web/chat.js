@@ -81,8 +81,8 @@ async function answer({ question, first = conversation.messages.length, continue
   view.update();
   const { text, reasoning } = view.output;
   const isEmpty = text.length === length && !reasoning;
-  if (!isEmpty) keep(end);
-  else if (continued === null) withdraw(asked, first, end);
+  if (!isEmpty || (continued !== null && end === "stop")) keep(end);
+  else if (continued === null) withdraw(asked, first, at, end);
   if (asked === conversation) conclude(view, text.slice(length), isEmpty);
   else leaveBehind();
   if (run.id) ended(run.requestId);
@@ -116,15 +116,21 @@ function factsOf(run) {
   const took = run.last_ms === null ? [] : [duration((run.last_ms - run.begun_ms) / 1e3)];
   const drafts = accepted && accepted !== "no drafts" ? [`drafts accepted: ${accepted}`] : [];
   const speed = rate === "–" ? [] : [`${rate} tokens/s`];
+  const first = ttft === "–" ? [] : [`first token ${ttft}`];
   const length = tokens && !run.wasCut ? [`${tokens} tokens`] : []; // a cut answer says it anyway
-  return [...length, ...took, ...speed, `first token ${ttft}`, ...drafts].join(" · ");
+  return [...length, ...took, ...speed, ...first, ...drafts].join(" · ");
 }
 
-/** Remove messages without an answer. A new message returns to the form. */
-function withdraw(asked, first, end) {
+/** Remove an empty answer. The new message at `first` returns to the form, if its conversation is open. */
+function withdraw(asked, first, at, end) {
   const { role, content } = asked.messages[first];
+  if (asked !== conversation) {
+    removeFrom(asked, at);
+    if (role === "user" && !asked.isDeleted) conversations.keep(asked);
+    return;
+  }
   removeFrom(asked, first);
-  for (const at of views.keys()) if (asked === conversation && at >= first) views.delete(at);
+  for (const index of views.keys()) if (index >= first) views.delete(index);
   if (role === "user") byId("message").value ||= content;
   else if (end === "stop") task.fail("The answer is empty.");
 }

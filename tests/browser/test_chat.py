@@ -98,6 +98,18 @@ async def test_cut_answer_says_so_and_continues(chat_scene: Scene) -> None:
     await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
 
 
+async def test_answer_that_is_already_complete_does_not_continue(chat_scene: Scene) -> None:
+    """The button to continue disappears if the model adds nothing to a cut answer."""
+    page = chat_scene.page
+    await send(page, "tell me")
+    await chat_scene.answer_cut("The end.")
+    await page.get_by_role("button", name="Continue").click()
+    request = await chat_scene.backend.submitted.get()
+    chat_scene.deliver(request, Delta(0, (), "", finish_reason=FinishReason.STOP))
+    await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+    await expect(page.locator(".answer .markdown")).to_have_text("The end.")
+
+
 async def test_full_context_cannot_continue(chat_scene: Scene) -> None:
     """An answer that has filled the context says so, and has no button to continue."""
     page = chat_scene.page
@@ -322,7 +334,8 @@ async def test_chat_can_be_used_with_the_keyboard(chat_scene: Scene) -> None:
         await page.keyboard.press("Tab")
         await expect(focused).to_have_id(label)
     names = ["hello", "Delete hello", "Export Markdown", "Export JSON", "Delete all"]
-    names += ["Conversation", "Copy", "Edit", "Copy", "Edit", "Regenerate", "Message", "Show tokens", "Send"]
+    names += ["Conversation", "Copy", "Edit", "Copy", "Edit", "Regenerate"]
+    names += ["Message", "Show tokens", "Send"]
     for name in names:
         await page.keyboard.press("Tab")
         await expect(focused).to_have_accessible_name(name)

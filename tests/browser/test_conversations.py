@@ -148,6 +148,19 @@ async def test_another_conversation_ends_the_answer(chat_scene: Scene) -> None:
     await expect(page.locator(".answer .markdown")).to_have_text("one")
 
 
+async def test_message_without_an_answer_stays_in_its_conversation(chat_scene: Scene) -> None:
+    """A message whose conversation is left before its answer stays, and can be edited."""
+    page = chat_scene.page
+    await send(page, "first")
+    await chat_scene.backend.submitted.get()
+    await page.get_by_role("button", name="New conversation").click()
+    await expect(page.locator("#conversations .open")).to_have_text(["first"])
+    await expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    await page.locator("#conversations .open").click()
+    await expect(page.locator(".turn")).to_have_text("first")
+    await expect(page.locator(".answer")).to_have_count(0)
+
+
 async def test_deleted_conversation_does_not_return(chat_scene: Scene) -> None:
     """A conversation that is deleted during an answer stays deleted."""
     page = chat_scene.page

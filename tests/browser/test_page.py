@@ -231,6 +231,8 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
         "running",
     ):
         await expect(rows.first).to_contain_text(word)
+    cause = decision.plan.cause.replace("_", " ")
+    await expect(scene.page.locator("#causes")).to_have_text(f"2 × {cause}")
     await scene.page.get_by_label("only my last run").check()
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text(decision.request_id[:8])

@@ -14,6 +14,25 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 SIZES = [(1400, 900), (1280, 900), (1020, 800), (768, 1024), (390, 844)]
 
+POINT = """
+async ([times, places]) => {
+  const { Chart } = await import("/web/charts.js");
+  const lines = [{ name: "", of: (sample) => sample.value }];
+  const chart = new Chart({ title: "t", hint: "", lines, show: String });
+  document.body.append(chart.element);
+  chart.update(times.map(([at_s, value]) => ({ at_s, value })));
+  const plot = chart.element.querySelector(".plot");
+  const { left, width } = plot.getBoundingClientRect();
+  const found = places.map((place) => {
+    const move = new PointerEvent("pointermove", { clientX: left + width * place });
+    plot.dispatchEvent(place === null ? new PointerEvent("pointerleave") : move);
+    return chart.element.querySelector(".value").textContent;
+  });
+  chart.element.remove();
+  return found;
+}
+"""
+
 DRAW = """
 async (times) => {
   const { Chart } = await import("/web/charts.js");
@@ -91,6 +110,16 @@ async def test_useful_charts_are_first(scene: Scene) -> None:
     titles = await scene.page.locator("#charts .name").all_text_contents()
     assert titles[:3] == ["Tokens/s", "TTFT", "TPOT"]
     assert len(titles) == 9
+
+
+async def test_chart_shows_the_values_under_the_pointer(script_page: Page) -> None:
+    """Pointing at a chart shows the values of that time, and of the latest sample otherwise."""
+    samples = [(second, second * 10) for second in range(121)]
+    found = await script_page.evaluate(POINT, [samples, [1, 0.75, 0, None]])
+    assert found == ["0 s ago1200", "30 s ago900", "120 s ago0", "1200"]
+    gap = [(0, 1), (1, 2), (119, 3), (120, 4)]
+    assert await script_page.evaluate(POINT, [gap, [0.5]]) == ["no sample–"]
+    assert await script_page.evaluate(POINT, [[], [0.5, None]]) == ["no sample–", "–"]
 
 
 @pytest.mark.parametrize(
