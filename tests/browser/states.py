@@ -343,7 +343,7 @@ async def moving(browser: Browser) -> AsyncIterator[tuple[Page, FleetWorker, Fle
         workers = gateway.node.fleet.workers
         await until(lambda: any(one.usage.started for one in workers))
         source, sink = sorted(workers, key=lambda one: -one.usage.started)
-        await expect(visit.page.get_by_role("img", name="Request")).to_be_visible()
+        await expect(visit.page.get_by_role("img", name=re.compile("^Request "))).to_be_visible()
         source.drained = True
         await expect(visit.page.locator("#moves tr")).to_have_count(1)
         await receive_sample(visit.page, gateway)
