@@ -22,6 +22,9 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
 from draftgate.policies.values import immutable, replace
 
+SIMULATED: Final = "sim:"
+"""The beginning of the numerics classes of simulated workers."""
+
 
 class Task(StrEnum):
     """The result to compute from a prompt."""
@@ -386,6 +389,11 @@ class ModelCard:
     defaults: GenerationDefaults = GenerationDefaults()
     weight_bytes: int = 0
     kv_bytes: int = 0
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a simulator stands in for the model."""
+        return (self.numerics_class or "").startswith(SIMULATED)
 
     def prompt(self, input_type: str) -> str:
         """Return the text to put before the texts of an embedding request, which may be empty."""

@@ -139,6 +139,12 @@ def test_folders_have_no_import_cycle(package: str) -> None:
     TopologicalSorter(imported).prepare()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "gateway" / "web").glob("*.js")), ids=_name)
+def test_scripts_of_the_page_are_short(path: Path) -> None:
+    """No script of the page is longer than 450 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_files_and_functions_are_short(path: Path) -> None:
     """No file is longer than 450 lines, and no function body is longer than 60."""

@@ -27,7 +27,7 @@ from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary, shipped_tokenizer
 from draftgate.backends.tokenizer import Tokenizer, read_json
-from draftgate.backends.types import SAMPLING_OPTIONS, Capabilities, ModelCard
+from draftgate.backends.types import SAMPLING_OPTIONS, SIMULATED, Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
@@ -122,7 +122,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
 
 def sim_numerics_class(profile: Profile) -> str:
     """Return the class of workers with the same numerics, those of the same profile."""
-    return f"sim:{profile.name}"
+    return f"{SIMULATED}{profile.name}"
 
 
 def kv_format_of(profile: Profile) -> KvFormat:

@@ -19,26 +19,39 @@ const GAP_S = 3.5; // the node samples each second, so a longer pause means miss
  * axis, `most` fixes that bound, `size` is a CSS class.
  */
 export class Chart {
+  #samples = [];
+  #pointed = null; // where the pointer is, from 0 at the left edge to 1, or null
+
   constructor({ title, hint, lines, show, least = 0, most = null, size = "" }) {
     Object.assign(this, { title, lines, show, least, most });
     this.svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     const grid = element("path", { class: "grid", d: `M0 .5H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT - 0.5}H${WIDTH}` });
     this.area = element("path", { class: "area" });
     this.paths = lines.map((_, index) => element("path", { class: `line line-${index}` }));
-    this.svg.append(grid, this.area, ...this.paths);
+    this.cursor = element("path", { class: "cursor" });
+    this.svg.append(grid, this.area, ...this.paths, this.cursor);
     this.value = make("span", { className: "value" });
     this.bound = make("span", { className: "bound", "aria-hidden": "true" });
+    const plot = make("div", { className: "plot" }, this.svg, this.bound);
+    const ticks = ["2 min ago", "1 min ago", "now"].map((words) => make("span", {}, words));
     this.element = make(
       "figure",
-      { title: hint, className: size },
-      make("figcaption", {}, make("span", { className: "name" }, title), this.value),
-      make("div", { className: "plot" }, this.svg, this.bound),
+      { className: size },
+      make("figcaption", {}, make("span", { className: "name", title: hint }, title), this.value),
+      plot,
+      make("div", { className: "axis", "aria-hidden": "true" }, ...ticks),
     );
+    plot.addEventListener("pointermove", ({ clientX }) => {
+      const { left, width } = plot.getBoundingClientRect();
+      this.#point((clientX - left) / width);
+    });
+    plot.addEventListener("pointerleave", () => this.#point(null));
     this.update([]);
   }
 
   /** Draw samples, oldest first, with the last sample at the right edge. */
   update(samples) {
+    this.#samples = samples;
     const series = this.lines.map(({ of }) => samples.map(of));
     const known = series.flat().filter((value) => value !== null);
     const most = this.most ?? roundUp(Math.max(this.least, ...known));
@@ -52,19 +65,44 @@ export class Chart {
     this.area.setAttribute("d", this.lines.length === 1 ? parts[0].map(area).join("") : "");
     const latest = series.map((values) => values.at(-1) ?? null);
     this.bound.textContent = this.show(most);
-    this.#say(latest);
+    this.svg.setAttribute("aria-label", `${this.title}: ${this.#spoken(latest)}`);
+    this.#say();
   }
 
-  #say(latest) {
-    const words = latest.map((value) => (value === null ? "–" : this.show(value)));
-    this.value.replaceChildren(
-      ...words.map((word, index) =>
-        make("span", { className: `key key-${index}` }, this.lines[index].name ? `${this.lines[index].name} ${word}` : word),
-      ),
-    );
-    const values = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "no data yet" : word}`.trim());
-    this.svg.setAttribute("aria-label", `${this.title}: ${values.join(", ")}`);
+  #point(place) {
+    this.#pointed = place;
+    this.#say();
   }
+
+  /** Show the values under the pointer, or else the latest ones. */
+  #say() {
+    const end_s = this.#samples.at(-1)?.at_s ?? 0;
+    const sample = this.#pointed === null ? this.#samples.at(-1) : nearest(this.#samples, end_s - (1 - this.#pointed) * SPAN_S);
+    const ago_s = Math.round(end_s - (sample?.at_s ?? end_s));
+    const x = (WIDTH * (1 - ago_s / SPAN_S)).toFixed(1);
+    this.cursor.setAttribute("d", this.#pointed === null || !sample ? "" : `M${x} 0V${HEIGHT}`);
+    const when = this.#pointed === null ? [] : [make("span", { className: "when" }, sample ? `${ago_s} s ago` : "no sample")];
+    this.value.replaceChildren(...when, ...this.#keys(this.lines.map(({ of }) => (sample ? of(sample) : null))));
+  }
+
+  #keys(values) {
+    const words = values.map((value) => (value === null ? "–" : this.show(value)));
+    return words.map((word, index) =>
+      make("span", { className: `key key-${index}` }, `${this.lines[index].name} ${word}`.trim()),
+    );
+  }
+
+  #spoken(values) {
+    const words = values.map((value) => (value === null ? "no data yet" : this.show(value)));
+    return words.map((word, index) => `${this.lines[index].name} ${word}`.trim()).join(", ");
+  }
+}
+
+/** Return the sample next to a time, or null within a gap. */
+function nearest(samples, at_s) {
+  const distance = (sample) => Math.abs(sample.at_s - at_s);
+  const found = samples.reduce((best, one) => (best && distance(best) <= distance(one) ? best : one), null);
+  return found && distance(found) <= GAP_S ? found : null;
 }
 
 function element(tag, attributes) {

@@ -1,26 +1,36 @@
 /** The comparison of one prompt with and without speculation. */
 
 import { getJson } from "/web/client.js";
-import { byId, duration, figure, followEnd, make } from "/web/dom.js";
+import { byId, count, duration, figure, followEnd, make } from "/web/dom.js";
+import { loopStart } from "/web/loops.js";
 import { Output } from "/web/output.js";
 import { Run, showFigures } from "/web/run.js";
 import { settings } from "/web/settings.js";
-import { say } from "/web/task.js";
+import { Task } from "/web/task.js";
 
 const MOST_SEED = 2 ** 31;
+
+let task = null;
+let ended = () => {};
+
+/** Set up the tab with a prompt. `onEnd(...requestIds)` is called with both requests of a comparison. */
+export function setUp(prompt, onEnd) {
+  ended = onEnd;
+  byId("prompt-compare").value = prompt;
+  task = new Task("compare", () => task.perform(compare));
+}
 
 /**
  * Run the prompt with speculation and then without, and show both beside each other.
  *
  * Runs at the same time would share steps and slow each other down, so the requests run one after the
  * other. During the second run, the first one appears again at its measured times. The run with
- * speculation goes first, because caches can only favour the second one. `onEnd(...requestIds)` is
- * called with both requests.
+ * speculation goes first, because caches can only favour the second one.
  */
-export async function compare(signal, onEnd) {
+async function compare(signal) {
   const given = settings();
   const mode = given.speculation.mode === "off" ? "auto" : given.speculation.mode;
-  const body = { ...given, prompt: byId("prompt").value, seed: given.seed ?? randomSeed() };
+  const body = { ...given, prompt: byId("prompt-compare").value, seed: given.seed ?? randomSeed() };
   const drafted = begin("with", mode);
   const plain = begin("without", "off");
   verdict("…", "", "");
@@ -28,18 +38,18 @@ export async function compare(signal, onEnd) {
   const isFirst = await isFirstRun();
   let replay = null;
   try {
-    say("With speculation.");
+    task.say("With speculation.");
     await drafted.run(body, signal);
-    say("Without speculation, beside the first run at its measured times.");
+    task.say("Without speculation, beside the first run at its measured times.");
     replay = drafted.replay();
     await Promise.all([plain.run(body, signal), replay.done]);
-    conclude(drafted.last, plain.last);
+    conclude(drafted, plain);
     byId("first-requests").hidden = !isFirst;
     return "Done.";
   } finally {
     replay?.end();
     const ids = [drafted, plain].flatMap(({ last }) => (last?.id ? [last.requestId] : []));
-    if (ids.length) onEnd(...ids);
+    if (ids.length) ended(...ids);
   }
 }
 
@@ -70,12 +80,14 @@ class Column {
     this.mode = mode;
     this.box = byId(`said-${side}`);
     this.figures = byId(`stats-${side}`);
+    this.note = byId(`loop-${side}`);
+    this.loops = false;
     this.last = null; // the Run
   }
 
   clear() {
     this.box.replaceChildren();
-    this.figures.hidden = true;
+    this.figures.hidden = this.note.hidden = true;
     byId(`mode-${this.side}`).textContent = this.mode;
   }
 
@@ -96,6 +108,17 @@ class Column {
     }
     const seconds = (run.last_ms - run.begun_ms) / 1e3;
     showFigures(this.figures, { ...run.figures(), time: duration(seconds) });
+    this.#findLoop(output);
+  }
+
+  #findLoop(output) {
+    const tokens = [...output.element.children].map((token) => token.textContent);
+    const start = loopStart(tokens);
+    if (start === tokens.length) return;
+    this.loops = true;
+    output.markLoop(start);
+    this.note.textContent = `Ends in a loop after ${count(start, "token")}.`;
+    this.note.hidden = false;
   }
 
   /** Show the run again at its measured times. Returns `done`, a promise, and `end`, which shows the rest. */
@@ -132,16 +155,21 @@ function show(piece) {
 }
 
 /** Show the speed-up and whether both texts are equal. */
-function conclude(drafted, plain) {
-  const ratio = drafted.rate && plain.rate ? drafted.rate / plain.rate : null;
-  if (ratio === null) {
-    const reason = drafted.usage && plain.usage ? "a text arrived in one piece" : "the server reports no usage";
-    return verdict("–", `no speed-up: ${reason}`, "");
-  }
-  verdict(`${figure(ratio)}×`, "as fast with speculation", equality(drafted, plain));
+function conclude({ last: drafted, loops }, { last: plain, loops: alsoLoops }) {
+  const reason = whyNoSpeedUp(drafted, plain, loops || alsoLoops);
+  if (reason) return verdict("–", `no speed-up: ${reason}`, equality(drafted, plain));
+  verdict(`${figure(drafted.rate / plain.rate)}×`, "as fast with speculation", equality(drafted, plain));
+}
+
+function whyNoSpeedUp(drafted, plain, loops) {
+  if (!drafted.usage || !plain.usage) return "the server reports no usage";
+  if (!drafted.rate || !plain.rate) return "a text arrived in one piece";
+  // Drafts predict a repetition without effort, so its speed says nothing about other texts.
+  return loops ? "a text ends in a loop, which drafts predict easily" : "";
 }
 
 function equality(drafted, plain) {
+  if (!drafted.usage || !plain.usage) return "";
   if (drafted.decision?.num_drafted_tokens === 0) return "Neither run had drafts.";
   if (drafted.output.text === plain.output.text) return "Both texts are equal.";
   return "The texts differ.";

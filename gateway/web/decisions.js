@@ -50,7 +50,16 @@ async function refresh() {
   if (key === shown) return;
   shown = key;
   byId("decisions").replaceChildren(...found.map(row));
+  byId("causes").replaceChildren(...causes(found));
   byId("no-decisions").hidden = found.length > 0;
+}
+
+/** How often each cause decided, most frequent first. */
+function causes(decisions) {
+  const times = new Map();
+  for (const { plan } of decisions) times.set(plan.cause, (times.get(plan.cause) ?? 0) + 1);
+  const sorted = [...times].sort(([, a], [, b]) => b - a);
+  return sorted.map(([cause, number]) => make("li", {}, make("strong", {}, `${number} ×`), ` ${cause.replaceAll("_", " ")}`));
 }
 
 /** What happened under a plan, and how the path to the client affects its request. */

@@ -27,6 +27,9 @@ export function duration(seconds) {
   return seconds < 1 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds)} s`;
 }
 
+/** A number of things, such as "1 token" or "1,200 tokens". */
+export const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
+
 export const percent = (share) => `${Math.round(share * 100)}%`;
 
 /** Change the content of a box, and scroll to its end unless the user has scrolled up. */
@@ -34,4 +37,32 @@ export function followEnd(box, change) {
   const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24;
   change();
   if (follows) box.scrollTop = box.scrollHeight;
+}
+
+/** Create a button that runs a function. */
+export function button(label, react, properties = {}) {
+  const made = make("button", { type: "button", ...properties }, label);
+  made.addEventListener("click", () => react(made));
+  return made;
+}
+
+const COPIED_MS = 1500;
+
+/** Create a button that copies the text that a function returns. */
+export function copyButton(text) {
+  return button("Copy", async (made) => {
+    await copy(text());
+    made.textContent = "Copied";
+    setTimeout(() => (made.textContent = "Copy"), COPIED_MS);
+  }, { className: "copy" });
+}
+
+/** Copy a text. Browsers have a clipboard only on local and HTTPS pages. */
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = make("textarea", { value: text, className: "hidden" });
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
 }

@@ -1,7 +1,7 @@
 /** The node's charts, fed by `/live`. */
 
 import { Chart, SPAN_S } from "/web/charts.js";
-import { byId, duration, figure, percent } from "/web/dom.js";
+import { byId, count, duration, figure, percent } from "/web/dom.js";
 
 const SUMMARY_MS = 60_000; // interval of the summaries for screen readers
 
@@ -19,8 +19,8 @@ const CHARTS = [
   { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1, report: drafts },
   { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1, report: drafts },
   { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1, report: drafts },
-  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: figure, least: 4, size: "load" },
-  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: figure, least: 4, size: "load" },
+  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: (n) => count(n, "sequence"), least: 4, size: "load" },
+  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: (n) => count(n, "request"), least: 4, size: "load" },
   { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1, report: memory },
 ];
 

@@ -6,7 +6,8 @@
  * emphasis and links. Anything else stays text.
  */
 
-import { make } from "/web/dom.js";
+import { copyButton, make } from "/web/dom.js";
+import { highlight } from "/web/highlight.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^ {0,3}#{1,6}\s+(.*)$/;
@@ -30,17 +31,41 @@ const INLINE = new RegExp(
   "gu",
 );
 
+const rendered = new WeakMap(); // box -> its blocks, as {source, element}
+
 /** Return the elements of a text in Markdown, which may end within a block. */
 export function render(text) {
+  return parsed(text, []).map(({ element }) => element);
+}
+
+/**
+ * Show a text in Markdown in a box. Blocks before the last two keep their elements when a text grows,
+ * so that a selection, the focus and the place of a scrolled block survive.
+ */
+export function renderInto(box, text) {
+  // Text that arrives later can only change the last block, and the one before that it interrupts.
+  const known = (rendered.get(box) ?? []).slice(0, -2);
+  const blocks = parsed(text, known);
+  let same = 0;
+  while (same < blocks.length && blocks[same] === known[same]) same += 1;
+  while (box.childNodes.length > same) box.lastChild.remove();
+  box.append(...blocks.slice(same).map(({ element }) => element));
+  rendered.set(box, blocks);
+}
+
+function parsed(text, known) {
   try {
-    return blocks(text.replace(/\r\n?/g, "\n").split("\n"));
+    return blocksOf(text.replace(/\r\n?/g, "\n").split("\n"), known);
   } catch (error) {
-    if (error instanceof RangeError) return [make("p", {}, text)]; // thousands of nested quotes
+    if (error instanceof RangeError) return [{ source: null, element: make("p", {}, text) }]; // thousands of nested quotes
     throw error;
   }
 }
 
-function blocks(lines) {
+const blocks = (lines) => blocksOf(lines, []).map(({ element }) => element);
+
+/** Return the blocks of lines, as `{source, element}`, and reuse those that begin with known ones. */
+function blocksOf(lines, known) {
   const found = [];
   let at = 0;
   while (at < lines.length) {
@@ -48,8 +73,11 @@ function blocks(lines) {
       at += 1;
       continue;
     }
-    const [element, next] = block(lines, at);
-    found.push(element);
+    const old = known[found.length];
+    const isKnown = old?.source && old.source.every((line, index) => line === lines[at + index]);
+    const [element, next] = isKnown ? [old.element, at + old.source.length] : block(lines, at);
+    if (!isKnown) known = []; // blocks after a change are new
+    found.push(isKnown ? old : { source: lines.slice(at, next), element });
     at = next;
   }
   return found;
@@ -78,8 +106,12 @@ function fence(lines, at) {
   const closes = (line) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
   let end = at + 1;
   while (end < lines.length && !closes(lines[end])) end += 1;
-  const code = make("code", { className: "block" }, lines.slice(at + 1, end).join("\n"));
-  return [make("pre", { tabIndex: 0, role: "group", "aria-label": `Code ${language}`.trim() }, code), end + 1];
+  const text = lines.slice(at + 1, end).join("\n");
+  const code = make("code", { className: "block" }, ...highlight(text, language));
+  const label = `Code ${language}`.trim();
+  const bar = make("div", { className: "code-bar" }, make("span", {}, language), copyButton(() => text));
+  const box = make("pre", { tabIndex: 0, role: "group", "aria-label": label }, code);
+  return [make("div", { className: "code" }, bar, box), end + 1];
 }
 
 function quote(lines, at) {

@@ -39,6 +39,11 @@ export class Output {
     this.element.append(...this.#aligner.add(reasoning + text, steps).map((piece) => this.#span(piece)));
   }
 
+  /** Mark the tokens from an index on as a loop. */
+  markLoop(start) {
+    for (const span of [...this.element.children].slice(start)) span.classList.add("looped");
+  }
+
   #span(piece) {
     const from = source(piece.step, piece.place);
     const span = make("span", { className: `token from-${from}`, tabIndex: -1 }, piece.text);

@@ -1,15 +1,20 @@
 /** The live page: the form, the charts, the lanes of the workers and the table of decisions. */
 
+import * as chat from "/web/chat.js";
 import { getHealth, getJson } from "/web/client.js";
+import * as compare from "/web/compare.js";
+import * as completion from "/web/completion.js";
 import { byId } from "/web/dom.js";
 import * as decisions from "/web/decisions.js";
-import * as generate from "/web/generate.js";
 import * as lanes from "/web/lanes.js";
 import * as live from "/web/live.js";
 import * as settings from "/web/settings.js";
 
 const CHECK_MS = 5000;
 const RETRY_MS = 1000; // while the node does not serve
+const EXAMPLE =
+  "class TestParser(unittest.TestCase):\n    def test_empty(self):\n        self.assertEqual(parse(''), [])\n\n" +
+  "    def test_one(self):\n        self.assertEqual(parse('a'), ['a'])\n\n";
 
 let checking = false;
 let timer = 0;
@@ -64,7 +69,9 @@ function show(words, state) {
 }
 
 settings.setUp();
-generate.setUp(decisions.follow);
+chat.setUp(decisions.follow);
+completion.setUp(EXAMPLE, decisions.follow);
+compare.setUp(EXAMPLE, decisions.follow);
 live.setUp(check, decisions.explainNone);
 decisions.setUp();
 lanes.setUp();

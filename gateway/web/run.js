@@ -1,15 +1,17 @@
 /** A streamed response: its events and its figures. */
 
 import { send } from "/web/client.js";
-import { duration, figure, followEnd, percent } from "/web/dom.js";
+import { count, duration, figure, followEnd, percent } from "/web/dom.js";
 
 /**
  * One request and what is known of its response.
  *
  * `begun_ms`, `first_ms` and `last_ms` are times of `performance.now()`: of the request, and of the
  * first and the last text. `usage` and `decision` are null if the server does not report them.
+ * `finish` is the `finish_reason` of the response, or "" before its end.
  */
 export class Run {
+  #received = 0; // tokens of all steps so far
   #firstTokens = 0; // tokens up to the first text, in which the rate must not count
 
   /** Prepare a request whose text goes to an output, within a box that scrolls. */
@@ -20,6 +22,7 @@ export class Run {
     this.usage = null;
     this.decision = null;
     this.reason = "";
+    this.finish = "";
     this.begun_ms = performance.now();
     this.first_ms = null;
     this.last_ms = null;
@@ -42,16 +45,32 @@ export class Run {
     this.decision = event.metrics?.speculative_decoding ?? this.decision;
     const choice = event.choices?.[0];
     if (!choice) return;
+    this.finish = choice.finish_reason ?? this.finish;
     const text = choice.text ?? choice.delta?.content ?? "";
     const reasoning = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
-    if (this.first_ms === null) {
-      for (const step of choice.steps ?? []) this.#firstTokens += step.tokens.length;
-    }
+    for (const step of choice.steps ?? []) this.#received += step.tokens.length;
+    if (this.first_ms === null) this.#firstTokens = this.#received;
     if (text || reasoning) {
       this.last_ms = performance.now();
       this.first_ms ??= this.last_ms;
     }
     followEnd(this.box, () => this.output.add(text, choice.steps, reasoning));
+  }
+
+  /** The number of tokens so far, or 0 if the server does not report it. */
+  get tokens() {
+    return this.usage?.completion_tokens ?? this.#received;
+  }
+
+  /** Whether a limit on the number of tokens ended the response. */
+  get wasCut() {
+    return this.finish === "length";
+  }
+
+  /** How the response ended, in words. */
+  get ending() {
+    if (this.wasCut) return this.tokens ? `Stopped after ${count(this.tokens, "token")}.` : "Stopped at the limit of tokens.";
+    return `Done in ${duration((performance.now() - this.begun_ms) / 1e3)}.`;
   }
 
   /** The id without the prefix of its kind, as in decisions. */

@@ -1,4 +1,4 @@
-/** The settings of the form, which depend on the model. */
+/** The menu of models, and the settings in a drawer, which depend on the model and the tab. */
 
 import { byId, make } from "/web/dom.js";
 import { NAMES, showInLegend } from "/web/sources.js";
@@ -6,29 +6,62 @@ import * as tabs from "/web/tabs.js";
 
 const MODES = ["ngram", "eagle", "draft_model", "sparse_self"]; // the modes that name a proposer
 
+/** Default length of completions in tokens, because a model that only completes may never stop. */
+const COMPLETION_TOKENS = 96;
+
 let models = [];
 
 const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
+const canChat = ({ chat }) => chat !== false; // models of other servers do not report it
 
-/** Set up the choice of the model. */
+/** Set up the menu, the drawer and the tabs. */
 export function setUp() {
-  byId("model").addEventListener("change", fit);
+  tabs.setUp(fitTab);
+  byId("model").addEventListener("change", fitModel);
+  const drawer = byId("settings");
+  byId("open-settings").addEventListener("click", () => drawer.showModal());
+  byId("close-settings").addEventListener("click", () => drawer.close());
+  // A click beside the drawer has the dialog itself as its target.
+  drawer.addEventListener("click", (event) => event.target === drawer && drawer.close());
+  drawer.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.tagName === "INPUT") drawer.close();
+  });
 }
 
 /** Offer the models that generate text, as entries of `/v1/models`. Upstreams do not report tasks. */
 export function offer(found) {
   models = found.filter(({ tasks }) => tasks?.includes("generate") ?? true);
-  choices("model", models.map(({ id }) => [id, id]));
-  fit();
+  offerTabs();
+}
+
+/** The chosen entry of `/v1/models`, or an empty object while none is known. */
+export const model = () => models.find(({ id }) => id === byId("model").value) ?? {};
+
+/** Offer the tabs of the models. The first tab is the chat of a model with a chat template. */
+function offerTabs() {
+  const compare = models.some(({ proposers }) => proposers?.length !== 0);
+  tabs.offer({ compare, chat: models.some(canChat) }, models[0]?.chat ? "chat" : "completion");
+}
+
+/** Offer the models and the settings of the chosen tab. */
+function fitTab() {
+  const fitting = models.filter((one) => {
+    if (tabs.kind === "chat") return canChat(one);
+    return tabs.kind !== "compare" || one.proposers?.length !== 0;
+  });
+  choices("model", fitting.map(({ id }) => [id, id]));
+  byId("system-field").hidden = tabs.kind !== "chat";
+  byId("max-tokens").placeholder = tabs.kind === "chat" ? "until the model stops" : String(COMPLETION_TOKENS);
+  fitModel();
 }
 
 /** Offer what the chosen model supports. Models of other servers do not report it. */
-function fit() {
-  const { chat, proposers } = models.find(({ id }) => id === byId("model").value) ?? {};
+function fitModel() {
+  const { proposers, simulated = false } = model();
   const modes = MODES.filter((mode) => proposers?.includes(mode));
   choices("mode", [["auto", "auto"], ["off", "off"], ...modes.map((mode) => [mode, NAMES[mode]])]);
   if (proposers) ["target", "grammar", ...proposers].forEach(showInLegend);
-  tabs.offer({ compare: proposers?.length !== 0, chat: chat !== false });
+  byId("simulated").hidden = byId("simulated-note").hidden = !simulated;
 }
 
 /** Set the options of a list as `[value, name]`, and keep the chosen one if possible. */
@@ -38,13 +71,14 @@ function choices(id, options) {
   if (options.some(([value]) => value === chosen)) byId(id).value = chosen;
 }
 
-/** Return the body of a streamed request, without the prompt and empty fields. */
+/** Return the body of a streamed request of the chosen tab, without the prompt and empty fields. */
 export function settings() {
   const form = byId("form").value;
   return {
     model: byId("model").value || undefined,
     temperature: number("temperature"),
-    max_tokens: number("max-tokens"),
+    top_p: number("top-p"),
+    max_tokens: number("max-tokens") ?? (tabs.kind === "chat" ? undefined : COMPLETION_TOKENS),
     seed: number("seed"),
     response_format: form ? { type: form } : undefined,
     speculation: { mode: byId("mode").value, trace: true },

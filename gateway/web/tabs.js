@@ -3,56 +3,54 @@
 import { byId } from "/web/dom.js";
 
 /** The kinds of requests, in the order of their tabs. */
-const KINDS = ["completion", "compare", "chat"];
-const RUN = { completion: "Generate", compare: "Compare", chat: "Generate" };
+const KINDS = ["chat", "completion", "compare"];
 
 const offered = () => KINDS.filter((one) => !byId(`tab-${one}`).hidden);
 
 /** The chosen kind. */
 export let kind = "completion";
 
-/** Set up the tabs. */
-export function setUp() {
-  for (const one of KINDS) byId(`tab-${one}`).addEventListener("click", () => choose(one));
+let hasChosen = false; // whether the user has chosen a tab
+let changed = () => {};
+
+/** Set up the tabs. `onChange()` is called after each change of the kind. */
+export function setUp(onChange) {
+  changed = onChange;
+  for (const one of KINDS) byId(`tab-${one}`).addEventListener("click", () => pick(one));
   document.querySelector("[role=tablist]").addEventListener("keydown", move);
 }
 
-/** Show the tabs of the kinds that the model supports, as `{kind: boolean}`. */
-export function offer(supported) {
+/**
+ * Show the tabs of the kinds that the models support, as `{kind: boolean}`, and choose the preferred
+ * one unless the user has chosen a tab.
+ */
+export function offer(supported, preferred) {
   for (const [one, shown] of Object.entries(supported)) byId(`tab-${one}`).hidden = !shown;
-  if (!offered().includes(kind)) choose("completion");
+  if (!offered().includes(kind) || !hasChosen) choose(preferred);
 }
 
-/** Choose a kind: show its prompt and its output. */
-export function choose(chosen) {
+function pick(chosen) {
+  hasChosen = true;
+  choose(chosen);
+}
+
+/** Choose a kind, and show its panel. */
+function choose(chosen) {
   kind = chosen;
   for (const one of KINDS) {
     const tab = byId(`tab-${one}`);
     tab.setAttribute("aria-selected", String(one === kind));
     tab.tabIndex = one === kind ? 0 : -1;
+    byId(`panel-${one}`).hidden = one !== kind;
   }
-  byId("panel-prompt").setAttribute("aria-labelledby", `tab-${kind === "chat" ? "completion" : kind}`);
-  byId("panel-prompt").hidden = kind === "chat";
-  byId("panel-chat").hidden = byId("conversation").hidden = kind !== "chat";
-  byId("run").textContent = RUN[kind];
   document.body.dataset.kind = kind;
-  showOutput();
-}
-
-/** Show the output of the chosen kind. */
-export function showOutput() {
-  for (const one of ["completion", "chat"]) byId(`said-${one}`).hidden = one !== kind;
-  byId("output").hidden = kind === "compare";
-  byId("comparison").hidden = kind !== "compare";
-  byId("empty").hidden = kind === "compare" || byId(`said-${kind}`).hasChildNodes();
-  byId("stats").hidden = byId("stats").dataset.kind !== kind;
-  byId("reason").hidden = byId("stats").hidden || !byId("reason").textContent;
+  changed();
 }
 
 function move(event) {
   const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!step) return;
   const kinds = offered();
-  choose(kinds[(kinds.indexOf(kind) + step + kinds.length) % kinds.length]);
+  pick(kinds[(kinds.indexOf(kind) + step + kinds.length) % kinds.length]);
   byId(`tab-${kind}`).focus();
 }

@@ -1,58 +1,81 @@
-/** The task of the form, one at a time: its buttons, its state and its errors. */
+/** The task of a tab, one at a time: its form, its buttons, its state and its errors. */
 
 import { byId } from "/web/dom.js";
 
-let running = null; // the AbortController of the task
+export class Task {
+  #running = null; // the AbortController of the task
 
-/** Connect the button that stops the task. */
-export function setUp() {
-  byId("stop").addEventListener("click", stop);
-}
-
-/** Stop the task, if one runs. */
-export function stop() {
-  running?.abort();
-}
-
-/**
- * Run a task, unless another one runs. `task(signal)` returns the words for its end. The page shows
- * an error that it throws.
- */
-export async function perform(task) {
-  if (running) return;
-  running = new AbortController();
-  begin();
-  try {
-    say(await task(running.signal));
-  } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
-    else fail(error);
-  } finally {
-    running = null;
-    end();
+  /** Connect the form and the buttons of a kind of request. `run()` begins its task. */
+  constructor(kind, run) {
+    this.form = byId(`form-${kind}`);
+    this.runButton = byId(`run-${kind}`);
+    this.stopButton = byId(`stop-${kind}`);
+    this.state = byId(`state-${kind}`);
+    this.problem = byId(`problem-${kind}`);
+    this.stopButton.addEventListener("click", () => this.stop());
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      run();
+    });
+    this.form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.stop();
+      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      event.preventDefault();
+      run();
+    });
   }
-}
 
-/** Show what the task does. */
-export function say(words) {
-  byId("run-state").textContent = words;
-}
+  get isRunning() {
+    return this.#running !== null;
+  }
 
-function begin() {
-  byId("run").disabled = true;
-  byId("stop").disabled = false;
-  byId("problem").hidden = true;
-  say("Generating.");
-}
+  /** Stop the task, if one runs. */
+  stop() {
+    this.#running?.abort();
+  }
 
-function end() {
-  byId("run").disabled = false;
-  if (document.activeElement === byId("stop")) byId("run").focus();
-  byId("stop").disabled = true;
-}
+  /**
+   * Run a task, unless another one runs. `task(signal)` returns the words for its end. The tab shows
+   * an error that it throws.
+   */
+  async perform(task) {
+    if (this.isRunning) return;
+    this.#running = new AbortController();
+    this.#begin();
+    try {
+      this.say(await task(this.#running.signal));
+    } catch (error) {
+      if (error.name === "AbortError") this.say("Stopped.");
+      else this.fail(error.message);
+    } finally {
+      this.#running = null;
+      this.#end();
+    }
+  }
 
-function fail(error) {
-  say("");
-  byId("problem").textContent = error.message;
-  byId("problem").hidden = false;
+  /** Show what the task does. */
+  say(words) {
+    this.state.textContent = words;
+  }
+
+  /** Show an error in place of the state. */
+  fail(message) {
+    this.say("");
+    this.problem.textContent = message;
+    this.problem.hidden = false;
+  }
+
+  #begin() {
+    this.runButton.disabled = true;
+    this.stopButton.hidden = false;
+    this.problem.hidden = true;
+    this.say("Generating.");
+  }
+
+  #end() {
+    const hadFocus = document.activeElement === this.stopButton;
+    this.runButton.disabled = false;
+    this.stopButton.hidden = true;
+    if (hadFocus) this.runButton.focus();
+  }
 }

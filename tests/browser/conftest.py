@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest_asyncio
 
-from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest
 from draftgate.gateway.app import Listening
+from tests.browser.draft_steps import in_steps
 from tests.conftest import IN_CI
 from tests.gateway.harness import ScriptedBackend, running
 
@@ -36,6 +37,13 @@ class Scene:
         for delta in deltas:
             self.backend.sinks.deliver([(request.request_id, delta)])
 
+    async def answer_cut(self, text: str) -> GenerationRequest:
+        """Answer the next request with a text that a limit on the tokens ends."""
+        request = await self.backend.submitted.get()
+        *deltas, last = in_steps(self.backend.tokenizer, text)
+        self.deliver(request, *deltas, last._replace(finish_reason=FinishReason.LENGTH))
+        return request
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator:
@@ -50,12 +58,13 @@ async def browser() -> AsyncIterator:
 
 
 @asynccontextmanager
-async def open_scene(browser: Any) -> AsyncIterator[Scene]:
-    """Open the page of a node with a scripted worker, and check the page at the end."""
+async def open_scene(browser: Any, tab: str = "Completion") -> AsyncIterator[Scene]:
+    """Open a tab of the page of a node with a scripted worker, and check the page at the end."""
     from tests.browser.browse import visiting
 
     backend = ScriptedBackend()
     async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
+        await visit.page.get_by_role("tab", name=tab).click()
         yield Scene(visit, gateway, backend)
         visit.check()
 
@@ -64,6 +73,13 @@ async def open_scene(browser: Any) -> AsyncIterator[Scene]:
 async def scene(browser) -> AsyncIterator[Scene]:
     """The page of a node with a scripted worker. The test fails on any error of the page."""
     async with open_scene(browser) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def chat_scene(browser) -> AsyncIterator[Scene]:
+    """The chat of a node with a scripted worker. The test fails on any error of the page."""
+    async with open_scene(browser, "Chat") as opened:
         yield opened
 
 

@@ -20,7 +20,7 @@ from playwright.async_api import Browser, Page, expect
 
 from draftgate.gateway.app import Listening
 from tests.browser.browse import chromium, visiting
-from tests.browser.states import FINISHED, STATES, views
+from tests.browser.states import ENDED, STATES, adjust, views
 from tests.gateway.harness import running
 
 IMAGES: Final = Path(__file__).parents[2] / "docs" / "images"
@@ -73,7 +73,8 @@ async def example_page(browser: Browser, gateway: Listening, scheme: str) -> Asy
     async with visiting(
         browser, gateway.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
     ) as visit:
-        await visit.page.get_by_label("Seed").fill("1")
+        await visit.page.get_by_role("tab", name="Completion").click()
+        await adjust(visit.page, seed="1")
         yield visit.page
         visit.check()
 
@@ -82,7 +83,7 @@ async def take_screenshot(browser: Browser, gateway: Listening, scheme: str, pat
     """Run the page's example and save a screenshot with the card of a drafted token."""
     async with example_page(browser, gateway, scheme) as page:
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED, timeout=60_000)
+        await expect(page.locator("#state-completion")).to_have_text(ENDED, timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
         await open_draft_card(page)
         await page.screenshot(path=path, full_page=True, animations="disabled")
@@ -93,7 +94,7 @@ async def take_comparison(browser: Browser, gateway: Listening, scheme: str, pat
     async with example_page(browser, gateway, scheme) as page:
         await page.get_by_role("tab", name="Compare").click()
         await page.get_by_role("button", name="Compare").click()
-        await expect(page.locator("#run-state")).to_have_text("Done.", timeout=60_000)
+        await expect(page.locator("#state-compare")).to_have_text("Done.", timeout=60_000)
         await page.locator("#box").screenshot(path=path, animations="disabled")
 
 

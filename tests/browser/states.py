@@ -33,6 +33,7 @@ SIZES: Final = {390: 844, 768: 1024, 1400: 900}
 
 SCHEMES: Final = ("light", "dark")
 FINISHED: Final = re.compile("^Done")
+ENDED: Final = re.compile("^(Done|Stopped after)")
 KEY: Final = "sk-page"
 ANSWER: Final = "A list:\n\n- **one**\n- `two`\n"
 DOCUMENT: Final = """# Binary search
@@ -62,6 +63,9 @@ def search(items, x, low=0, high=None):
 """An answer with each element of Markdown, higher than the box of the chat."""
 
 ONE_TOKEN: Final = (StepTrace(1),)
+LONG_TEXT: Final = "".join(TEXT.replace("area", f"area_{number}") for number in range(9))
+"""A text that is higher than a box of the comparison and does not end in a loop."""
+
 CHAT: Final = (
     b'data: {"id":"c","choices":[{"index":0,"delta":{"content":" a"},"finish_reason":"stop"}]}\n\n'
 )
@@ -81,13 +85,32 @@ async def generate(scene: Scene, text: str = TEXT) -> None:
 
 async def say(scene: Scene, message: str, answer: str = ANSWER) -> str:
     """Send a message, let the worker answer, and return the prompt."""
-    await scene.page.get_by_role("tab", name="Chat").click()
-    await scene.page.get_by_label("Message").fill(message)
-    await scene.page.get_by_role("button", name="Generate").click()
+    await send(scene.page, message)
+    return await reply(scene, answer)
+
+
+async def send(page: Page, message: str) -> None:
+    """Write a message and press Enter."""
+    await page.get_by_label("Message", exact=True).fill(message)
+    await page.get_by_label("Message", exact=True).press("Enter")
+
+
+async def reply(scene: Scene, answer: str = ANSWER) -> str:
+    """Let the worker answer the next request of the chat, and return its prompt."""
     request = await scene.backend.submitted.get()
     scene.deliver(request, *in_steps(scene.backend.tokenizer, answer))
-    await expect(scene.page.locator("#run-state")).to_have_text(FINISHED)
+    await expect(scene.page.locator("#state-chat")).to_have_text(FINISHED)
     return scene.backend.tokenizer.decode(request.prompt_ids)
+
+
+async def adjust(page: Page, **settings: str) -> None:
+    """Set fields of the drawer by their id, where `_` stands for `-`, and close it."""
+    await page.get_by_role("button", name="Settings").click()
+    for name, value in settings.items():
+        field = page.locator(f"#{name.replace('_', '-')}")
+        is_menu = await field.evaluate("(field) => field.tagName === 'SELECT'")
+        await (field.select_option(value) if is_menu else field.fill(value))
+    await page.get_by_role("button", name="Close").click()
 
 
 async def receive_sample(page: Page, gateway: Listening) -> None:
@@ -137,7 +160,7 @@ async def completion(browser: Browser) -> AsyncIterator[Page]:
 @asynccontextmanager
 async def chat(browser: Browser) -> AsyncIterator[Page]:
     """A conversation with Markdown, beside an earlier one in the history."""
-    async with open_scene(browser) as scene:
+    async with open_scene(browser, "Chat") as scene:
         await say(scene, "an earlier question")
         await scene.page.get_by_role("button", name="New conversation").click()
         await say(scene, "What is binary search?", DOCUMENT)
@@ -153,12 +176,83 @@ async def chat_tokens(browser: Browser) -> AsyncIterator[Page]:
 
 
 @asynccontextmanager
+async def chat_branches(browser: Browser) -> AsyncIterator[Page]:
+    """A cut answer of an edited message, with the second version of the message in its form."""
+    async with open_scene(browser, "Chat") as scene:
+        page = scene.page
+        await say(scene, "What is a heap?")
+        await page.get_by_role("button", name="Edit").first.click()
+        await page.get_by_label("Edited message").fill("What is a binary heap?")
+        await page.get_by_role("button", name="Save").click()
+        await scene.answer_cut("A binary heap is a tree whose")
+        await expect(page.get_by_role("button", name="Continue")).to_be_visible()
+        await page.get_by_role("button", name="Edit").first.click()
+        await page.evaluate("() => document.activeElement.blur()")
+        yield page
+
+
+@asynccontextmanager
+async def chat_running(browser: Browser) -> AsyncIterator[Page]:
+    """An answer that arrives."""
+    async with open_scene(browser, "Chat") as scene:
+        await send(scene.page, "What is binary search?")
+        request = await scene.backend.submitted.get()
+        scene.deliver(request, *in_steps(scene.backend.tokenizer, DOCUMENT)[:30])
+        await expect(scene.page.locator(".answer h3")).to_have_text("Binary search")
+        yield scene.page
+
+
+@asynccontextmanager
+async def chat_empty(browser: Browser) -> AsyncIterator[Page]:
+    """The chat of a simulator before the first message, with a refused file."""
+    async with running() as gateway, visiting(browser, gateway.url) as visit:
+        await paste(visit.page, "photo.png", "image/png", "")
+        await expect(visit.page.get_by_role("alert")).to_be_visible()
+        yield visit.page
+        visit.check()
+
+
+@asynccontextmanager
+async def chat_settings(browser: Browser) -> AsyncIterator[Page]:
+    """The drawer with the settings."""
+    async with chat(browser) as page:
+        await page.get_by_role("button", name="Settings").click()
+        yield page
+
+
+@asynccontextmanager
+async def chat_history(browser: Browser) -> AsyncIterator[Page]:
+    """A search in the history, which a narrow screen shows above the conversation."""
+    async with chat(browser) as page:
+        await page.set_viewport_size({"width": 390, "height": 844})
+        await page.get_by_role("button", name="History").click()
+        await page.get_by_label("Search conversations").fill("binary")
+        await expect(page.locator("#found")).to_have_text("1 conversation found")
+        yield page
+
+
+PASTE: Final = """
+([name, type, content]) => {
+  const clipboardData = new DataTransfer();
+  clipboardData.items.add(new File([content], name, { type }));
+  const event = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+  document.getElementById("message").dispatchEvent(event);
+}
+"""
+
+
+async def paste(page: Page, name: str, kind: str, content: str) -> None:
+    """Paste a file of a MIME type into the message."""
+    await page.evaluate(PASTE, [name, kind, content])
+
+
+@asynccontextmanager
 async def compared(browser: Browser) -> AsyncIterator[Page]:
     """Both texts of a comparison, which are higher than their boxes, and the speed-up."""
     async with open_scene(browser) as scene:
         await _begin_comparison(scene)
         await _answer_comparison(scene, ONE_TOKEN, "#said-without")
-        await expect(scene.page.locator("#run-state")).to_have_text("Done.")
+        await expect(scene.page.locator("#state-compare")).to_have_text("Done.")
         await expect(scene.page.locator("#speed-up")).to_contain_text("as fast with speculation")
         yield scene.page
 
@@ -185,7 +279,7 @@ async def _begin_comparison(scene: Scene) -> None:
 async def _answer_comparison(scene: Scene, pattern: Sequence[StepTrace], column: str) -> None:
     """Deliver a text in two pieces, because the rate of one piece is unknown."""
     request = await scene.backend.submitted.get()
-    first, *others = in_steps(scene.backend.tokenizer, TEXT * 9, pattern)
+    first, *others = in_steps(scene.backend.tokenizer, LONG_TEXT, pattern)
     scene.deliver(request, first)
     await expect(scene.page.locator(f"{column} .token").first).to_be_attached()
     scene.deliver(request, *others)
@@ -195,8 +289,9 @@ async def _answer_comparison(scene: Scene, pattern: Sequence[StepTrace], column:
 async def with_keys(browser: Browser) -> AsyncIterator[Page]:
     """A completion of a node with API keys."""
     async with logged_in(browser) as (visit, gateway):
+        await visit.page.get_by_role("tab", name="Completion").click()
         await visit.page.get_by_role("button", name="Generate").click()
-        await expect(visit.page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(visit.page.locator("#state-completion")).to_have_text(ENDED)
         await receive_sample(visit.page, gateway)
         yield visit.page
 
@@ -206,7 +301,7 @@ async def plain_upstream(browser: Browser) -> AsyncIterator[Page]:
     """A completion of an upstream without metrics."""
     async with upstream_page(browser, TOKEN, TOKEN, LAST, USAGE, DONE) as (page, _):
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#state-completion")).to_have_text(FINISHED)
         await expect(page.locator("#unreported")).to_be_visible()
         yield page
 
@@ -216,9 +311,8 @@ async def reasoning(browser: Browser) -> AsyncIterator[Page]:
     """An answer of an upstream with its reasoning open."""
     async with upstream_page(browser, THOUGHT, CHAT, USAGE, DONE) as (page, _):
         await page.get_by_role("tab", name="Chat").click()
-        await page.get_by_label("Message").fill("hello")
-        await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await send(page, "hello")
+        await expect(page.locator("#state-chat")).to_have_text(FINISHED)
         await page.get_by_text("Reasoning").click()
         yield page
 
@@ -231,6 +325,7 @@ async def stopped_server(browser: Browser) -> AsyncIterator[Page]:
             visit = await stack.enter_async_context(visiting(browser, gateway.url))
             await receive_sample(visit.page, gateway)
         await expect(visit.page.locator("#live-state")).to_have_text("disconnected")
+        await visit.page.get_by_role("tab", name="Completion").click()
         await visit.page.get_by_role("button", name="Generate").click()
         await expect(visit.page.get_by_role("alert")).to_be_visible()
         yield visit.page
@@ -248,7 +343,7 @@ async def moving(browser: Browser) -> AsyncIterator[tuple[Page, FleetWorker, Fle
         workers = gateway.node.fleet.workers
         await until(lambda: any(one.usage.started for one in workers))
         source, sink = sorted(workers, key=lambda one: -one.usage.started)
-        await expect(visit.page.get_by_role("img", name="Request")).to_be_visible()
+        await expect(visit.page.get_by_role("img", name=re.compile("^Request "))).to_be_visible()
         source.drained = True
         await expect(visit.page.locator("#moves tr")).to_have_count(1)
         await receive_sample(visit.page, gateway)
@@ -269,6 +364,11 @@ STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]]
     "completion": completion,
     "chat": chat,
     "chat-tokens": chat_tokens,
+    "chat-branches": chat_branches,
+    "chat-running": chat_running,
+    "chat-empty": chat_empty,
+    "chat-settings": chat_settings,
+    "chat-history": chat_history,
     "comparing": comparing,
     "compared": compared,
     "with-keys": with_keys,

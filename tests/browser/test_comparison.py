@@ -9,17 +9,19 @@ import re
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Locator, expect
+from playwright.async_api import Locator, Page, expect
 
 from draftgate.backends.types import GenerationRequest, StepTrace
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
+from tests.browser.states import adjust
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 TEXT = "return self.width * self.height"
 ONE_TOKEN = (StepTrace(1),)
 TWO_TOKENS = (StepTrace(1), StepTrace(2, "ngram", 1, (), 1, (0.9,), 0.25))
+LOOP_START = "async (tokens) => (await import('/web/loops.js')).loopStart(tokens)"
 WITH, WITHOUT = "#said-with .tokens", "#said-without .tokens"
 
 
@@ -63,7 +65,7 @@ async def visible_text(tokens: Locator) -> str:
 async def test_speed_up_is_the_ratio_of_both_rates(still_scene: Scene) -> None:
     """Both requests have the same prompt and seed, and the speed-up compares their rates."""
     scene, page = still_scene, still_scene.page
-    await page.get_by_label("Prompt", exact=True).fill("def area(self):\n")
+    await page.get_by_label("Prompt to compare").fill("def area(self):\n")
     drafted = await start(scene)
     await stream(scene, drafted, TWO_TOKENS)
     plain = await scene.backend.submitted.get()
@@ -94,14 +96,14 @@ async def test_first_run_appears_again_at_its_measured_times(still_scene: Scene)
     deltas = in_steps(scene.backend.tokenizer, TEXT, TWO_TOKENS)
     await stream(scene, drafted, TWO_TOKENS)
     plain = await scene.backend.submitted.get()
-    await expect(page.locator("#run-state")).to_contain_text("Without speculation")
+    await expect(page.locator("#state-compare")).to_contain_text("Without speculation")
     tokens = page.locator(WITH)
     for count in range(1, len(deltas) + 1):
         expected = "".join(delta.text for delta in deltas[:count])
         assert await visible_text(tokens) == expected
         await page.clock.run_for(100)
     await stream(scene, plain, ONE_TOKEN)
-    await expect(page.locator("#run-state")).to_have_text("Done.")
+    await expect(page.locator("#state-compare")).to_have_text("Done.")
 
 
 async def test_stopped_comparison_shows_the_whole_first_run(still_scene: Scene) -> None:
@@ -112,7 +114,7 @@ async def test_stopped_comparison_shows_the_whole_first_run(still_scene: Scene) 
     assert await visible_text(page.locator(WITH)) != TEXT
     await page.get_by_role("button", name="Stop").click()
     assert await scene.backend.abandoned.get() == plain.request_id
-    await expect(page.locator("#run-state")).to_have_text("Stopped.")
+    await expect(page.locator("#state-compare")).to_have_text("Stopped.")
     assert await visible_text(page.locator(WITH)) == TEXT
     assert not re.search(r"\d", await page.locator("#speed-up").text_content())
 
@@ -145,6 +147,44 @@ async def test_texts_in_one_piece_have_no_speed_up(still_scene: Scene) -> None:
     await expect(scene.page.locator("#speed-up")).to_contain_text("a text arrived in one piece")
 
 
+async def test_speed_up_excludes_texts_that_end_in_a_loop(still_scene: Scene) -> None:
+    """A text that ends in a loop is marked from the loop on, and has no speed-up."""
+    scene, page = still_scene, still_scene.page
+    text = "def area" + " + 1 - 2" * 12
+    await stream(scene, await start(scene), TWO_TOKENS, text)
+    await stream(scene, await scene.backend.submitted.get(), ONE_TOKEN)
+    await page.clock.run_for(5000)
+    await expect(page.locator("#speed-up")).to_contain_text("a text ends in a loop")
+    note = re.compile("^Ends in a loop after [1-4] tokens?")
+    await expect(page.locator("#loop-with")).to_have_text(note)
+    await expect(page.locator("#loop-without")).to_be_hidden()
+    await expect(page.locator("#said-with .token").first).not_to_have_class(re.compile("looped"))
+    await expect(page.locator("#said-with .token").last).to_have_class(re.compile("looped"))
+    await stream(scene, await start(scene), TWO_TOKENS)  # the next comparison has no marks
+    await expect(page.locator("#loop-with")).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [
+        ("", 0),
+        ("abcdefgh", 8),
+        ("xy" + "abc" * 8, 2),
+        ("xy" + "abc" * 7, 23),  # too short
+        ("xy" + "abc" * 8 + "ab", 2),  # the last time is not complete
+        ("xy" + "abc" * 9 + "z", 30),  # the text leaves the loop
+        ("abcdefghijklmnopqrst" * 2, 40),  # repeated only once
+        ("abcdefghijklmnopqrst" * 3, 0),
+        ("." * 23, 23),
+        ("." * 24, 0),
+    ],
+)
+async def test_loops_are_repetitions_at_the_end(script_page: Page, tokens: str, start: int) -> None:
+    """A loop is a sequence of tokens that the end of a text repeats at least three times."""
+    found = await script_page.evaluate(LOOP_START, list(tokens))
+    assert found == start
+
+
 async def test_first_comparison_of_a_node_says_so(still_scene: Scene) -> None:
     """The first comparison says that no earlier requests are known, and the second does not."""
     scene, page = still_scene, still_scene.page
@@ -155,15 +195,14 @@ async def test_first_comparison_of_a_node_says_so(still_scene: Scene) -> None:
         await stream(scene, drafted, TWO_TOKENS)
         await stream(scene, await scene.backend.submitted.get(), ONE_TOKEN)
         await page.clock.run_for(5000)
-        await expect(page.locator("#run-state")).to_have_text("Done.")
+        await expect(page.locator("#state-compare")).to_have_text("Done.")
         await expect(note).to_be_visible(visible=is_first)
 
 
 async def test_chosen_proposer_runs_against_no_speculation(still_scene: Scene) -> None:
     """The first request has the mode and the seed of the form."""
     scene, page = still_scene, still_scene.page
-    await page.get_by_label("Speculation", exact=True).select_option("ngram")
-    await page.get_by_label("Seed").fill("7")
+    await adjust(page, mode="ngram", seed="7")
     request = await start(scene)
     assert (request.speculation.mode, request.sampling.seed) == ("ngram", 7)
     await expect(page.locator("#mode-with")).to_have_text("ngram")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import expect
 
-from tests.browser.states import FINISHED, KEY, logged_in, receive_sample
+from tests.browser.states import ENDED, KEY, logged_in, receive_sample
 from tests.gateway.harness import running
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 async def test_key_as_password_opens_the_page(browser) -> None:
     """The browser's login with a key loads the page, generates text and receives samples."""
     async with logged_in(browser) as (visit, gateway):
+        await visit.page.get_by_role("tab", name="Completion").click()
         await visit.page.get_by_role("button", name="Generate").click()
-        await expect(visit.page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(visit.page.locator("#state-completion")).to_have_text(ENDED)
         await receive_sample(visit.page, gateway)
 
 

@@ -14,6 +14,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from tests.browser.browse import visiting
 from tests.browser.conftest import Scene
+from tests.browser.states import adjust, generate
 from tests.gateway.harness import ScriptedBackend, port_of, running
 from tests.gateway.upstreams import forwarding, upstream
 
@@ -33,6 +34,7 @@ async def test_stopped_server_is_shown_until_its_restart(browser) -> None:
         await expect(node).to_have_text("The server does not respond.")
         await expect(node).to_have_attribute("data-state", "failed")
         await expect(state).to_have_text("disconnected")
+        await visit.page.get_by_role("tab", name="Completion").click()
         await visit.page.get_by_role("button", name="Generate").click()
         alert = visit.page.get_by_role("alert")
         await expect(alert).to_have_text("The server does not respond.")
@@ -71,7 +73,7 @@ async def test_unreachable_upstream_is_shown(browser) -> None:
 
 async def test_only_the_proposers_of_the_node_are_offered(scene: Scene) -> None:
     """The form offers the proposers of the workers, and the legend shows their colours."""
-    modes = scene.page.get_by_label("Speculation", exact=True).locator("option")
+    modes = scene.page.locator("#mode option")
     await expect(modes).to_have_text(["auto", "off", "n-gram"])
     legend = scene.page.get_by_role("list", name="Origin").get_by_role("listitem")
     await expect(legend).to_have_text(["target", "n-gram", "grammar"])
@@ -86,9 +88,63 @@ async def test_kinds_that_the_model_cannot_do_are_hidden(browser, tmp_path: Path
     async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
         tabs = visit.page.get_by_role("tab")
         await expect(tabs).to_have_text(["Completion"])
-        await expect(
-            visit.page.get_by_label("Speculation", exact=True).locator("option")
-        ).to_have_count(2)
+        await expect(visit.page.locator("#mode option")).to_have_count(2)
         await visit.page.get_by_role("tab", name="Completion").press("ArrowRight")
         await expect(tabs).to_have_attribute("aria-selected", "true")
         visit.check()
+
+
+async def test_page_opens_with_the_chat_of_a_model_that_can_chat(browser) -> None:
+    """The first tab is the chat if the model has a chat template, until the user chooses one."""
+    backend = ScriptedBackend()
+    async with running(backends=[backend]) as gateway, visiting(browser, gateway.url) as visit:
+        tabs = visit.page.get_by_role("tab")
+        await expect(tabs).to_have_text(["Chat", "Completion", "Compare"])
+        await expect(tabs.first).to_have_attribute("aria-selected", "true")
+        await expect(visit.page.get_by_label("Message", exact=True)).to_be_visible()
+        await expect(visit.page.get_by_text("Simulator", exact=True)).to_be_hidden()
+        visit.check()
+
+
+async def test_each_tab_offers_the_models_that_can_do_it(browser, tmp_path: Path) -> None:
+    """The menu of the chat has only models with a chat template, and the others have all models."""
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", tmp_path)
+    plain = ScriptedBackend()
+    plain.tokenizer = Tokenizer(tmp_path)
+    both = {"plain": plain, "other": ScriptedBackend()}
+    async with (
+        running(backends=[ScriptedBackend()], further=both) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        options = visit.page.get_by_label("Model").locator("option")
+        first = gateway.node.models[0].name
+        await expect(options).to_have_text([first, "other"])
+        await visit.page.get_by_role("tab", name="Completion").click()
+        await expect(options).to_have_text([first, "plain", "other"])
+        visit.check()
+
+
+async def test_simulator_is_labelled(browser) -> None:
+    """The page says that a simulator stands in for the model."""
+    async with running() as gateway, visiting(browser, gateway.url) as visit:
+        await expect(visit.page.get_by_text("Simulator", exact=True)).to_be_visible()
+        await expect(visit.page.get_by_text("its words are random")).to_be_visible()
+        visit.check()
+
+
+async def test_each_tab_has_its_own_state(scene: Scene) -> None:
+    """The state, the statistics and the error of a tab do not appear on the other tabs."""
+    await generate(scene)
+    page = scene.page
+    await expect(page.get_by_text(re.compile("^Done in"))).to_be_visible()
+    for name in ("Chat", "Compare"):
+        await page.get_by_role("tab", name=name).click()
+        await expect(page.get_by_text(re.compile("^Done in"))).to_be_hidden()
+        await expect(page.get_by_text("Statistics of the last run")).to_be_hidden()
+    await adjust(page, max_tokens="9999")
+    await page.get_by_role("button", name="Compare").click()
+    await expect(page.get_by_role("alert")).to_be_visible()
+    await page.get_by_role("tab", name="Completion").click()
+    await expect(page.get_by_role("alert")).to_be_hidden()
+    await expect(page.get_by_text(re.compile("^Done in"))).to_be_visible()
+    scene.visit.problems.clear()  # browsers log every 400

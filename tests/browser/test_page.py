@@ -11,6 +11,7 @@ from playwright.async_api import expect
 from draftgate.backends.types import Delta
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import TEXT, in_steps
+from tests.browser.states import adjust
 from tests.gateway.harness import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -28,8 +29,8 @@ SOURCES = {
 }
 
 
-def output_of(scene: Scene, kind: str = "completion"):
-    return scene.page.locator(f"#said-{kind} .tokens").last
+def output_of(scene: Scene):
+    return scene.page.locator("#said-completion .tokens")
 
 
 async def generate(scene: Scene, text: str = TEXT) -> list[Delta]:
@@ -40,7 +41,7 @@ async def generate(scene: Scene, text: str = TEXT) -> list[Delta]:
     scene.deliver(request, first)
     await scene.page.evaluate("0")  # later tokens arrive at a later time, so TPOT is measured
     scene.deliver(request, *rest)
-    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
+    await expect(scene.page.locator("#state-completion")).to_have_text(DONE)
     return deltas
 
 
@@ -56,7 +57,7 @@ async def test_tokens_appear_in_order_with_their_sources(scene: Scene) -> None:
         shown += delta.text
         await expect(output_of(scene)).to_have_js_property("textContent", shown)
     assert shown == TEXT
-    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
+    await expect(scene.page.locator("#state-completion")).to_have_text(DONE)
     expected = []  # tokens of one character share an element
     for delta in in_steps(scene.backend.tokenizer, "def area(self):\n    return self.width"):
         (step,) = delta.steps
@@ -108,7 +109,7 @@ async def test_stop_cancels_the_request(scene: Scene) -> None:
     await expect(output_of(scene)).to_have_js_property("textContent", first.text)
     await scene.page.get_by_role("button", name="Stop").click()
     assert await scene.backend.abandoned.get() == request.request_id
-    await expect(scene.page.locator("#run-state")).to_have_text("Stopped.")
+    await expect(scene.page.locator("#state-completion")).to_have_text("Stopped.")
     await expect(output_of(scene)).to_have_js_property("textContent", first.text)
     await generate(scene)
 
@@ -117,35 +118,29 @@ async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
     """The page can be used with the keyboard, from the skip link to the tokens."""
     keyboard = scene.page.keyboard
     focused = scene.page.locator("*:focus")
+    await scene.page.reload()
+    await expect(scene.page.get_by_role("tab", selected=True)).to_have_text("Chat")
     await keyboard.press("Tab")
     await expect(focused).to_have_text("Skip to the prompt")
     await keyboard.press("Enter")
     await keyboard.press("Tab")
-    await expect(focused).to_have_attribute("id", "prompt")
-    await keyboard.press("Shift+Tab")
-    await expect(focused).to_have_text("Completion")
-    await keyboard.press("ArrowLeft")
     await expect(focused).to_have_text("Chat")
-    for label in ("system", "message"):
+    await keyboard.press("ArrowLeft")
+    await expect(focused).to_have_text("Compare")
+    await keyboard.press("ArrowLeft")
+    await expect(focused).to_have_text("Completion")
+    for label in ("model", "open-settings", "prompt"):
         await keyboard.press("Tab")
         await expect(focused).to_have_attribute("id", label)
+    await keyboard.press("Control+A")
     await keyboard.type("def f")
-    for label in ("model", "temperature", "max-tokens", "mode", "form", "seed"):
-        await keyboard.press("Tab")
-        await expect(focused).to_have_attribute("id", label)
     await keyboard.press("Tab")
     await expect(focused).to_have_text("Generate")
     await keyboard.press("Enter")
     request = await scene.backend.submitted.get()
     assert "def f" in scene.backend.tokenizer.decode(request.prompt_ids)
     scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
-    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
-    for label in ("conversations", "fresh", "delete", "show-tokens"):
-        await keyboard.press("Tab")
-        await expect(focused).to_have_attribute("id", label)
-    await keyboard.press("Space")
-    await keyboard.press("Tab")
-    await expect(focused).to_have_text("Copy")
+    await expect(scene.page.locator("#state-completion")).to_have_text(DONE)
     await keyboard.press("Tab")
     await expect(focused).to_have_class(re.compile("token"))
     await expect(scene.page.get_by_role("tooltip")).to_be_visible()
@@ -156,41 +151,18 @@ async def test_page_can_be_used_with_the_keyboard(scene: Scene) -> None:
 async def test_settings_reach_the_worker(scene: Scene) -> None:
     """The request has the settings of the form and is traced."""
     page = scene.page
-    await page.get_by_label("Temperature").fill("0.5")
-    await page.get_by_label("Max tokens").fill("12")
-    await page.get_by_label("Seed").fill("7")
-    await page.get_by_label("Speculation", exact=True).select_option("off")
-    await page.get_by_label("Format").select_option("json_object")
+    sampled = {"temperature": "0.5", "top_p": "0.9", "max_tokens": "12", "seed": "7"}
+    await adjust(page, **sampled, mode="off", form="json_object")
     await page.get_by_label("Prompt", exact=True).press("Control+Enter")
     request = await scene.backend.submitted.get()
     sampling = request.sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, 12, 7)
+    assert sampling.top_p == 0.9
     assert request.speculation.mode == "off"
     assert request.grammar is not None
     assert request.traced
     scene.deliver(request, *in_steps(scene.backend.tokenizer, "{}"))
-    await expect(page.locator("#run-state")).to_have_text(DONE)
-
-
-async def test_second_message_is_sent_with_the_conversation(scene: Scene) -> None:
-    """The page sends the conversation with the second message and clears it on request."""
-    page = scene.page
-    await page.get_by_role("tab", name="Chat").click()
-    prompts = []
-    for message in ("first question", "second question"):
-        await page.get_by_label("Message").fill(message)
-        await page.get_by_label("Message").press("Control+Enter")
-        request = await scene.backend.submitted.get()
-        prompts.append(scene.backend.tokenizer.decode(request.prompt_ids))
-        scene.deliver(request, *in_steps(scene.backend.tokenizer, f"answer to {message}"))
-        await expect(output_of(scene, "chat")).to_have_js_property(
-            "textContent", f"answer to {message}"
-        )
-        await expect(page.locator("#run-state")).to_have_text(DONE)
-    assert "answer to first question" in prompts[1]
-    assert "second question" in prompts[1]
-    await page.get_by_role("button", name="New conversation").click()
-    await expect(page.locator("#said-chat .turn")).to_have_count(0)
+    await expect(page.locator("#state-completion")).to_have_text(DONE)
 
 
 async def test_page_shows_statistics_of_the_run(scene: Scene) -> None:
@@ -259,6 +231,8 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
         "running",
     ):
         await expect(rows.first).to_contain_text(word)
+    cause = decision.plan.cause.replace("_", " ")
+    await expect(scene.page.locator("#causes")).to_have_text(f"2 × {cause}")
     await scene.page.get_by_label("only my last run").check()
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text(decision.request_id[:8])
@@ -266,31 +240,13 @@ async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
 
 async def test_refusal_is_shown_as_an_alert(scene: Scene) -> None:
     """The page shows a refusal as an alert, and the form remains usable."""
-    await scene.page.get_by_label("Max tokens").fill("9999")
+    await adjust(scene.page, max_tokens="9999")
     await scene.page.get_by_role("button", name="Generate").click()
     await expect(scene.page.get_by_role("alert")).to_contain_text("fit, not")
     scene.visit.problems.clear()  # browsers log every 400
-    await scene.page.get_by_label("Max tokens").fill("10")
+    await adjust(scene.page, max_tokens="10")
     await generate(scene)
     await expect(scene.page.get_by_role("alert")).to_be_hidden()
-
-
-async def test_refused_message_returns_to_its_field(scene: Scene) -> None:
-    """The page returns a refused message to its field and keeps the message out of the
-    conversation."""
-    page, message = scene.page, scene.page.get_by_label("Message")
-    await page.get_by_role("tab", name="Chat").click()
-    await page.get_by_label("Max tokens").fill("9999")
-    await message.fill("asked twice")
-    await message.press("Control+Enter")
-    await expect(page.get_by_role("alert")).to_be_visible()
-    await expect(message).to_have_value("asked twice")
-    await expect(page.locator("#said-chat > *")).to_have_count(0)
-    await page.get_by_label("Max tokens").fill("10")
-    await message.press("Control+Enter")
-    request = await scene.backend.submitted.get()
-    assert scene.backend.tokenizer.decode(request.prompt_ids).count("asked twice") == 1
-    scene.visit.problems.clear()  # browsers log every 400
 
 
 async def test_worker_failure_is_shown(scene: Scene) -> None:

@@ -134,7 +134,7 @@ async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
     for name in ("Generate", "This node", "Workers", "Recent decisions"):
         await expect(page.get_by_role("region", name=name)).to_be_visible()
     levels = await page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")
-    assert levels == ["H1", "H2", "H3", "H3", "H2", "H2", "H3", "H2"]
+    assert levels == ["H1", "H2", "H3", "H3", "H2", "H2", "H3", "H2", "H2"]
     assert await page.locator("html").get_attribute("lang") == "en"
 
 

@@ -8,11 +8,30 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from tests.browser.conftest import Scene
-from tests.browser.states import chat, generate
+from tests.browser.states import DOCUMENT, chat, generate, say
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 SIZES = [(1400, 900), (1280, 900), (1020, 800), (768, 1024), (390, 844)]
+
+POINT = """
+async ([times, places]) => {
+  const { Chart } = await import("/web/charts.js");
+  const lines = [{ name: "", of: (sample) => sample.value }];
+  const chart = new Chart({ title: "t", hint: "", lines, show: String });
+  document.body.append(chart.element);
+  chart.update(times.map(([at_s, value]) => ({ at_s, value })));
+  const plot = chart.element.querySelector(".plot");
+  const { left, width } = plot.getBoundingClientRect();
+  const found = places.map((place) => {
+    const move = new PointerEvent("pointermove", { clientX: left + width * place });
+    plot.dispatchEvent(place === null ? new PointerEvent("pointerleave") : move);
+    return chart.element.querySelector(".value").textContent;
+  });
+  chart.element.remove();
+  return found;
+}
+"""
 
 DRAW = """
 async (times) => {
@@ -72,14 +91,18 @@ async def test_tables_of_a_chat_keep_words_whole_on_a_phone(browser: Browser) ->
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
 
 
-async def test_conversation_is_beside_its_label(scene: Scene) -> None:
-    """The list of conversations is on the line of its label at every size."""
-    await scene.page.get_by_role("tab", name="Chat").click()
+async def test_composer_is_on_the_screen_at_every_size(chat_scene: Scene) -> None:
+    """A long conversation scrolls in its own box, so that the message stays on the screen."""
+    page = chat_scene.page
+    await say(chat_scene, "What is binary search?", DOCUMENT * 2)
     for width, height in SIZES:
-        await scene.page.set_viewport_size({"width": width, "height": height})
-        label = await scene.page.get_by_text("Conversation", exact=True).bounding_box()
-        chosen = await scene.page.get_by_label("Conversation", exact=True).bounding_box()
-        assert chosen["y"] < label["y"] + label["height"] / 2 < chosen["y"] + chosen["height"]
+        await page.set_viewport_size({"width": width, "height": height})
+        box = await page.locator("#form-chat").bounding_box()
+        turns = await page.locator("#turns").bounding_box()
+        assert turns["y"] + turns["height"] <= box["y"]
+        assert turns["height"] > 200
+        assert box["y"] + box["height"] <= height
+        assert await page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
 async def test_useful_charts_are_first(scene: Scene) -> None:
@@ -87,6 +110,16 @@ async def test_useful_charts_are_first(scene: Scene) -> None:
     titles = await scene.page.locator("#charts .name").all_text_contents()
     assert titles[:3] == ["Tokens/s", "TTFT", "TPOT"]
     assert len(titles) == 9
+
+
+async def test_chart_shows_the_values_under_the_pointer(script_page: Page) -> None:
+    """Pointing at a chart shows the values of that time, and of the latest sample otherwise."""
+    samples = [(second, second * 10) for second in range(121)]
+    found = await script_page.evaluate(POINT, [samples, [1, 0.75, 0, None]])
+    assert found == ["0 s ago1200", "30 s ago900", "120 s ago0", "1200"]
+    gap = [(0, 1), (1, 2), (119, 3), (120, 4)]
+    assert await script_page.evaluate(POINT, [gap, [0.5]]) == ["no sample–"]
+    assert await script_page.evaluate(POINT, [[], [0.5, None]]) == ["no sample–", "–"]
 
 
 @pytest.mark.parametrize(

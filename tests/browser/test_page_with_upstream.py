@@ -8,7 +8,7 @@ import re
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from tests.browser.states import CHAT, FINISHED, upstream_page
+from tests.browser.states import CHAT, FINISHED, send, upstream_page
 from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -46,7 +46,7 @@ async def test_page_shows_what_a_plain_server_reports(browser: Browser) -> None:
     """The page shows text, tokens and times without metrics, and offers no proposers."""
     async with upstream_page(browser, TOKEN, TOKEN, LAST, USAGE, DONE) as (page, _):
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#state-completion")).to_have_text(FINISHED)
         output = page.locator("#said-completion .tokens")
         await expect(output).to_have_js_property("textContent", " a a.")
         await expect(page.locator("#stats [data-stat=tokens]")).to_have_text("3")
@@ -77,7 +77,7 @@ async def test_text_of_a_plain_server_differs_from_the_prompt(browser: Browser) 
     """The text is darker than the prompt, although the origin of its tokens is unknown."""
     async with upstream_page(browser, TOKEN, LAST, USAGE, DONE) as (page, _):
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#state-completion")).to_have_text(FINISHED)
         colours = [
             await page.locator(part).first.evaluate("(part) => getComputedStyle(part).color")
             for part in (".given", ".from-unknown")
@@ -90,7 +90,7 @@ async def test_stream_with_crlf_and_without_usage_is_shown(browser: Browser) -> 
     blocks = [block.replace(b"\n", b"\r\n") for block in (TOKEN, LAST, DONE)]
     async with upstream_page(browser, *blocks) as (page, _):
         await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#state-completion")).to_have_text(FINISHED)
         output = page.locator("#said-completion .tokens")
         await expect(output).to_have_js_property("textContent", " a.")
         await expect(page.locator("#stats [data-stat=ttft]")).to_be_visible()
@@ -101,10 +101,9 @@ async def test_chat_with_a_plain_server(browser: Browser) -> None:
     """The page sends chats to a server that does not report whether its model can chat."""
     async with upstream_page(browser, CHAT, USAGE, DONE) as (page, _):
         await page.get_by_role("tab", name="Chat").click()
-        await page.get_by_label("Message").fill("hello")
-        await page.get_by_role("button", name="Generate").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
-        await expect(page.locator("#said-chat .tokens")).to_have_js_property("textContent", " a")
+        await send(page, "hello")
+        await expect(page.locator("#state-chat")).to_have_text(FINISHED)
+        await expect(page.locator("#turns .tokens")).to_have_js_property("textContent", " a")
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -115,10 +114,9 @@ async def test_reasoning_is_beside_the_answer(browser: Browser, field: str) -> N
     async with upstream_page(browser, thought, CHAT, USAGE, DONE) as (page, engine):
         await page.get_by_role("tab", name="Chat").click()
         for turn in range(2):
-            await page.get_by_label("Message").fill("hello")
-            await page.get_by_role("button", name="Generate").click()
+            await send(page, "hello")
             await expect(page.locator(".answer")).to_have_count(turn + 1)
-            await expect(page.locator("#run-state")).to_have_text(FINISHED)
+            await expect(page.locator("#state-chat")).to_have_text(FINISHED)
         await expect(page.locator(".answer .markdown").first).to_have_text("a")
         await page.get_by_text("Reasoning").first.click()
         await expect(page.locator(".answer details p").first).to_have_text("because")
@@ -131,7 +129,7 @@ async def test_comparison_of_a_plain_server_reports_its_limits(browser: Browser)
     async with upstream_page(browser, TOKEN, LAST, DONE) as (page, _):
         await page.get_by_role("tab", name="Compare").click()
         await page.get_by_role("button", name="Compare").click()
-        await expect(page.locator("#run-state")).to_have_text(FINISHED)
+        await expect(page.locator("#state-compare")).to_have_text(FINISHED)
         await expect(page.locator("#speed-up")).to_contain_text("the server reports no usage")
         for side in ("with", "without"):
             tokens = page.locator(f"#said-{side} .tokens")

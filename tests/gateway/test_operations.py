@@ -223,6 +223,15 @@ async def test_model_reports_its_chat_template_and_proposers() -> None:
     assert model["proposers"] == list(proposers) != []
 
 
+@pytest.mark.parametrize("simulated", [True, False])
+async def test_model_says_whether_it_is_simulated(simulated: bool) -> None:
+    """The entry of a model says whether a simulator stands in for it."""
+    backends = [] if simulated else [ScriptedBackend()]
+    async with running(backends=backends) as gateway, client(gateway) as http:
+        (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["simulated"] is simulated
+
+
 async def test_served_model_name_replaces_the_model_id() -> None:
     """The setting `--served-model-name` renames the model for clients."""
     async with running(served_model_name=("org/mine",)) as gateway, client(gateway) as http:

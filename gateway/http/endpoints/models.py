@@ -158,6 +158,7 @@ def _described(model: ModelService) -> list[ModelReply]:
         tasks=card.capabilities.tasks,
         chat=served.tokenizer.tool_template is not None,
         proposers=model.fleet.proposers,
+        simulated=card.is_simulated,
     )
     return [
         *(replace(own, id=name) for name in model.names),

@@ -330,10 +330,10 @@ class ModelReply(Struct):
     """An entry of `/v1/models`.
 
     A LoRA adapter has the name of its model in `parent` and the origin of its checkpoint in `root`,
-    as in vLLM. The fields `tasks`, `chat` and `proposers` are extensions, which the model of an
-    upstream lacks.
-    `tasks` names what the model does, `chat` says whether the model has a chat template, and
-    `proposers` names what its workers draft with.
+    as in vLLM. The fields from `tasks` on are extensions, which the model of an upstream lacks.
+    `tasks` names what the model does, `chat` says whether the model has a chat template,
+    `proposers` names what its workers draft with, and `simulated` says whether a simulator stands
+    in for the model.
     """
 
     id: str
@@ -346,6 +346,7 @@ class ModelReply(Struct):
     tasks: Sequence[Task] | UnsetType = UNSET
     chat: bool | UnsetType = UNSET
     proposers: list[str] | UnsetType = UNSET
+    simulated: bool | UnsetType = UNSET
 
 
 class ModelList(Struct):
