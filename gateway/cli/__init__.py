@@ -234,6 +234,7 @@ BENCHES: Final = {
     "cpu": "bench.cpu.command",
     "fleet": "bench.fleet.command",
     "moves": "bench.gateway.moves",
+    "full-memory": "bench.gateway.full_memory",
     "store": "bench.gateway.store",
 }
 
