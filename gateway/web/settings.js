@@ -24,7 +24,9 @@ export function setUp() {
   // A click beside the drawer has the dialog itself as its target.
   drawer.addEventListener("click", (event) => event.target === drawer && drawer.close());
   drawer.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.target.tagName === "INPUT") drawer.close();
+    if (event.key !== "Enter" || event.target.tagName !== "INPUT") return;
+    event.preventDefault(); // the key would press the button that gets the focus
+    drawer.close();
   });
 }
 

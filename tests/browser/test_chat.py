@@ -346,3 +346,7 @@ async def test_chat_can_be_used_with_the_keyboard(chat_scene: Scene) -> None:
     await page.keyboard.press("Escape")
     await expect(drawer).to_be_hidden()
     await expect(focused).to_have_id("open-settings")
+    await page.keyboard.press("Enter")
+    await page.get_by_label("Max tokens").press("Enter")
+    await expect(drawer).to_be_hidden()
+    await expect(focused).to_have_id("open-settings")

@@ -105,6 +105,22 @@ async def test_composer_is_on_the_screen_at_every_size(chat_scene: Scene) -> Non
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
+async def test_history_button_belongs_to_the_chat(chat_scene: Scene) -> None:
+    """On a phone, the chat has a button for the history, which folds away after a choice."""
+    page = chat_scene.page
+    await say(chat_scene, "hello")
+    await page.set_viewport_size({"width": 390, "height": 844})
+    history = page.get_by_role("button", name="History")
+    await expect(page.get_by_label("Search conversations")).to_be_hidden()
+    await history.click()
+    await expect(history).to_have_attribute("aria-expanded", "true")
+    await page.locator("#conversations .open").click()
+    await expect(page.get_by_label("Search conversations")).to_be_hidden()
+    await expect(page.locator(".turn")).to_have_text("hello")
+    await page.get_by_role("tab", name="Completion").click()
+    await expect(history).to_be_hidden()
+
+
 async def test_useful_charts_are_first(scene: Scene) -> None:
     """The first charts show what clients feel: throughput and latencies."""
     titles = await scene.page.locator("#charts .name").all_text_contents()
