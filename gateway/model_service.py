@@ -281,24 +281,16 @@ class ModelService:
 
     def loads(self) -> list[WorkerLoad | None]:
         """Return the load of each worker in order, or None for a failed worker."""
-        if not self.is_known:
-            return []
-        return [
-            worker.backend.load() if worker.backend.failure is None else None
-            for worker in self.fleet.workers
-        ]
+        workers = self.fleet.workers if self.is_known else ()
+        return [one.backend.load() if one.backend.failure is None else None for one in workers]
 
     def _own_loads(self) -> dict[str, WorkerLoad]:
-        """Return the loads of the node's own workers that have not failed, by their label.
-
-        The label of a worker is the name of its upstream, or its number without a name.
-        """
-        if not self.is_known:
-            return {}
+        """Return the loads of the node's own workers that have not failed, by name or number."""
+        workers = self.fleet.own if self.is_known else ()
         return {
-            getattr(worker.backend, "name", "") or str(number): worker.backend.load()
-            for number, worker in enumerate(self.fleet.own)
-            if worker.backend.failure is None
+            getattr(one.backend, "name", "") or str(number): one.backend.load()
+            for number, one in enumerate(workers)
+            if one.backend.failure is None
         }
 
     def lost_for_s(self) -> float:

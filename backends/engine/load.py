@@ -127,6 +127,17 @@ def load_engine(
     return replace(engine, turns=shared_turns(f"{device.type}:{config.device_index}"))
 
 
+def _weight_form(
+    config: WorkerConfig, directory: Path, device: str
+) -> tuple[torch.dtype, Packing | None]:
+    """Return the dtype of a model and the packing of its weights, with the errors of both."""
+    dtype = choose_dtype(config.dtype, directory, device, packed=True)
+    packing = choose_packing(config.quantization, Checkpoint(directory), device, dtype)
+    if packing is None:
+        dtype = choose_dtype(config.dtype, directory, device)
+    return dtype, packing
+
+
 def _loaded_decoder(
     config: WorkerConfig,
     directory: Path,
@@ -136,10 +147,7 @@ def _loaded_decoder(
 ) -> LoadedEngine:
     model = read_model_config(directory)
     tokenizer = read_tokenizer(directory, model)
-    dtype = choose_dtype(config.dtype, directory, device.type, packed=True)
-    packing = choose_packing(config.quantization, Checkpoint(directory), device.type, dtype)
-    if packing is None:
-        dtype = choose_dtype(config.dtype, directory, device.type)
+    dtype, packing = _weight_form(config, directory, device.type)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, directory, dtype, device)
     adapters = check_adapters(config, model, device)
     weights = _weights(config, directory, model, dtype, device, packing, progress)
