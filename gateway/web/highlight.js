@@ -59,7 +59,7 @@ const LANGUAGES = {
     ),
   },
   data: { comments: ["(?<=^|\\s)#.*"], strings: [], keywords: words("true false null yes no on off") },
-  markup: { comments: ["<!--[^]*?(?:-->|(?![^]))"], strings: [], keywords: words("") , tags: true },
+  markup: { comments: ["<!--[^]*?(?:-->|(?![^]))"], strings: [], keywords: words(""), tags: true },
 };
 
 const NAMES = {
@@ -69,7 +69,7 @@ const NAMES = {
   scss: "c", json: "data", jsonc: "c", yaml: "data", yml: "data", toml: "data", ini: "data",
   golang: "go", rs: "rust", bash: "shell", sh: "shell", zsh: "shell", console: "shell", dockerfile: "shell",
   makefile: "shell", postgresql: "sql", mysql: "sql", sqlite: "sql", html: "markup", xml: "markup", svg: "markup",
-}; // prettier-ignore
+};
 
 const patterns = new Map(); // name of a language -> its expression
 
