@@ -180,9 +180,9 @@ class SimBackend(OperatedBlocks):
     def _wake(self) -> None:
         """Plan a step in the next turn of the event loop, unless a step is under way."""
         if self._turn is None and self._loop is not None and self._failure is None:
-            self._turn = self._loop.call_soon(self._begin, context=self._context)
+            self._turn = self._loop.call_soon(self._begin_steps, context=self._context)
 
-    def _begin(self) -> None:
+    def _begin_steps(self) -> None:
         """Plan the first step after an idle time."""
         self._due_s = self._now_s()
         self._run()

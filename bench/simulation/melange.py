@@ -1,4 +1,4 @@
-"""Compute Mélange's table: the cheapest mixes of GPUs for short, long and mixed requests.
+"""Compute the cheapest mixes of GPUs for short, long and mixed requests, as in a paper.
 
     draftgate bench melange --json OUT
 

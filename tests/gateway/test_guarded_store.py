@@ -187,7 +187,7 @@ async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
         for index in range(5 * PATIENCE.failures):
             call = asyncio.create_task(reserve(store, f"r{index}"))
             await asyncio.sleep(0)
-            loop._jumping._advance(0.1)  # a callback blocks the loop
+            loop._jumping.advance(0.1)  # a callback blocks the loop
             assert not (await call).degraded
         assert store.outage is None
 
@@ -202,7 +202,7 @@ async def test_repeated_stalls_do_not_open_the_breaker() -> None:
             call = asyncio.create_task(reserve(store, f"r{index}"))
             for _ in range(2):
                 await asyncio.sleep(DEADLINE_S / 2)
-                loop._jumping._advance(1.0)
+                loop._jumping.advance(1.0)
                 await asyncio.sleep(0)
             assert (await call).degraded
         assert store.outage is None

@@ -66,9 +66,18 @@ class PausableSim(SimBackend):
         self.runs = asyncio.Event()
         self.runs.set()
 
-    async def _sleep(self, seconds: float) -> None:
-        await super()._sleep(SLOWDOWN * seconds)
+    def _run_after(self, seconds: float) -> asyncio.Handle:
+        return super()._run_after(SLOWDOWN * seconds)
+
+    def _run(self) -> None:
+        if self.runs.is_set():
+            super()._run()
+        else:
+            self._turn = asyncio.create_task(self._continue())
+
+    async def _continue(self) -> None:
         await self.runs.wait()
+        super()._run()
 
 
 class SharedMemory:
