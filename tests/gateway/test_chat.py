@@ -215,8 +215,8 @@ def controlling(descriptor: int) -> None:
 async def interrupted(backend: ScriptedBackend, user: Terminal) -> str:
     """Press Ctrl-C until an answer stops, and return the id of its request.
 
-    Python handles a signal that arrives just before a read only after the read, so on a busy machine
-    one press may have no effect.
+    Python handles a signal that arrives just before a read only after the read, so one press may
+    have no effect on a busy machine.
     """
     while True:
         user.type("\x03")
