@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import log
 from random import Random
 from statistics import fmean
 from typing import Any, Final
 
 from msgspec import structs
 
+from bench.engine.bound import ratio_of
 from bench.gateway.moved_streams import Observed, dispatching, job_of, run_job
 from bench.harness.provenance import bench_parser, provenance, write_results
 from draftgate.backends.engine.backend import EngineBackend
@@ -29,7 +30,6 @@ from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
-from draftgate.lab.simulate.intervals import estimate
 from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.policies.moves import MoveEnd
 
@@ -40,6 +40,7 @@ LONG: Final = (64, 256, 300, 600)
 """Least and most tokens of the prompts, and of the outputs, of each kind of request."""
 
 LONG_SHARE: Final = 0.25
+COMPARED: Final = ("ttft_mean_s", "ttft_p99_s")
 GAP_S: Final = 0.5
 """Gap between two tokens that counts as lost, as in `draftgate bench llumnix`."""
 
@@ -115,19 +116,6 @@ def figures(
     }
 
 
-def ratios(rounds: Sequence[dict[str, dict[str, Any]]], policy: str, name: str) -> dict[str, Any]:
-    """Return a figure of a policy relative to `off`, as a geometric mean with its interval."""
-    logs = [log(one[policy][name] / one["off"][name]) for one in rounds]
-    found = estimate(logs)
-    assert found is not None
-    half = found.half
-    ends = None if half is None else [found.mean - half, found.mean + half]
-    return {
-        "ratio": round(exp(found.mean), 3),
-        "interval": ends and [round(exp(end), 3) for end in ends],
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the rounds, and write the JSON after each."""
     parser = bench_parser("full-memory", __doc__)
@@ -146,8 +134,12 @@ def main(arguments: list[str] | None = None) -> None:
         rounds.append(found)
         for policy, one in found.items():
             print(f"round {number}, {policy}: {one}", flush=True)
+        values = {
+            policy: {name: [one[policy][name] for one in rounds] for name in COMPARED}
+            for policy in POLICIES
+        }
         summary = {
-            policy: {name: ratios(rounds, policy, name) for name in ("ttft_mean_s", "ttft_p99_s")}
+            policy: {name: ratio_of(values[policy][name], values["off"][name]) for name in COMPARED}
             for policy in POLICIES[1:]
         }
         write_results(args.json, {**facts, "relative_to_off": summary, "rounds": rounds})

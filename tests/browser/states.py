@@ -10,7 +10,7 @@ from typing import Final
 
 from playwright.async_api import Browser, Page, expect
 
-from draftgate.backends.types import StepTrace
+from draftgate.backends.types import GenerationRequest, StepTrace
 from draftgate.gateway.app import Listening
 from draftgate.gateway.fleet import FleetWorker
 from tests.browser.browse import Visit, visiting
@@ -101,6 +101,15 @@ async def reply(scene: Scene, answer: str = ANSWER) -> str:
     scene.deliver(request, *in_steps(scene.backend.tokenizer, answer))
     await expect(scene.page.locator("#state-chat")).to_have_text(FINISHED)
     return scene.backend.tokenizer.decode(request.prompt_ids)
+
+
+async def begin(scene: Scene, message: str) -> GenerationRequest:
+    """Send the first message, show one step of its answer, and return the request."""
+    await send(scene.page, message)
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, in_steps(scene.backend.tokenizer, "one two")[0])
+    await expect(scene.page.locator(".answer .markdown")).to_have_text("one")
+    return request
 
 
 async def adjust(page: Page, **settings: str) -> None:

@@ -11,7 +11,7 @@ from playwright.async_api import Locator, Page, expect
 from draftgate.backends.types import Delta, FinishReason
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
-from tests.browser.states import ANSWER, adjust, paste, reply, say, send
+from tests.browser.states import ANSWER, adjust, begin, paste, reply, say, send
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -211,10 +211,7 @@ async def test_refused_message_returns_to_its_field(chat_scene: Scene) -> None:
 async def test_answer_breaks_off_with_its_reason(chat_scene: Scene) -> None:
     """The page keeps the text before a failure of the worker, and shows the error."""
     page = chat_scene.page
-    await send(page, "hello")
-    request = await chat_scene.backend.submitted.get()
-    chat_scene.deliver(request, in_steps(chat_scene.backend.tokenizer, "one two")[0])
-    await expect(page.locator(".answer .markdown")).to_have_text("one")
+    await begin(chat_scene, "hello")
     chat_scene.backend.crash("the device is gone")
     await expect(page.get_by_role("alert")).to_contain_text("the device is gone")
     await expect(page.locator(".facts")).to_contain_text("The answer broke off.")

@@ -11,7 +11,7 @@ from playwright.async_api import Page, expect
 
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
-from tests.browser.states import adjust, reply, say, send
+from tests.browser.states import adjust, begin, reply, say, send
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -136,10 +136,7 @@ async def test_conversation_is_exported(chat_scene: Scene, tmp_path: Path) -> No
 async def test_another_conversation_ends_the_answer(chat_scene: Scene) -> None:
     """Opening another conversation stops an answer, which stays in its own conversation."""
     page = chat_scene.page
-    await send(page, "first")
-    request = await chat_scene.backend.submitted.get()
-    chat_scene.deliver(request, in_steps(chat_scene.backend.tokenizer, "one two")[0])
-    await expect(page.locator(".answer .markdown")).to_have_text("one")
+    request = await begin(chat_scene, "first")
     await page.get_by_role("button", name="New conversation").click()
     assert await chat_scene.backend.abandoned.get() == request.request_id
     await expect(page.locator("#turns > *")).to_have_count(0)
@@ -177,10 +174,7 @@ async def test_deleted_conversation_does_not_return(chat_scene: Scene) -> None:
 async def test_answer_that_arrives_survives_the_end_of_the_page(chat_scene: Scene) -> None:
     """The text so far of an answer is kept if the user leaves the page."""
     page = chat_scene.page
-    await send(page, "first")
-    request = await chat_scene.backend.submitted.get()
-    chat_scene.deliver(request, in_steps(chat_scene.backend.tokenizer, "one two")[0])
-    await expect(page.locator(".answer .markdown")).to_have_text("one")
+    await begin(chat_scene, "first")
     await page.reload()
     await page.locator("#conversations .open").click()
     await expect(page.locator(".answer .markdown")).to_have_text("one")
