@@ -76,7 +76,7 @@ class Deployment:
         return replace(self, groups=groups)
 
     def scaled(self, factor: float) -> Deployment:
-        """Return a deployment with so many times the machines of each group, rounded up."""
+        """Multiply the machines of each group by a factor, and round up."""
         counts = (math.ceil(factor * one.count - _TOLERANCE) for one in self.groups)
         groups = (
             Group(one.profile, one.role, count)

@@ -1,4 +1,4 @@
-"""The suites of client libraries against a real vLLM, by itself and behind a gateway.
+"""Run the suites of client libraries against a real vLLM, directly and through a gateway.
 
 vLLM serves SmolLM2 under the names that the suites use. Many of their tests need a model that
 follows instructions, or what only Draftgate has, and fail in both places. Each test that passes at
