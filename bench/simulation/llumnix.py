@@ -1,7 +1,7 @@
 """Repeat the serving experiments of Llumnix with the gateway and its policies.
 
     draftgate bench llumnix --json OUT
-    draftgate bench llumnix --only early,late --requests 5000 --seeds 0,1,2
+    draftgate bench llumnix --only early,late --seeds 0,1,2
 
 A pool of simulated A10s with LLaMA-7B gets requests with the lengths of Llumnix's artifact (OSDI
 2024), at rates relative to the rate at which the memory is full (`saturated_rps`). Gateway,
@@ -109,7 +109,7 @@ class Experiment:
     share: float
     variants: tuple[Variant, ...]
     arrival: str = "poisson"
-    lengths: tuple[int, int] = (128, 128)
+    lengths: tuple[int, int] = (256, 256)
     slowness: float = 1.0
     urgent_share: float = 0.0
     autoscales: bool = False
@@ -123,21 +123,23 @@ _EARLY: Final = (
 _LATE: Final = tuple(replace(one, routing="least_cost", binding="late") for one in _EARLY)
 
 EXPERIMENTS: Final = (
-    Experiment("early", 0.9, (*_EARLY, Variant("least_loaded", "least_loaded"))),
-    Experiment("late", 0.9, _LATE),
+    Experiment("early", 0.85, (*_EARLY[:2], Variant("least_loaded", "least_loaded"))),
+    Experiment("early", 0.9, _EARLY[:2]),
+    Experiment("early", 0.95, _EARLY),
+    Experiment("late", 0.85, _LATE),
+    Experiment("late", 0.95, _LATE),
     Experiment(
         "priorities",
-        0.7,
+        0.6,
         (
             Variant("ignored", rescheduling="llumnix", has_classes=False),
             Variant("llumnix", rescheduling="llumnix"),
         ),
         arrival="gamma:4",
+        lengths=(128, 128),
         urgent_share=URGENT_SHARE,
     ),
     Experiment("scaling", 0.5, _LATE[:2], arrival="gamma:4", autoscales=True),
-    Experiment("early", 1.0, _EARLY),
-    Experiment("late", 1.0, _LATE),
     Experiment("slower", 0.9, _EARLY[:2], slowness=SLOWER),
 )
 
@@ -322,8 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench llumnix`."""
     parser = bench_parser("llumnix", __doc__)
     parser.add_argument("--only", default="", help="names of experiments (default: all)")
-    parser.add_argument("--instances", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--instances", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seeds", default="0,1")
     args = parser.parse_args(arguments)
     size, seeds = Size(args.instances, args.requests), [int(one) for one in args.seeds.split(",")]

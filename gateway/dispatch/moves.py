@@ -169,8 +169,7 @@ class Moves:
         moving = {end for chosen in under_way for end in (chosen.source, chosen.sink)}
         room = any(chosen.reason is MoveReason.MAKE_ROOM for chosen in under_way)
         planned = self._rescheduler.choose(self._streams, self._may_move, moving, makes_room=room)
-        moves = sum(not one.hands_over for one in self._moving)
-        for stream, chosen in planned[: max(MOST_MOVES - moves, 0)]:
+        for stream, chosen in planned:  # no worker takes part in two of them
             self._start(stream, chosen)
 
     def _start(self, stream: Prompt, chosen: ChosenMove | None) -> None:

@@ -54,7 +54,8 @@ class Llumnix:
     A stream moves only if both workers then have more freeness than the source had. Their memory
     must also last for longer than that of the source did, or for `high_steps`. Otherwise headroom
     for an urgent stream would fill the destination until it preempts others. The stream of the
-    lowest priority moves, and among equals the shortest.
+    lowest priority moves, and among equals the one after which the less free worker has the most
+    freeness. Llumnix moves the shortest one, so that a long prompt waits for many moves.
     """
 
     reschedules = True
@@ -104,26 +105,31 @@ class Llumnix:
     def _best_move(
         self, source: WorkerState, sink: WorkerState, streams: Sequence[StreamView]
     ) -> ChosenMove | None:
-        """Return the move of the first stream that improves the less free worker, or None."""
+        """Return the move that improves the less free worker most, or None if none does."""
         before = freeness(source)
         least_steps = min(steps_to_full(source), self._high_steps)
-        movable = [stream for stream in streams if stream.may_move and fits(stream, sink)]
-        for stream in sorted(movable, key=_victim_order):
+        best: tuple[tuple[int, float, str], StreamView] | None = None
+        for stream in streams:
+            if not stream.may_move or not fits(stream, sink):
+                continue
             after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
             after = freeness(after_sink)
             if not source.leaving:
                 after = min(after, freeness(after_source))
                 if min(steps_to_full(after_source), steps_to_full(after_sink)) <= least_steps:
                     continue
-            gain = after - before
-            if gain > 0.0:
-                reason = MoveReason.DRAIN if source.leaving else MoveReason.BALANCE
-                words = f"freeness {before:.1f} against {freeness(sink):.1f} steps"
-                return ChosenMove(
-                    stream.stream_id, source.worker_id, sink.worker_id, reason, gain, 0.0, words
-                )
-        return None
-
-
-def _victim_order(stream: StreamView) -> tuple[int, int, str]:
-    return -stream.request.service.priority, stream.tokens, stream.stream_id
+            rank = (stream.request.service.priority, after, stream.stream_id)
+            if after > before and (best is None or rank > best[0]):
+                best = rank, stream
+        if best is None:
+            return None
+        (_, after, _), stream = best
+        return ChosenMove(
+            stream.stream_id,
+            source.worker_id,
+            sink.worker_id,
+            MoveReason.DRAIN if source.leaving else MoveReason.BALANCE,
+            after - before,
+            0.0,
+            f"freeness {before:.1f} against {freeness(sink):.1f} steps",
+        )

@@ -244,7 +244,10 @@ def check_tails(policy: ReschedulingPolicy, found: Pool) -> None:
         after = deepcopy(found)
         after.apply(move)
         if move.reason is MoveReason.BALANCE:
-            steps = [steps_to_full(after.workers[end]) for end in (move.source, move.sink)]
+            alone = deepcopy(found)
+            alone.head = None  # it may get the memory that the move frees
+            alone.apply(move)
+            steps = [steps_to_full(alone.workers[end]) for end in (move.source, move.sink)]
             assert min(steps) > min(steps_to_full(source), HIGH_STEPS)
         if move.reason is not MoveReason.MAKE_ROOM and lacking:
             assert least_lacking(after) <= lacking
@@ -347,12 +350,12 @@ def test_urgent_stream_keeps_headroom() -> None:
     assert found.workers["w-0"].used_tokens <= BLOCKS * BLOCK / 8
 
 
-def test_llumnix_moves_low_priority_and_then_short_streams() -> None:
-    """The victim has the lowest priority, and is the shortest of this priority."""
+def test_llumnix_moves_low_priority_and_then_what_frees_most() -> None:
+    """The victim has the lowest priority, and leaves the less free of both workers most freeness."""
     low = ServiceLevel(priority=1)
-    streams = [*full("a", 8), stream("long", 900, service=low), stream("short", 800, service=low)]
-    (move,) = pool([*streams, stream("usual", 100)], []).choose(Llumnix("llumnix", 100.0, 100.0))
-    assert move.stream_id == "short"
+    streams = [*full("a", 8), stream("long", 900, service=low), stream("short", 100, service=low)]
+    (move,) = pool([*streams, stream("usual", 1000)], []).choose(Llumnix("llumnix", 100.0, 100.0))
+    assert move.stream_id == "long"
 
 
 def test_least_time_needs_twice_the_cost() -> None:
