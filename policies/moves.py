@@ -22,8 +22,8 @@ from draftgate.policies.kv_transfer import PRIOR_LATENCY_S
 from draftgate.policies.types import WorkerSpeed
 
 MOST_MOVES: Final = 4
-"""Moves from leaving workers that copy blocks at the same time. A single move leaves most of the link
-unused, because a worker copies only between two steps. Further moves verify tokens meanwhile.
+"""Moves from leaving workers that copy blocks at the same time. A single move leaves most of the
+link unused, because a worker copies only between two steps. Further moves verify tokens meanwhile.
 (Chosen, not tuned, 2026-11-23.)"""
 
 MOST_STAGES: Final = 3

@@ -351,7 +351,7 @@ def test_urgent_stream_keeps_headroom() -> None:
 
 
 def test_llumnix_moves_low_priority_and_then_what_frees_most() -> None:
-    """The victim has the lowest priority, and leaves the less free of both workers most freeness."""
+    """The victim has the lowest priority, and its move frees most memory per sequence."""
     low = ServiceLevel(priority=1)
     streams = [*full("a", 8), stream("long", 900, service=low), stream("short", 100, service=low)]
     (move,) = pool([*streams, stream("usual", 1000)], []).choose(Llumnix("llumnix", 100.0, 100.0))
