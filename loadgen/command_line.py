@@ -55,7 +55,7 @@ class HelpCommand(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and self.shows(ctx, parameter):
                 name, text = record
                 panel = getattr(parameter, "rich_help_panel", None) or "Options"
                 if parameter.param_type_name == "argument":
@@ -68,18 +68,28 @@ class HelpCommand(TyperCommand):
                 formatter.write_dl(rows)
 
 
+    def shows(self, _ctx: Any, _parameter: Any) -> bool:
+        """Return whether the help lists a parameter."""
+        return True
+
+
 class HelpGroup(TyperGroup):
     """A group whose help shows the first line of each command in full."""
 
+    def heading(self, _name: str) -> str:
+        """Return the heading under which the help lists a command."""
+        return "Commands"
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        rows = [
-            (name, (command.help or "").partition("\n")[0])
-            for name, command in found.items()
-            if command is not None and not command.hidden
-        ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                row = name, (command.help or "").partition("\n")[0]
+                panels.setdefault(self.heading(name), []).append(row)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
 
 class PlainTyper(typer.Typer):
@@ -93,10 +103,9 @@ class PlainTyper(typer.Typer):
             options: further options of Typer.
         """
         super().__init__(
-            **{"cls": HelpGroup, **options},
+            **{"cls": HelpGroup, "add_completion": False, **options},
             help=text,
             no_args_is_help=True,
-            add_completion=False,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
         )

@@ -59,6 +59,7 @@ app = PlainTyper(
     "A gateway for LLM inference that decides, per request, whether and how far to speculate.",
     name="draftgate",
     cls=CommandGroup,
+    add_completion=True,
 )
 
 PASS_THROUGH: Final = {
@@ -224,34 +225,43 @@ def load(context: typer.Context) -> None:
 BENCHES: Final = {
     "engine": "bench.engine.command",
     "kernels": "bench.engine.kernels",
+    "cpu": "bench.cpu.command",
+    "edge": "bench.edge.command",
+    "fleet": "bench.fleet.command",
+    "moves": "bench.gateway.moves",
+    "full-memory": "bench.gateway.full_memory",
+    "store": "bench.gateway.store",
+}
+"""Benchmarks that measure this machine."""
+
+STUDIES: Final = {
     "policies": "bench.simulation.policies",
     "priors": "bench.simulation.priors",
     "llumnix": "bench.simulation.llumnix",
     "distserve": "bench.simulation.distserve",
     "melange": "bench.simulation.melange",
     "splitwise": "bench.simulation.splitwise",
-    "edge": "bench.edge.command",
-    "cpu": "bench.cpu.command",
-    "fleet": "bench.fleet.command",
-    "moves": "bench.gateway.moves",
-    "full-memory": "bench.gateway.full_memory",
-    "store": "bench.gateway.store",
 }
+"""Studies in the simulator."""
 
 
 class BenchGroup(HelpGroup):
     """The benchmarks of the checkout, each with the first line of its module as help."""
 
     def list_commands(self, _ctx: Any) -> list[str]:
-        return list(BENCHES)
+        return [*BENCHES, *STUDIES]
+
+    def heading(self, name: str) -> str:
+        return "Measurements" if name in BENCHES else "Studies in the simulator"
 
     def get_command(self, _ctx: Any, name: str) -> Any:
         # The package has no benchmarks. They are in the checkout, beside the folder draftgate/.
         checkout = Path(draftgate.__file__).resolve().parent.parent
         if not (checkout / "bench").is_dir():
             fail("benchmarks need a source checkout, not a package", BAD_USAGE)
-        if name not in BENCHES:
-            fail(f"unknown benchmark {name!r}; known: {', '.join(BENCHES)}", BAD_USAGE)
+        modules = BENCHES | STUDIES
+        if name not in modules:
+            fail(f"unknown benchmark {name!r}; known: {', '.join(modules)}", BAD_USAGE)
         if str(checkout) not in sys.path:
             sys.path.insert(0, str(checkout))
 
@@ -259,12 +269,12 @@ class BenchGroup(HelpGroup):
             # Line buffering shows progress immediately, even in a file or a pipe.
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            import_module(BENCHES[name]).main(context.args)
+            import_module(modules[name]).main(context.args)
 
         holder = PlainTyper("")
         holder.command(name, add_help_option=False, context_settings=PASS_THROUGH)(run)
         command = typer.main.get_command(holder)
-        command.help = _first_line(BENCHES[name])
+        command.help = _first_line(modules[name])
         return command
 
 

@@ -20,6 +20,31 @@ from draftgate.loadgen.command_line import HelpCommand, reason
 
 _NAMES: Final = "--served-model-name"
 
+COMMON: Final = frozenset(
+    {
+        "model",
+        "max_model_len",
+        "exact",
+        "models",
+        "host",
+        "port",
+        "served_model_name",
+        "api_keys_file",
+        "speculation",
+        "proposer",
+        "max_num_seqs",
+        "quantization",
+        "kv_bytes",
+        "threads",
+        "join",
+        "upstream",
+        "config",
+    }
+)
+"""Settings that `--help` shows. `--help-all` shows all of them."""
+
+_SHOWS_ALL: Final = "draftgate.shows_all"
+
 FAILED: Final = 1
 BAD_USAGE: Final = 2
 INTERRUPTED: Final = 130
@@ -35,6 +60,7 @@ def fail(why: str | Exception, status: int = FAILED) -> NoReturn:
 class SettingsCommand(HelpCommand):
     """A command that accepts every setting as an option.
 
+    Its help shows the `COMMON` settings, and that of `--help-all` shows all.
     The command creates its options on first use, because the list of commands does not show them.
     `invoke` moves their values to `ctx.obj`, where `config_from` reads them.
     """
@@ -50,12 +76,15 @@ class SettingsCommand(HelpCommand):
             self.params = [model, *self.params, *options]
         return super().get_params(ctx)
 
+    def shows(self, ctx: Any, parameter: Any) -> bool:
+        is_common = parameter.name in COMMON or parameter.name not in _names()
+        return is_common or _SHOWS_ALL in ctx.meta
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         return super().parse_args(ctx, with_repeated_names(args))
 
     def invoke(self, ctx: Any) -> Any:
-        names = ("config", *(setting.name for setting in settings()))
-        ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
+        ctx.obj = {name: ctx.params.pop(name) for name in _names() if name in ctx.params}
         return super().invoke(ctx)
 
 
@@ -97,10 +126,15 @@ def config_from(context: typer.Context) -> EffectiveConfig:
         fail(error, BAD_USAGE)
 
 
+def _names() -> list[str]:
+    """Return the names of the options that `_setting_options` creates and the command receives."""
+    return ["config", *(setting.name for setting in settings())]
+
+
 def _setting_options(server: bool) -> list[Any]:
     """Return the options that Typer creates from the signature of a function."""
     chosen = [setting for setting in settings() if server or not setting.server]
-    parameters = [*map(_parameter, chosen), _config_file()]
+    parameters = [*map(_parameter, chosen), _config_file(), _help_all()]
 
     def command(**_values: object) -> None: ...
 
@@ -136,6 +170,21 @@ def _config_file() -> inspect.Parameter:
     text = "YAML file of settings. Options and DRAFTGATE_* variables override it."
     info = typer.Option("--config", help=text, metavar="FILE", show_default=False)
     return _keyword("config", Annotated[str | None, info])
+
+
+def _help_all() -> inspect.Parameter:
+    text = "Show all options with this message, and exit."
+    info = typer.Option(
+        "--help-all", help=text, is_eager=True, callback=_print_all, expose_value=False
+    )
+    return _keyword("help_all", Annotated[bool, info]).replace(default=False)
+
+
+def _print_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_SHOWS_ALL] = True
+        typer.echo(ctx.command.get_help(ctx))
+        raise typer.Exit
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

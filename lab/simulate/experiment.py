@@ -154,7 +154,7 @@ class Setup:
         if self.truth not in TRUTHS:
             raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
         if self.load.clients is not None:
-            raise ValueError("a simulation needs a schedule: give a rate or a trace, not clients")
+            raise ValueError("a simulation needs requests per second (--rate) or a trace (--trace)")
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"a policy is named twice: {', '.join(self.policies)}")
 

@@ -92,7 +92,7 @@ def run(
     server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up
     or was interrupted. Refused requests (429, 503) without a worse failure give 4.
     """
-    with _exit_on_error(f"cannot load {mask_url(url)}"):
+    with _exit_on_error(f"cannot load {mask_url(url)}", mask_url(url)):
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
         load = schedule.load(request)
         ran, check = uvloop.run(run_load(load, target, Console(stderr=True)))
@@ -210,7 +210,7 @@ def search(
         line = search_report.describe_probe(probed, result)
         errors.print(line, markup=False, highlight=False)
 
-    with _exit_on_error(f"cannot search {mask_url(url)}"):
+    with _exit_on_error(f"cannot search {mask_url(url)}", mask_url(url)):
         load = request.load(rate_rps=rate, arrival=arrival)
         searching = search_load(load, server.target(url), print_probe, **wanted.goal())
         found = uvloop.run(searching)
@@ -299,10 +299,17 @@ def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
 
 
 @contextmanager
-def _exit_on_error(what: str) -> Iterator[None]:
-    """Print an expected error on one line, and exit with the status for wrong usage."""
+def _exit_on_error(what: str, url: str = "") -> Iterator[None]:
+    """Print an expected error on one line, and exit with the status for wrong usage.
+
+    Args:
+        url: the address of the server, which errors of connections name.
+    """
     try:
         yield
+    except aiohttp.ClientConnectionError as error:
+        typer.echo(f"cannot reach {url or 'the server'}: {reason(error)}", err=True)
+        raise typer.Exit(USAGE) from None
     except (aiohttp.ClientError, ImportError, TimeoutError, OSError, ValueError) as error:
         typer.echo(f"{what}: {reason(error)}", err=True)
         raise typer.Exit(USAGE) from None

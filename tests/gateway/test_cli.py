@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Annotated
@@ -13,8 +14,8 @@ from msgspec import Meta
 from typer.testing import CliRunner
 
 from draftgate.gateway.cli import app
-from draftgate.gateway.cli.options import SettingsCommand, config_from
-from draftgate.gateway.config import Setting
+from draftgate.gateway.cli.options import COMMON, SettingsCommand, config_from
+from draftgate.gateway.config import Setting, settings
 from draftgate.gateway.config.schema import PANELS
 
 COMMAND = [sys.executable, "-m", "draftgate"]
@@ -31,11 +32,51 @@ def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
     )
 
 
-def help_page(*arguments: str, columns: int = 200) -> str:
+def help_page(*arguments: str, columns: int = 200, flag: str = "--help") -> str:
     """Return the help page of a command. No process starts for it."""
-    done = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": str(columns)})
+    done = CliRunner().invoke(app, [*arguments, flag], env={"COLUMNS": str(columns)})
     assert done.exit_code == 0
     return done.stdout
+
+
+def flags_of(page: str) -> set[str]:
+    """Return the flags that a help page lists."""
+    return set(re.findall(r"^ +(--[a-z-]+)", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", [("serve",), ("run",), ("config", "show")])
+def test_help_shows_common_settings_and_help_all_shows_every_setting(
+    command: tuple[str, ...],
+) -> None:
+    """`--help` lists the settings that people change first, and `--help-all` lists all."""
+    short, full = (flags_of(help_page(*command, flag=flag)) for flag in ("--help", "--help-all"))
+    expected = {one.flag for one in settings() if one.name != "model"}
+    if command == ("run",):
+        expected = {one.flag for one in settings() if one.name != "model" and not one.server}
+    assert short < full
+    assert expected <= full
+    assert expected & short == {one.flag for one in settings() if one.name in COMMON} & expected
+
+
+def test_common_settings_exist() -> None:
+    """Each name in `COMMON` is a setting, or the file of settings."""
+    assert {*(one.name for one in settings()), "config"} >= COMMON
+
+
+def test_completion_knows_settings_and_benchmarks() -> None:
+    """A shell completes commands, options and names of benchmarks."""
+    for words, place, expected in (
+        ("draftgate ser", 1, "serve"),
+        ("draftgate serve --max-num-s", 2, "--max-num-seqs"),
+        ("draftgate bench edg", 2, "edge"),
+    ):
+        env = {
+            "_DRAFTGATE_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(place),
+        }
+        done = CliRunner().invoke(app, [], env=env, prog_name="draftgate")
+        assert done.stdout.split() == [expected]
 
 
 def test_help_lists_the_commands_without_slow_imports() -> None:
@@ -103,7 +144,7 @@ def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
 
 def test_serve_help_groups_settings_in_panels() -> None:
     """The help of `serve` groups the settings under headings, without double negatives."""
-    shown = help_page("serve")
+    shown = help_page("serve", flag="--help-all")
     for panel in PANELS:
         assert f"\n{panel}:\n" in shown
     assert "--no-worker / --worker" in shown
@@ -148,14 +189,6 @@ def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -
     if arguments[0] == "run":
         plain = draftgate(*arguments).stdout
         assert done.stdout == plain.encode("ascii", "backslashreplace").decode()
-
-
-def test_every_setting_is_a_flag_of_serve() -> None:
-    """The help of `serve` lists a flag for every setting."""
-    from draftgate.gateway.config import settings
-
-    shown = help_page("serve")
-    assert all(setting.flag in shown for setting in settings())
 
 
 @pytest.mark.parametrize(
