@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target core -t draftgate:core .                     without torch: proxy, simulator, load
+#   docker build --target core -t draftgate:core .                     without torch: gateway, simulator, load
 #   docker build -t draftgate:engine .                                 with the engine, for CPUs
 #   docker build -t draftgate:engine-cuda --build-arg TORCH_INDEX= .   with the engine, for NVIDIA GPUs
 #
@@ -76,11 +76,13 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
 # SIGTERM drains the node. `docker stop --time` limits the time for running streams.
 ENTRYPOINT ["draftgate"]
 
+# `core` needs servers in DRAFTGATE_UPSTREAM, and exits without them. `engine` serves the shipped model.
+CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]
+
 
 FROM runtime AS core
 
 COPY --from=build-core /opt/draftgate /opt/draftgate
-CMD ["serve", "--backend", "sim", "--host", "0.0.0.0", "--port", "8000"]
 
 
 FROM runtime AS engine
@@ -96,4 +98,3 @@ USER 10001:10001
 # Compiled and downloaded files share one folder, because the root file system may be read-only.
 ENV TRITON_CACHE_DIR=/home/draftgate/.cache/triton
 COPY --from=build-engine /opt/draftgate /opt/draftgate
-CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -29,7 +29,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long soak coverage fuzz audit check docs wheelhouse format clean
+.PHONY: help setup serve test test-long soak coverage fuzz audit check docs manifests wheelhouse format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,15 @@ check: $(SETUP) ## check style, types, import contracts, docstrings of tests and
 
 docs: $(SETUP) ## generate the reference pages
 	$(BIN)/python -m draftgate.lab.reference docs/reference
+
+# Each folder has the manifests of the example with its name.
+CHART := deploy/helm/draftgate
+manifests: ## render the manifests for Kustomize from the Helm chart (needs helm)
+	@for name in gateway-only engine gpu; do \
+	  { echo "# Rendered by make manifests from $(CHART)/examples/$$name.yaml. Change the chart instead."; \
+	    helm template draftgate $(CHART) --namespace draftgate --values $(CHART)/examples/$$name.yaml; \
+	  } > deploy/kubernetes/$$name/manifests.yaml || exit 1; \
+	done
 
 # For a GPU machine without a network, which has torch, Triton and NumPy.
 wheelhouse: $(SERVE) ## download the wheels for bench.gpu.first_run into build/wheelhouse

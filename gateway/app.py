@@ -256,7 +256,10 @@ def _missing_package(backend: str, error: ImportError) -> str:
     package = (error.name or str(error)).partition(".")[0]
     reason = f"the backend {backend!r} needs {package}, which is not installed"
     extra = _EXTRAS.get(package)
-    return f"{reason}: pip install 'draftgate[{extra}]'" if extra else reason
+    if extra is None:
+        return reason
+    other = ", or forward to other servers with --upstream" if backend == "engine" else ""
+    return f"{reason}: pip install 'draftgate[{extra}]'{other}"
 
 
 def _failed(node: Node, reason: str) -> StartError:

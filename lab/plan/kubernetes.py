@@ -1,8 +1,8 @@
 """The machines of a plan as Kubernetes manifests.
 
-They replace the workers of the repository's `deploy/kubernetes/base` by one StatefulSet for each
-profile and role. The labels are those of the base, so its Service, network policy and disruption
-budget hold for these workers too. The autoscaler is removed, because the plan fixes the number of
+They replace the workers of the repository's `deploy/kubernetes/engine` by one StatefulSet for each
+profile and role. The labels are those of its workers, so its Service, network policy and
+disruption budget hold for these workers too. The autoscaler is removed, because the plan fixes the number of
 workers. The gateways get the planned policies.
 """
 
@@ -21,7 +21,12 @@ from draftgate.lab.plan.deployment import (
     worker_name,
 )
 
-BASE: Final = "https://github.com/draftgate/draftgate//deploy/kubernetes/base"
+BASE: Final = "https://github.com/draftgate/draftgate//deploy/kubernetes/engine"
+WORKER: Final = "draftgate-worker"
+"""Name of the objects of the workers in the base."""
+
+GATEWAY: Final = "draftgate-gateway"
+
 PROFILE_LABEL: Final = "draftgate.dev/profile"
 """Label of the nodes that have the GPUs of a profile, and of the pods that need them."""
 
@@ -29,10 +34,11 @@ ROLE_LABEL: Final = "draftgate.dev/role"
 """Label of the pods of a role."""
 
 _REPLACED: Final = (("apps", "v1", "StatefulSet"), ("autoscaling", "v2", "HorizontalPodAutoscaler"))
-"""Group, version and kind of the objects `worker` of the base."""
+"""Group, version and kind of the objects of the base that the plan replaces."""
 
 _LABELS: Final = {
     "app.kubernetes.io/name": "draftgate",
+    "app.kubernetes.io/instance": "draftgate",
     "app.kubernetes.io/component": "worker",
 }
 
@@ -54,13 +60,13 @@ def kustomization(planned: Deployable) -> dict[str, Any]:
     """Return the base without its workers, and the planned workers and policies."""
     removed = [
         {
-            "target": {"group": group, "version": version, "kind": kind, "name": "worker"},
+            "target": {"group": group, "version": version, "kind": kind, "name": WORKER},
             "patch": as_yaml(
                 {
                     "$patch": "delete",
                     "apiVersion": f"{group}/{version}",
                     "kind": kind,
-                    "metadata": {"name": "worker"},
+                    "metadata": {"name": WORKER},
                 }
             ),
         }
@@ -70,7 +76,7 @@ def kustomization(planned: Deployable) -> dict[str, Any]:
     gateway = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": "gateway"},
+        "metadata": {"name": GATEWAY},
         "spec": {"template": {"spec": {"containers": [{"name": "gateway", "env": policies}]}}},
     }
     return {
@@ -102,7 +108,7 @@ def stateful_set(machine: dict[str, Any]) -> dict[str, Any]:
         "kind": "StatefulSet",
         "metadata": {"name": worker_name(machine), "labels": labels},
         "spec": {
-            "serviceName": "workers",
+            "serviceName": WORKER,
             "replicas": machine["count"],
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},

@@ -1,4 +1,4 @@
-"""Reader of the Kubernetes manifests."""
+"""Reader of the Kubernetes manifests, which are rendered from the Helm chart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from tests.deploy.compose import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-BASE = FOLDER / "base"
+RENDERED = ("gateway-only", "engine", "gpu")
+"""Folders with rendered manifests. Each has the name of an example of the chart."""
 
 Manifest = dict[str, Any]
 
@@ -21,23 +22,28 @@ def kustomization(folder: Path) -> Manifest:
     return dict(yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8")))
 
 
-def manifests() -> list[Manifest]:
-    """Return every object of the base, in order."""
-    paths = [BASE / name for name in kustomization(BASE)["resources"]]
-    return [m for path in paths for m in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+def manifests(name: str = "engine") -> list[Manifest]:
+    """Return every object of a folder, in order."""
+    text = (FOLDER / name / "manifests.yaml").read_text(encoding="utf-8")
+    return list(yaml.safe_load_all(text))
 
 
 def manifests_of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
-    """Return the manifests of these kinds by kind and name."""
+    """Return the manifests of these kinds in `engine` by kind and component."""
     return {
-        (manifest["kind"], manifest["metadata"]["name"]): manifest
+        (manifest["kind"], component(manifest)): manifest
         for manifest in manifests()
         if manifest["kind"] in kinds
     }
 
 
+def component(manifest: Manifest) -> str:
+    """Return the component of an object, such as gateway."""
+    return str(manifest["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
 def workloads() -> dict[tuple[str, str], Manifest]:
-    """Return the objects that run pods, by kind and name."""
+    """Return the objects of `engine` that run pods, by kind and component."""
     return manifests_of_kind("Deployment", "StatefulSet")
 
 
@@ -47,7 +53,9 @@ def pod(workload: Manifest) -> Manifest:
 
 
 def containers() -> Iterator[tuple[str, Manifest]]:
-    """Yield every container with the name of its workload."""
-    for (_, name), workload in workloads().items():
-        for container in pod(workload)["containers"]:
-            yield name, container
+    """Yield every container of each folder with the folder and the component."""
+    for name in RENDERED:
+        for manifest in manifests(name):
+            if manifest["kind"] in {"Deployment", "StatefulSet"}:
+                for container in pod(manifest)["containers"]:
+                    yield f"{name}-{component(manifest)}", container
