@@ -1,4 +1,4 @@
-"""PromQL expressions of the dashboard and the autoscaler, and the series that they read."""
+"""PromQL expressions of dashboard, alerts and autoscaler, and the series that they read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import yaml
 from tests.deploy.compose import ROOT
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "draftgate.json"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 ADAPTER = ROOT / "deploy" / "kubernetes" / "monitoring" / "adapter.yaml"
 
 GRAFANA = {"$__rate_interval": "1m", "$__range": "15m"}
@@ -41,8 +42,9 @@ def dashboard() -> dict[str, Any]:
 
 
 def variables() -> dict[str, list[str]]:
-    """Return the possible values of each variable of the dashboard."""
-    return {v["name"]: v["query"].split(",") for v in dashboard()["templating"]["list"]}
+    """Return the possible values of each variable that expressions of the dashboard may use."""
+    listed = (v for v in dashboard()["templating"]["list"] if v["type"] == "custom")
+    return {variable["name"]: variable["query"].split(",") for variable in listed}
 
 
 def dashboard_expressions() -> list[str]:
@@ -50,6 +52,17 @@ def dashboard_expressions() -> list[str]:
     shown = (t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", []))
     values = {f"${name}": values[0] for name, values in variables().items()} | GRAFANA
     return [_substitute(expression, values) for expression in shown]
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    """Return the alerts by name."""
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def alert_expressions() -> list[str]:
+    """Return the expression of every alert."""
+    return [rule["expr"] for rule in alerts().values()]
 
 
 def adapter_expressions() -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import typer.main
-import yaml
 
 from draftgate.gateway.cli import app
 from draftgate.gateway.config import settings
-from tests.deploy.compose import ROOT, services
+from draftgate.gateway.config.reading import CONFIG_VARIABLE
+from tests.deploy.compose import services
 from tests.deploy.kubernetes import containers
 
 NODE_IMAGES = ("draftgate:core", "draftgate:engine")
@@ -35,8 +35,8 @@ COMMANDS = [*_of_compose(), *_of_kubernetes()]
 
 
 def test_compose_and_kubernetes_have_commands() -> None:
-    """The deployment files contain five commands of gateways and workers."""
-    assert len(COMMANDS) == 5
+    """The deployment files contain eight commands of gateways and workers."""
+    assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize(("command", "environment"), COMMANDS)
@@ -46,15 +46,5 @@ def test_flags_and_variables_of_a_command_exist(command: list[str], environment:
     group = typer.main.get_command(app)
     serve = group.commands[name]  # type: ignore[attr-defined]
     serve.make_context("serve", list(arguments))
-    known = {setting.variable for setting in settings()}
+    known = {CONFIG_VARIABLE, *(setting.variable for setting in settings())}
     assert {v for v in environment if v.startswith("DRAFTGATE_")} <= known
-
-
-def test_variables_of_the_gpu_overlay_exist() -> None:
-    """Every DRAFTGATE_ variable of the GPU overlay is a setting."""
-    patch = yaml.safe_load((ROOT / "deploy/kubernetes/gpu/workers.yaml").read_text())
-    (container,) = patch["spec"]["template"]["spec"]["containers"]
-    known = {setting.variable for setting in settings()}
-    ours = {v["name"] for v in container["env"] if v["name"].startswith("DRAFTGATE_")}
-    assert ours
-    assert ours <= known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -10,13 +11,15 @@ import yaml
 from aiohttp import web
 
 from draftgate.gateway.app import CLOSE_S
+from draftgate.gateway.config.reading import effective_config
 from draftgate.gateway.node import Node
 from draftgate.gateway.routes import build_app
 from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 from tests.deploy.kubernetes import (
-    BASE,
     FOLDER,
+    RENDERED,
     Manifest,
+    component,
     kustomization,
     manifests,
     manifests_of_kind,
@@ -30,10 +33,6 @@ VERSIONS = ("1.29", "1.37")
 
 WORKLOADS = workloads()
 NODES = {key: value for key, value in WORKLOADS.items() if key[1] in {"gateway", "worker"}}
-
-
-def _key(manifest: Manifest) -> str:
-    return f"{manifest['kind']}-{manifest['metadata']['name']}"
 
 
 def _id(key: object) -> str:
@@ -51,19 +50,40 @@ def _selected(selector: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("manifest", manifests(), ids=_key)
-def test_manifest_satisfies_the_schema_of_its_kind(manifest: Manifest, version: str) -> None:
-    """The manifest satisfies the official schema without unknown fields."""
-    kubernetes_validate.validate(manifest, version, strict=True)
+@pytest.mark.parametrize("name", RENDERED)
+def test_manifests_satisfy_the_schemas_of_their_kinds(name: str, version: str) -> None:
+    """The manifests satisfy the official schemas without unknown fields."""
+    found = manifests(name)
+    assert found
+    for manifest in found:
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_every_manifest_is_listed_in_its_kustomization() -> None:
-    """The kustomization of each folder lists every manifest in the folder."""
-    for folder, patches in ((BASE, set()), (FOLDER / "gpu", {"workers.yaml"})):
-        files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
-        named = set(kustomization(folder)["resources"]) - {"../base"}
-        assert files - patches == named
-        assert {p["path"] for p in kustomization(folder).get("patches", [])} == patches
+@pytest.mark.parametrize("name", RENDERED)
+def test_settings_of_nodes_exist(name: str, tmp_path: Path) -> None:
+    """The files of settings in the manifests have valid keys and values."""
+    files = [one["data"]["config.yaml"] for one in manifests(name) if one["kind"] == "ConfigMap"]
+    assert files
+    for text in files:
+        (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+        effective_config({}, {}, str(tmp_path / "config.yaml"))
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_kustomization_lists_the_rendered_manifests(name: str) -> None:
+    """Each folder has the manifests and their kustomization, and no other file."""
+    folder = FOLDER / name
+    assert {path.name for path in folder.iterdir()} == {"kustomization.yaml", "manifests.yaml"}
+    assert kustomization(folder)["resources"] == ["manifests.yaml"]
+
+
+def test_gateways_in_front_of_upstreams_run_alone() -> None:
+    """The manifests `gateway-only` have neither Redis nor workers nor a secret, but an upstream."""
+    found = manifests("gateway-only")
+    assert {component(manifest) for manifest in found} == {"gateway"}
+    assert "secretKeyRef" not in str(found)
+    (config,) = [manifest for manifest in found if manifest["kind"] == "ConfigMap"]
+    assert yaml.safe_load(config["data"]["config.yaml"])["upstream"]
 
 
 @pytest.mark.parametrize("key", WORKLOADS, ids=_id)
@@ -169,7 +189,8 @@ def _ports(workload: str) -> set[str]:
 def test_workers_have_a_headless_service() -> None:
     """The workers have a headless service, which gives each worker an address."""
     workers = WORKLOADS["StatefulSet", "worker"]
-    service = manifests_of_kind("Service")["Service", workers["spec"]["serviceName"]]
+    service = manifests_of_kind("Service")["Service", "worker"]
+    assert service["metadata"]["name"] == workers["spec"]["serviceName"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == workers["spec"]["selector"]["matchLabels"]
 
@@ -179,7 +200,7 @@ def test_only_autoscalers_set_the_number_of_nodes() -> None:
     targets = []
     for scaler in manifests_of_kind("HorizontalPodAutoscaler").values():
         target = scaler["spec"]["scaleTargetRef"]
-        targets.append((target["kind"], target["name"]))
+        targets.append((target["kind"], target["name"].removeprefix("draftgate-")))
         assert "replicas" not in WORKLOADS[targets[-1]]["spec"]
     assert sorted(targets) == sorted(NODES)
 
@@ -208,5 +229,5 @@ def test_one_secret_holds_all_credentials() -> None:
                     read.add(reference["key"])
     assert not manifests_of_kind("Secret")
     guide = (FOLDER.parents[1] / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
-    assert read == {"join", "peer-secret", "redis-password"}
-    assert all(f"--from-literal={key}=" in guide for key in read)
+    assert read == {"join", "peer-secret", "redis-password", "hf-token"}
+    assert all(f"--from-literal={key}=" in guide for key in read - {"hf-token"})
