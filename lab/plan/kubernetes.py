@@ -1,8 +1,8 @@
 """The machines of a plan as Kubernetes manifests.
 
 They replace the workers of the repository's `deploy/kubernetes/engine` by one StatefulSet for each
-profile and role. The labels are those of its workers, so its Service, network policy and
-disruption budget hold for these workers too. The autoscaler is removed, because the plan fixes the number of
+profile and role. The labels are those of its workers, so its Service, network policy and disruption
+budget hold for these workers too. The autoscaler is removed, because the plan fixes the number of
 workers. The gateways get the planned policies.
 """
 

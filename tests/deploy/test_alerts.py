@@ -50,7 +50,7 @@ def test_each_alert_has_a_runbook() -> None:
 
 @asynccontextmanager
 async def prometheus(target: str, home: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Run a Prometheus server that scrapes a node as gateway and as worker, and knows the alerts."""
+    """Run a Prometheus server with the alerts that scrapes a node as gateway and as worker."""
     server = program("prometheus")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

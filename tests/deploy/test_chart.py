@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from draftgate import __version__
 from draftgate.lab.plan.deployment import Deployable, worker_name
 from draftgate.lab.plan.kubernetes import BASE, write_kubernetes
 from tests.deploy.compose import ROOT
@@ -39,6 +40,12 @@ def of_kind(found: list[Manifest], kind: str) -> Manifest:
 def public() -> list[Manifest]:
     """The objects of an API with keys, with everything that the chart can add."""
     return render(examples=("public",))
+
+
+def test_chart_has_the_version_of_the_package() -> None:
+    """The chart and the application in it have the version of the package."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["version"] == chart["appVersion"] == __version__
 
 
 @pytest.mark.parametrize("name", RENDERED)
@@ -90,9 +97,7 @@ def test_every_object_of_a_public_api_satisfies_its_schema(
 
 def test_routes_reach_the_service_of_the_gateways(public: list[Manifest]) -> None:
     """The Ingress and the HTTPRoute name the service of the gateways and its port."""
-    (service,) = [
-        one for one in public if one["kind"] == "Service" and component(one) == "gateway"
-    ]
+    (service,) = [one for one in public if one["kind"] == "Service" and component(one) == "gateway"]
     name, (port,) = service["metadata"]["name"], service["spec"]["ports"]
     (rule,) = of_kind(public, "Ingress")["spec"]["rules"]
     (path,) = rule["http"]["paths"]

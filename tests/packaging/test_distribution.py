@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -120,8 +121,12 @@ def test_constraints_pin_every_requirement(core: Environment) -> None:
     }
 
 
-def test_core_serves_from_the_simulator(core: Environment, tmp_path: Path) -> None:
-    """The installed command serves the API and the page without torch."""
+def test_core_serves_from_the_simulator_and_from_an_upstream(
+    core: Environment, tmp_path: Path
+) -> None:
+    """Without torch, the installed command serves the API and the page. The default command of the
+    images serves from the upstream in DRAFTGATE_UPSTREAM."""
+    _, *options = image_command()
     with serving(core, tmp_path, "--backend", "sim") as base:
         model = call(base, "/v1/models")["data"][0]["id"]
         answer = call(base, "/v1/completions", {"model": model, **PROMPT})
@@ -129,6 +134,26 @@ def test_core_serves_from_the_simulator(core: Environment, tmp_path: Path) -> No
         for path, kind in (("/", "text/html"), ("/web/page.js", "text/javascript")):
             with urllib.request.urlopen(base + path, timeout=30) as response:
                 assert response.headers["content-type"].startswith(kind)
+        with serving(core, tmp_path / "gateway", *options, DRAFTGATE_UPSTREAM=base) as gateway:
+            answer = call(gateway, "/v1/completions", {"model": model, **PROMPT})
+            assert answer["usage"]["completion_tokens"] == PROMPT["max_tokens"]
+
+
+def test_image_without_torch_and_upstreams_names_what_to_set(
+    core: Environment, tmp_path: Path
+) -> None:
+    """The default command of the images generates no text of the simulator: without torch and
+    without an upstream, it ends with a message."""
+    done = run([core.python, "-m", "draftgate", *image_command()], tmp_path)
+    assert done.returncode == 1
+    assert "or forward to other servers with --upstream" in done.stderr
+
+
+def image_command() -> list[str]:
+    """Return the default command of the images, with a free port."""
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^CMD (.*)$", dockerfile, re.MULTILINE)
+    return ["0" if word == "8000" else word for word in json.loads(command)]
 
 
 def test_module_and_command_print_the_version(core: Environment, tmp_path: Path) -> None:
@@ -220,14 +245,19 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def serving(environ: Environment, home: Path, *arguments: str) -> Iterator[str]:
+def serving(environ: Environment, home: Path, *arguments: str, **variables: str) -> Iterator[str]:
     """Run `draftgate serve` on a free port and yield its URL when the server is ready."""
     command = [environ.python.with_name("draftgate"), "serve", "--port", "0", *arguments]
+    home.mkdir(exist_ok=True)
     log = home / "server.log"
     with (
         log.open("wb") as output,
         subprocess.Popen(
-            list(map(str, command)), cwd=home, env=environment(home), stdout=output, stderr=output
+            list(map(str, command)),
+            cwd=home,
+            env=environment(home) | variables,
+            stdout=output,
+            stderr=output,
         ) as server,
     ):
         try:
