@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from draftgate import __version__
+from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 from draftgate.lab.plan.deployment import Deployable, worker_name
 from draftgate.lab.plan.kubernetes import BASE, write_kubernetes
 from tests.deploy.compose import ROOT
 from tests.deploy.kubernetes import FOLDER, RENDERED, Manifest, component, manifests, pod
 from tests.deploy.programs import run
+from tests.deploy.promql import adapter_expressions, selected_series
 
 CHART = ROOT / "deploy" / "helm" / "draftgate"
 CUSTOM = {"ScaledObject", "HTTPRoute", "PodMonitor", "PrometheusRule"}
@@ -71,7 +73,7 @@ def test_chart_has_no_warnings(path: Path) -> None:
         ),
         (("ingress.enabled=true",), "ingress.host is missing"),
         (("httpRoute.enabled=true",), "httpRoute.parentRefs is empty"),
-        (("worker.autoscalling.kind=none",), "'autoscalling' not allowed"),
+        (("worker.autoscalling.kind=none",), "autoscalling"),
         (("worker.autoscaling.kind=vpa",), "must be one of"),
     ],
 )
@@ -136,7 +138,7 @@ def test_chart_has_the_alerts_and_the_dashboard(public: list[Manifest]) -> None:
 def test_keda_and_the_autoscaler_of_kubernetes_follow_the_same_advice(
     public: list[Manifest],
 ) -> None:
-    """KEDA reads the expression that prometheus-adapter serves, with the same limits."""
+    """KEDA reads the same maximum as prometheus-adapter, and scales with the same limits."""
     keda = of_kind(public, "ScaledObject")["spec"]
     (hpa,) = [
         one["spec"]
@@ -148,12 +150,16 @@ def test_keda_and_the_autoscaler_of_kubernetes_follow_the_same_advice(
     assert limits == (hpa["minReplicas"], hpa["maxReplicas"])
     advanced = keda["advanced"]["horizontalPodAutoscalerConfig"]
     assert advanced["behavior"] == hpa["behavior"]
-    adapter = yaml.safe_load((FOLDER / "monitoring" / "adapter.yaml").read_text())
-    (rule,) = adapter["rules"]["external"]
-    query = rule["metricsQuery"].replace("<<.Series>>", rule["name"]["as"])
     (trigger,) = keda["triggers"]
-    read = trigger["metadata"]["query"]
-    assert sorted(read.replace('namespace="draftgate"', "<<.LabelMatchers>>")) == sorted(query)
+    _, adapter = adapter_expressions()
+    for expression in (trigger["metadata"]["query"], adapter):
+        assert expression.startswith("max(")
+        (series,) = selected_series(expression)
+        assert series.name == DESIRED_WORKERS.name
+        assert series.required == {"job": "gateway", "namespace": "draftgate"}
+    (metric,) = hpa["metrics"]
+    target = metric["external"]["target"]["averageValue"]
+    assert target == trigger["metadata"]["threshold"] == "1"
 
 
 def test_api_keys_are_mounted_where_nodes_read_them(public: list[Manifest]) -> None:
