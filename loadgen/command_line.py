@@ -67,7 +67,6 @@ class HelpCommand(TyperCommand):
             with formatter.section(panel):
                 formatter.write_dl(rows)
 
-
     def shows(self, _ctx: Any, _parameter: Any) -> bool:
         """Return whether the help lists a parameter."""
         return True

@@ -66,7 +66,7 @@ def test_common_settings_exist() -> None:
 def test_completion_knows_settings_and_benchmarks() -> None:
     """A shell completes commands, options and names of benchmarks."""
     for words, place, expected in (
-        ("draftgate ser", 1, "serve"),
+        ("draftgate col", 1, "collect-env"),
         ("draftgate serve --max-num-s", 2, "--max-num-seqs"),
         ("draftgate bench edg", 2, "edge"),
     ):
