@@ -1,8 +1,8 @@
 """The choice of moves of this node's streams between workers that keep running.
 
 Every gateway calls the policy with the loads of all workers and with its own streams, so the
-gateways need no leader. The move slots in the store ensure that only one gateway at a time moves a
-stream to or from a worker.
+gateways need no leader. The slots of workers in the store ensure that only one gateway at a time
+moves a stream to or from a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftgate.gateway.dispatch.leases import lease_tokens
 from draftgate.gateway.dispatch.prompt import Prompt
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.state.commands import BeginMove, EndMove
+from draftgate.gateway.state.commands import FreeSlots, HoldSlots
 from draftgate.gateway.state.store import Store
 from draftgate.policies.moves import MOST_FAILURES, MOVE_S, MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
@@ -49,7 +49,7 @@ class Rescheduler:
 
         Args:
             queue: the queue whose first request may need room.
-            store: has the move slots of the workers.
+            store: has the slots of the workers.
         """
         self._policy = policy
         self._fleet = fleet
@@ -143,12 +143,12 @@ class Rescheduler:
             yield True
             return
         move_id, ends = secrets.token_hex(8), (chosen.source, chosen.sink)
-        free = await self._store.call(BeginMove(move_id, ends, MOVE_S))
+        free = await self._store.call(HoldSlots(move_id, ends, MOVE_S))
         try:
             yield free
         finally:
             if free:
-                await self._store.call(EndMove(move_id, ends))
+                await self._store.call(FreeSlots(move_id, ends))
 
     def _stream_view(self, stream: Prompt, worker: FleetWorker) -> StreamView:
         request, lengths = stream.run.requests[stream.index], stream.output.lengths

@@ -195,27 +195,33 @@ class ReleaseLeases(StoreCommand[None], frozen=True):
     request_ids: tuple[str, ...]
 
 
-class BeginMove(StoreCommand[bool], frozen=True):
-    """Take the move slots of workers for a move, all of them or none.
+class HoldSlots(StoreCommand[bool], frozen=True):
+    """Take slots, all of them or none.
 
-    Each worker has one slot. The move keeps the slots until `EndMove`, or for `ttl_s` seconds. The
-    result is False also while the store does not respond.
+    Each worker has a slot for the move of a stream, and each batch has one for the gateway that
+    runs it. The holder keeps the slots until `FreeSlots`, or for `ttl_s` seconds (at most
+    `FORGET_S`). A repeated command extends this time. The result is False also while the store does
+    not respond.
+
+    Attributes:
+        holder: an id of the move, or of the gateway.
+        names: ids of the workers or batches.
     """
 
     fallback = False
 
-    move_id: str
-    worker_ids: tuple[str, ...]
+    holder: str
+    names: tuple[str, ...]
     ttl_s: float
 
 
-class EndMove(StoreCommand[None], frozen=True):
-    """Free the slots of workers that a move still has."""
+class FreeSlots(StoreCommand[None], frozen=True):
+    """Free those slots that a holder still has."""
 
     fallback = None
 
-    move_id: str
-    worker_ids: tuple[str, ...]
+    holder: str
+    names: tuple[str, ...]
 
 
 # --- quotas ---------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftgate.gateway.state.commands import (
-    BeginMove,
-    EndMove,
+    FreeSlots,
+    HoldSlots,
     ListWorkers,
     PublishReport,
     ReadTotals,
@@ -444,21 +444,21 @@ class StoreContract:
 
     async def test_a_worker_takes_part_in_one_move(self, store: Store) -> None:
         """A move gets the slots of both workers or none, until the move that has one ends."""
-        assert await store.call(BeginMove("first", ("a", "b"), 10.0))
-        assert not await store.call(BeginMove("second", ("c", "b"), 10.0))
-        assert await store.call(BeginMove("third", ("c", "d"), 10.0))
-        await store.call(EndMove("second", ("b", "c")))
-        assert not await store.call(BeginMove("second", ("b", "e"), 10.0))
-        await store.call(EndMove("first", ("a", "b")))
-        assert await store.call(BeginMove("second", ("b", "e"), 10.0))
+        assert await store.call(HoldSlots("first", ("a", "b"), 10.0))
+        assert not await store.call(HoldSlots("second", ("c", "b"), 10.0))
+        assert await store.call(HoldSlots("third", ("c", "d"), 10.0))
+        await store.call(FreeSlots("second", ("b", "c")))
+        assert not await store.call(HoldSlots("second", ("b", "e"), 10.0))
+        await store.call(FreeSlots("first", ("a", "b")))
+        assert await store.call(HoldSlots("second", ("b", "e"), 10.0))
 
     async def test_move_slots_expire(self, timed: Timed, store: Store) -> None:
         """The slots of a gateway that has stopped are free after their time."""
-        assert await store.call(BeginMove("first", ("a", "b"), 10.0))
+        assert await store.call(HoldSlots("first", ("a", "b"), 10.0))
         await timed.pass_time(9.999)
-        assert not await store.call(BeginMove("second", ("a",), 10.0))
+        assert not await store.call(HoldSlots("second", ("a",), 10.0))
         await timed.pass_time(0.001)
-        assert await store.call(BeginMove("second", ("a",), 10.0))
+        assert await store.call(HoldSlots("second", ("a",), 10.0))
 
     async def test_a_released_claim_ends(self, store: Store) -> None:
         """A release ends a claim as well as a lease."""

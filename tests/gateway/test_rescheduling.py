@@ -43,18 +43,18 @@ class CountingStore(MemoryStore):
         self.open: dict[str, str] = {}
         self._refuses = refuses
 
-    def begin_move(self, command):
+    def hold_slots(self, command):
         self.begun += 1
-        if self._refuses or not super().begin_move(command):
+        if self._refuses or not super().hold_slots(command):
             return False
         self.granted += 1
-        assert not self.open.keys() & set(command.worker_ids)
-        self.open.update(dict.fromkeys(command.worker_ids, command.move_id))
+        assert not self.open.keys() & set(command.names)
+        self.open.update(dict.fromkeys(command.names, command.holder))
         return True
 
-    def end_move(self, command):
-        super().end_move(command)
-        for worker_id in command.worker_ids:
+    def free_slots(self, command):
+        super().free_slots(command)
+        for worker_id in command.names:
             del self.open[worker_id]
 
 

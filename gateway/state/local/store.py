@@ -10,7 +10,7 @@ import msgspec
 
 from draftgate.backends.framing import Calls, FrameChannel
 from draftgate.gateway.state.commands import (
-    EndMove,
+    FreeSlots,
     ReleaseLeases,
     ReserveLease,
     ReserveQuota,
@@ -37,7 +37,7 @@ NOTICE_S: Final = 0.002
 The server then wakes once for both. A lease that ends 2 ms later delays only requests of other
 processes on a full worker, which ask again after 50 ms. (Chosen, not tuned, 2026-11-23.)"""
 
-_NOTICES: Final = frozenset({ReleaseLeases, EndMove, SettleQuotas})
+_NOTICES: Final = frozenset({ReleaseLeases, FreeSlots, SettleQuotas})
 
 LocalReply: TypeAlias = tuple[int, msgspec.Raw, str]
 """The number of a call, the encoded result, and an error message or an empty string."""

@@ -76,7 +76,7 @@ class MemoryStore(InMemory):
         self._leases, self._claims = LeaseTable(), LeaseTable()
         self._number = 0
         self._expired_claims = 0
-        self._moves: dict[str, tuple[str, float]] = {}  # move and end of its slot, by worker
+        self._slots: dict[str, tuple[str, float]] = {}  # holder of each slot, and until when
         self._exchange = MemoryExchange(clock)
         self.handlers = {
             commands.PublishReport: self.publish,
@@ -86,8 +86,8 @@ class MemoryStore(InMemory):
             commands.ClaimWorker: self.claim,
             commands.RenewLeases: self.renew,
             commands.ReleaseLeases: self.release,
-            commands.BeginMove: self.begin_move,
-            commands.EndMove: self.end_move,
+            commands.HoldSlots: self.hold_slots,
+            commands.FreeSlots: self.free_slots,
             commands.ExchangeNews: self.exchange,
             **self.quotas.handlers,
             **self.flows.handlers,
@@ -200,20 +200,20 @@ class MemoryStore(InMemory):
             self._leases.drop(request_id)
             self._claims.drop(request_id)
 
-    def begin_move(self, command: commands.BeginMove) -> bool:
-        """Take the move slots of workers."""
-        now_s, move_id, worker_ids = self._clock(), command.move_id, command.worker_ids
-        self._moves = {worker: slot for worker, slot in self._moves.items() if slot[1] > now_s}
-        if any(self._moves.get(worker_id, (move_id,))[0] != move_id for worker_id in worker_ids):
+    def hold_slots(self, command: commands.HoldSlots) -> bool:
+        """Take slots."""
+        now_s, holder = self._clock(), command.holder
+        self._slots = {name: slot for name, slot in self._slots.items() if slot[1] > now_s}
+        if any(self._slots.get(name, (holder,))[0] != holder for name in command.names):
             return False
-        self._moves.update(dict.fromkeys(worker_ids, (move_id, now_s + command.ttl_s)))
+        self._slots.update(dict.fromkeys(command.names, (holder, now_s + command.ttl_s)))
         return True
 
-    def end_move(self, command: commands.EndMove) -> None:
-        """Free the move slots of workers."""
-        for worker_id in command.worker_ids:
-            if self._moves.get(worker_id, ("", 0.0))[0] == command.move_id:
-                del self._moves[worker_id]
+    def free_slots(self, command: commands.FreeSlots) -> None:
+        """Free slots."""
+        for name in command.names:
+            if self._slots.get(name, ("", 0.0))[0] == command.holder:
+                del self._slots[name]
 
     def exchange(self, command: commands.ExchangeNews) -> News:
         """Apply what a gateway tells, and return the news."""

@@ -194,8 +194,8 @@ def _renew(command: commands.RenewLeases, caller: Caller) -> Iterable[Argument]:
     return args
 
 
-def _begin_move(command: commands.BeginMove, _caller: Caller) -> Iterable[Argument]:
-    return command.move_id, _us(command.ttl_s), *command.worker_ids
+def _hold_slots(command: commands.HoldSlots, _caller: Caller) -> Iterable[Argument]:
+    return command.holder, _us(command.ttl_s), *command.names
 
 
 # --- quotas ---------------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ SCRIPTS: Final[Mapping[commands.CommandType, Script]] = {
     commands.ClaimWorker: Script("claim_worker", _LEASES, _claimed, _claim),
     commands.RenewLeases: Script("renew", _LEASES, lambda _, found: frozenset(found), _renew),
     commands.ReleaseLeases: Script("release", _LEASES),
-    commands.BeginMove: Script("begin_move", _LEASES, _as_bool, _begin_move),
-    commands.EndMove: Script("end_move", _LEASES),
+    commands.HoldSlots: Script("hold_slots", _LEASES, _as_bool, _hold_slots),
+    commands.FreeSlots: Script("free_slots", _LEASES),
     commands.ExchangeNews: Script("exchange", _LEASES, news_of, exchange_arguments),
     commands.ReserveQuota: Script("reserve_quota", _QUOTAS, _quota_reserved, _reserve_quota),
     commands.RenewQuotas: Script("renew_quota", _QUOTAS, _as_found, _renew_quotas),

@@ -3,7 +3,7 @@
 
 local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
 local NUMBER = POOL .. 'number'   -- string: the highest number of a lease or claim
-local MOVES = POOL .. 'moves'     -- hash: worker -> 'END MOVE', its move slot
+local SLOTS = POOL .. 'moves'     -- hash: slot of a worker or a batch -> 'END HOLDER'
 local EXPIRED_CLAIMS = POOL .. 'expired-worker-claims' -- string: the number of claims that expired
 
 -- The keys of leases, and of claims, which have the same form.
@@ -37,12 +37,12 @@ local function holding(kind, request)
   if held then return held:match('^(%d+) (%d+) (.*)$') end
 end
 
--- Return the move that has taken the slot of a worker and the end of the slot, or nil.
-local function holding_move(worker)
-  local held = redis.call('HGET', MOVES, worker)
+-- Return the holder of a slot and the end of the slot, or nil.
+local function slot_holder(slot)
+  local held = redis.call('HGET', SLOTS, slot)
   if held then
-    local ends, move = held:match('^(%d+) (.*)$')
-    return move, ends
+    local ends, holder = held:match('^(%d+) (.*)$')
+    return holder, ends
   end
 end
 
