@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from draftgate.policies.capacity import CapacityNeed, WorkerUsage
+from draftgate.policies.capacity import NO_NEED, CapacityNeed, WorkerUsage
 from draftgate.policies.types import WorkerLoad
 
 
@@ -40,7 +40,9 @@ class SentRequests:
         return Counter([need.offer for need in self._sent.values()])
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:
-        """Count a request before it is sent."""
+        """Count a request before it is sent. An offline one takes no capacity from others."""
+        if need.offline:
+            need = NO_NEED
         if request_id in self._sent:
             self.release(request_id)
         self._sent[request_id] = self._unstarted[request_id] = need

@@ -75,6 +75,8 @@ class CapacityNeed:
         tpot_s: TPOT target in seconds, or None.
         offer: what only some workers have: the digest of a LoRA adapter, or the name of a model of
             upstreams. Empty if any worker may run the request.
+        offline: whether the request takes no capacity from others, because its worker interrupts it
+            for them.
     """
 
     sequences: int
@@ -82,6 +84,11 @@ class CapacityNeed:
     most_tokens: int
     tpot_s: float | None = None
     offer: str = ""
+    offline: bool = False
+
+
+NO_NEED: Final = CapacityNeed(0, 0, 0)
+"""The capacity that an offline request takes from others."""
 
 
 def has_capacity(usage: WorkerUsage, need: CapacityNeed) -> bool:

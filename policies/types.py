@@ -67,6 +67,11 @@ class ServiceLevel:
     next_call_s: float | None = None
 
     @property
+    def is_offline(self) -> bool:
+        """Whether the request is a line of a batch (`OFFLINE_PRIORITY`)."""
+        return self.priority >= OFFLINE_PRIORITY
+
+    @property
     def has_targets(self) -> bool:
         """Whether there is a target."""
         return self.ttft_s is not None or self.tpot_s is not None
@@ -86,6 +91,12 @@ ANYTIME: Final = ServiceLevel()
 
 BATCH_PRIORITY: Final = 1
 """Priority of batch work, such as the documents of an index. It runs in time that others leave."""
+
+OFFLINE_PRIORITY: Final = (1 << 31) + 1
+"""Priority of the lines of batches, below every priority that a request may state.
+
+They get only the capacity that all other requests leave. Such a request leaves the batch of its
+worker while another prompt waits, and continues afterwards."""
 
 ANY_PROPOSER: Final = "any"
 """Proposer of a plan in which the worker chooses the best proposer for each sequence and step."""

@@ -5,6 +5,10 @@ other sequence. Its blocks stay in the prefix cache until the memory is needed, 
 blocks are evicted before any sequence is preempted. When it resumes, it takes its place in order of
 arrival. It shares its blocks that are still cached, and recomputes at most one block if all of them
 are.
+
+An offline sequence is a line of a batch. While another prompt waits or is computed, offline
+sequences leave the batch in the same way and wait after all others. A prompt therefore waits at
+most for the step in progress, and later steps are as if there were no batches.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ SPARING_STEPS: Final = 64
 it while each is served at least every 64 steps, and otherwise take turns with it. At steps of 10 to
 30 ms, a slow reader waits 1 to 2 s for a token. Proxies keep a silent connection for 30 s."""
 
+OFFLINE_S: Final = 1e9
+"""Age in seconds by which offline sequences are behind all others, about 30 years."""
+
 CLASS_S: Final = STARVATION_S
 """Age in seconds that a priority class is worth. A request thus precedes those of the next lower
 class, unless they are older by more, so that no class starves."""
@@ -56,8 +63,10 @@ class Queues:
         leaving: paused sequences that run until the next step is planned, by key.
         num_sparing: number of sequences with pace `SPARING`.
         num_urgent: number of sequences above the usual priority class.
+        num_offline: number of offline sequences.
         prefill_tokens: number of tokens that running and waiting sequences must still feed, except
             decodes. For waiting sequences this includes tokens that may be cached.
+        offline_tokens: part of these tokens that belongs to offline sequences.
         blocks: KV blocks of all sequences.
     """
 
@@ -67,17 +76,20 @@ class Queues:
         self.running: list[Sequence] = []
         self.paused: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
-        self.num_sparing = self.num_urgent = 0
-        self.prefill_tokens = 0
+        self.num_sparing = self.num_urgent = self.num_offline = 0
+        self.prefill_tokens = self.offline_tokens = 0
         self._pending = PendingPrefixes()
+        self._had_prompts = False  # `online_prompts` at the last step
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         priority = min(max(sequence.request.service.priority, -MOST_PRIORITY), MOST_PRIORITY)
         arrived_s = sequence.queued_s - sequence.request.age_s
-        sequence.order = arrived_s + CLASS_S * priority, sequence.key
+        later_s = OFFLINE_S if sequence.offline else CLASS_S * priority
+        sequence.order = arrived_s + later_s, sequence.key
         self._insert(sequence)
         self.num_urgent += sequence.request.service.priority < 0
+        self.num_offline += sequence.offline
         self._set_prefill(sequence, sequence.pending_tokens)
         # Query the prefix now. The cache remembers the last query, so the next step gets its result
         # for free, and the work of a single call is halved.
@@ -97,6 +109,7 @@ class Queues:
             self.waiting.remove(sequence)
         self.num_sparing -= sequence.pace is Pace.SPARING
         self.num_urgent -= sequence.request.service.priority < 0
+        self.num_offline -= sequence.offline
         self._set_prefill(sequence, 0)
         sequence.move_to(SequenceState.FINISHED)
         self._free_blocks(sequence)
@@ -125,11 +138,54 @@ class Queues:
                 del self.paused[sequence.key]
             self._enqueue(sequence)
 
+    @property
+    def must_park(self) -> bool:
+        """Whether `park` would remove a sequence."""
+        return bool(self.leaving) or (
+            self.online_prompts and any(sequence.offline for sequence in self.running)
+        )
+
     def park(self) -> None:
-        """Remove the paused sequences from the batch. No step may be in progress."""
+        """Remove the paused sequences from the batch, and the offline ones while prompts wait.
+
+        No step may be in progress.
+        """
         for sequence in self.leaving.values():
             self._leave_batch(sequence)
         self.leaving.clear()
+        if self.num_offline and self.online_prompts:
+            for sequence in [each for each in self.running if each.offline]:
+                self._leave_batch(sequence)
+
+    @property
+    def online_prompts(self) -> bool:
+        """Whether a prompt waits or is computed that is not offline."""
+        return self.prefill_tokens > self.offline_tokens
+
+    def offline_waits(self) -> bool:
+        """Return whether no offline sequence may join the next step. Call it once for each step.
+
+        They also wait for one step after a prompt while others decode. The gateway sends a further
+        prompt only when it gets the first token of a long one (`policies.capacity`), and this
+        prompt must not wait for another step.
+        """
+        before, self._had_prompts = self._had_prompts, self.online_prompts
+        return self._had_prompts or (before and bool(self.running))
+
+    @property
+    def online_load(self) -> tuple[int, int, int]:
+        """The sequences that run, those that wait, and the free blocks, without offline sequences.
+
+        The number of free blocks is an upper bound, because offline sequences may share blocks.
+        """
+        running, waiting = len(self.running) - len(self.leaving), len(self.waiting)
+        free = self.blocks.num_free
+        if not self.num_offline:
+            return running, waiting, free
+        offline = [sequence for sequence in self.running if sequence.offline]
+        free += sum(len(sequence.block_table) for sequence in offline)
+        waiting -= self.num_offline - len(offline)
+        return running - len(offline), waiting, min(free, self.blocks.num_blocks)
 
     def decodes(self, now_s: float | None) -> list[Sequence]:
         """Return the decoding sequences, least recently served first, and sparing sequences later.
@@ -155,8 +211,14 @@ class Queues:
 
     @property
     def head_tokens(self) -> int:
-        """Number of tokens of the next waiting sequence, or 0 if none waits."""
-        return len(self.waiting[0].token_ids) if self.waiting else 0
+        """Number of tokens of the next waiting sequence, or 0 if none but offline ones wait."""
+        waits = self.waiting and not self.waiting[0].offline
+        return len(self.waiting[0].token_ids) if waits else 0
+
+    def next(self, most: int, *, with_offline: bool) -> tuple[Sequence, ...]:
+        """Return the next waiting sequences, at most `most`, or only those that are not offline."""
+        found = islice(self.waiting, most)
+        return tuple(found if with_offline else [each for each in found if not each.offline])
 
     def next_blocks(self) -> int:
         """Return how many blocks the next waiting sequence needs, or 0 if it cannot run now."""
@@ -221,8 +283,8 @@ class Queues:
     def extend_or_preempt(self, sequence: Sequence, planned: Container[int]) -> bool:
         """Give the sequence blocks for all its tokens, and preempt others if necessary.
 
-        Sparing sequences are preempted first, then those of lower classes, and then younger ones
-        (`Sequence.order`).
+        Offline sequences are preempted first, then sparing ones, then those of lower classes, and
+        then younger ones (`Sequence.order`).
 
         Args:
             planned: keys of the sequences in the step, which cannot be preempted.
@@ -238,7 +300,7 @@ class Queues:
                 self.blocks.extend(sequence.block_table, len(sequence.token_ids))
             except OutOfBlocks:
                 candidates = (s for s in self.running if s.key not in planned)
-                victim = max(candidates, key=lambda s: (s.pace, s.order))
+                victim = max(candidates, key=lambda s: (s.offline, s.pace, s.order))
                 self._leave_batch(victim)
                 victim.preemptions += 1
                 if victim is sequence:
@@ -284,7 +346,10 @@ class Queues:
             waiting.insert(bisect(waiting, sequence.order, key=_ORDER), sequence)
 
     def _set_prefill(self, sequence: Sequence, tokens: int) -> None:
-        self.prefill_tokens += tokens - sequence.prefill_tokens
+        change = tokens - sequence.prefill_tokens
+        self.prefill_tokens += change
+        if sequence.offline:
+            self.offline_tokens += change
         sequence.prefill_tokens = tokens
 
     def _free_blocks(self, sequence: Sequence) -> None:

@@ -13,7 +13,7 @@ The scheduler has no clock, no randomness and no device. It fills a step in this
 When blocks run out, the last sequence in this order releases its blocks and is recomputed later,
 except for blocks that are still cached. Sparing sequences (those of slow readers) are last
 everywhere for a bounded time, get no drafts, and are preempted first. While others run, they decode
-no faster than their clients can take tokens. Paused sequences are in no step (`Queues`).
+no faster than their clients can take tokens. For paused and offline sequences, see `Queues`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
 from typing import ClassVar, Final
 
@@ -96,15 +95,15 @@ class Scheduler:
         self._drafts = DraftPlan(policy, self._drafting, blocks, cost)
         self._queues = Queues(blocks)
         self._accounting = Accounting(self._queues, self._drafting, config.eos_ids, self.finish)
-        self._step = 0
+        self._step, self._now_s = 0, 0.0
         self._assumed: StepPlan | None = None  # another step was planned ahead of its result
-        self._now_s = 0.0
         self._with_service = self._traced = 0  # open sequences with a service level, traced ones
         self._detailed: set[int] = set()  # keys of sequences whose next tokens need details
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
         self._measured: tuple[WorkerSpeed, float] | None = None  # speed and price, see `load`
         self._load: WorkerLoad | None = None  # since the last change
+        self._load_free = 0  # number of free blocks at that time
 
     def add(self, sequence: Sequence, now_s: float | None = None) -> None:
         """Queue a new sequence.
@@ -164,8 +163,8 @@ class Scheduler:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         # Each request reads the load several times between two changes. A transfer changes blocks.
-        if self._load is None or self._load.kv_blocks_free != self.blocks.num_free:
-            self._load = self._current_load()
+        if self._load is None or self._load_free != self.blocks.num_free:
+            self._load, self._load_free = self._current_load(), self.blocks.num_free
         return self._load
 
     def _current_load(self) -> WorkerLoad:
@@ -173,17 +172,18 @@ class Scheduler:
             cost = self._fit.cost
             self._measured = self._speed.speed(cost, *self._decoding), self._drafts.price(cost)
         (speed, price), queues = self._measured, self._queues
+        running, waiting, blocks_free = queues.online_load
         return WorkerLoad(
-            running=len(queues.running) - len(queues.leaving),
-            waiting=len(queues.waiting),
-            kv_blocks_free=self.blocks.num_free,
+            running=running,
+            waiting=waiting,
+            kv_blocks_free=blocks_free,
             kv_blocks_total=self.blocks.num_blocks,
-            price=price if queues.running else 0.0,
+            price=price if running + len(queues.leaving) else 0.0,
             acceptance=self._drafting.acceptance,
             proposers=self._drafting.names,
             step_cost_error=self._fit.relative_error,
             max_sequences=self.config.max_num_seqs,
-            prompt_tokens=queues.prefill_tokens,
+            prompt_tokens=queues.prefill_tokens - queues.offline_tokens,
             step_tokens=self.config.max_step_tokens,
             kv_block_tokens=self.blocks.block_size,
             speed=speed,
@@ -236,13 +236,14 @@ class Scheduler:
         if not (self._queues.running or self._queues.waiting):
             return None
         step = StepBuilder(self._step, self.config.max_step_tokens)
+        with_offline = not self._queues.offline_waits()  # before prompts are fed
         stalled = self._batching.stalls_decodes and self._has_prefills()
         if self._queues.running and not stalled:
             self._plan_decodes(step)
             self._plan_drafts(step, ahead=ahead)
         self._limit_prefills(step)
         self._plan_prefills(step)
-        self._admit(step)
+        self._admit(step, with_offline=with_offline)
         if not step.work and self._queues.running:  # stalled decodes, or slow clients
             self._plan_decodes(step, early=True)
         return step.build() if step.work else None
@@ -261,7 +262,7 @@ class Scheduler:
             paused. None also if the worker has no other work.
         """
         self._drafts.plans_ahead = True
-        if self._queues.leaving:
+        if self._queues.must_park:
             return None
         continuing = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
         # A decode takes one block at most, and precedes all other work that takes blocks. So no
@@ -427,10 +428,10 @@ class Scheduler:
             if unfinished and self._queues.extend_or_preempt(sequence, step.work):
                 self._feed(step, sequence)
 
-    def _admit(self, step: StepBuilder) -> None:
+    def _admit(self, step: StepBuilder, *, with_offline: bool) -> None:
         """Admit waiting sequences in order while budget, batch and memory allow it."""
         # Consider at most one batch, because many sequences may wait for the same prefix.
-        for sequence in tuple(islice(self._queues.waiting, self.config.max_num_seqs)):
+        for sequence in self._queues.next(self.config.max_num_seqs, with_offline=with_offline):
             if step.budget <= 0 or not self._free_sequences:
                 return
             try:

@@ -97,6 +97,7 @@ class Sequence:
         ends_with_prompt: whether it ends with its prompt, without sampling any token.
         is_plain: whether only the sampler uses its logits.
         has_service: whether the request has a service level.
+        offline: whether the request is a line of a batch, which runs while no other prompt waits.
         proposer: proposer that may draft while drafting is on, or None.
         draft_cap: maximum number of draft tokens in a step while drafting is on.
         has_prediction: whether the worker may draft from the prediction of the request.
@@ -155,6 +156,7 @@ class Sequence:
     ends_with_prompt: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
+    offline: bool = field(init=False)
     proposer: str | None = field(init=False)
     draft_cap: int = field(init=False)
     has_prediction: bool = field(init=False)
@@ -184,6 +186,7 @@ class Sequence:
         self.scored_rows = 0 if scores and is_new else prompt_tokens
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
+        self.offline = request.service.is_offline
         plan = request.speculation
         self.proposer = plan.proposer or plan.later_proposer
         self.draft_cap = plan.max_draft_tokens or plan.later_draft_tokens

@@ -115,10 +115,14 @@ class TextBatcher:
         """Ignore the pace, because a text has a single delta, which a slow reader cannot delay."""
 
     def load(self) -> WorkerLoad:
-        """Return the load. Without KV blocks or a maximum step, the gateway counts texts alone."""
+        """Return the load, without offline texts.
+
+        Without KV blocks or a maximum step, the gateway counts texts alone.
+        """
+        offline = [text.prompt_tokens for _, _, text in self._waiting if text.offline]
         return WorkerLoad(
             running=self._running,
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) - len(offline),
             kv_blocks_free=0,
             kv_blocks_total=0,
             price=0.0,
@@ -126,7 +130,7 @@ class TextBatcher:
             proposers=(),
             step_cost_error=self._fit.relative_error,
             max_sequences=self._limits.max_sequences,
-            prompt_tokens=sum(self._waiting_tokens.values()),
+            prompt_tokens=sum(self._waiting_tokens.values()) - sum(offline),
             speed=self._speed.speed(self.cost, 0, 0),
             steps=self._step,
             urgent=sum(each.request.service.priority < 0 for each in self._open.values()),
@@ -155,7 +159,7 @@ class TextBatcher:
         self._speed.begin_step(self._now_s)
         self._step += 1
         texts = list(self._take())
-        self._running = len(texts)
+        self._running = sum(not text.offline for text in texts)
         if not texts:
             self._speed.record_idle()
             return None

@@ -22,7 +22,7 @@ from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, Q
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
-from draftgate.policies.admission.wait_forecast import WaitForecast, forecast_wait, work_s
+from draftgate.policies.admission.wait_forecast import WaitForecast, admit, forecast_wait, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import QuotaReservation, Shortage
@@ -234,7 +234,10 @@ class AdmissionController:
         try:
             now_s = self._now_s()
             view = self._view(request, now_s)
-            decision = self._policy.decide(view, now_s)
+            if not request.service.is_offline:
+                decision = self._policy.decide(view, now_s)
+            else:  # no client waits for it, and it delays no other
+                decision = replace(admit(view, forecast_wait(view)), work_s=0.0)
             if isinstance(decision, Refused):
                 refused = self._refusal(decision)
                 raise Overloaded(refused.reason, refused.retry_after_s, refused.kind)
@@ -269,7 +272,7 @@ class AdmissionController:
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return the queue entry of a prompt, with a ticket of the current time."""
-        return Waiting(
+        waiting = Waiting(
             next(self._keys),
             self._now_s(),
             self._deadline_s(entry, entry.since_s),
@@ -281,6 +284,9 @@ class AdmissionController:
             need=entry.needs[index],
             reconsider=partial(self._reconsider, entry),
         )
+        if entry.service.is_offline:
+            waiting.wait_offline()
+        return waiting
 
     def record_quota(self, entry: Entry, shortage: Shortage | None) -> None:
         """Record the result of a call that reserved the quota of a request with its lease.
@@ -301,7 +307,8 @@ class AdmissionController:
         """
         if entry.answered_s is None:
             entry.answered_s = self._now_s()
-            self._policy.learn(entry.predicted, entry.answered_s - entry.since_s)
+            if not entry.service.is_offline:
+                self._policy.learn(entry.predicted, entry.answered_s - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
         """Charge the tokens that a request used, and release the other reserved tokens.

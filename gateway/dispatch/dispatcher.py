@@ -19,7 +19,7 @@ from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.moves import Moves
 from draftgate.gateway.dispatch.placement import Placer, need_of
 from draftgate.gateway.dispatch.prompt import Prompt
-from draftgate.gateway.dispatch.prompts import Prompts
+from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE, Prompts
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.recovery import wait_for
 from draftgate.gateway.dispatch.rescheduling import Rescheduler
@@ -178,7 +178,8 @@ class RunningJob(Run):
                 admit.set(admission_attributes(self))
         prompt = partial(Prompt, parts, self._moves, self, holds=self.holds)
         count = len(self.requests)
-        self._running = prompt(0) if count == 1 else Prompts(prompt, count)
+        at_once = 1 if job.service.is_offline else PROMPTS_AT_ONCE
+        self._running = prompt(0) if count == 1 else Prompts(prompt, count, at_once)
         return self
 
     async def __aexit__(

@@ -236,7 +236,9 @@ class Hold:
 
     @property
     def runs(self) -> bool:
-        """Whether the worker owes a delta of each step."""
+        """Whether the worker owes a delta of each step. An offline request lets others pass."""
+        if self.request.service.is_offline:
+            return False
         return self.decodes and self.run.pace is Pace.FULL and self.is_owed
 
     def put(self, delta: Delta) -> None:
@@ -302,7 +304,10 @@ class Hold:
             record_route(span, self.routed)
         with span.child("reserve") if recording else NO_SPAN as child:
             found = leases.reserve_at_once(run.quota)
-            if found is None:
+            if found is None and request.service.is_offline:
+                # A lease would take capacity from the requests of other gateways.
+                found = await leases.reserve_quota(run.quota)
+            elif found is None:
                 tokens = lease_tokens(request, run.expected_tokens)
                 # A refusal says nothing about claimed workers and about quotas.
                 claimed = request.request_id in self._parts.queue.claims

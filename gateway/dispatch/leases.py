@@ -86,10 +86,7 @@ class Leases:
             quota: what the request reserves of its tenant's quota in the same call.
         """
         if not self.shared:
-            shortage = None
-            if quota is not None:
-                shortage = await self._store.call(ReserveQuota(quota, LEASE_S))
-            return Reservation(None, shortage=shortage)
+            return await self.reserve_quota(quota)
         self._held.pop(request_id, None)
         offers = _offers(routed, _MOST_OFFERS if self._store.outage is None else 1)
         command = ReserveLease(request_id, tokens, offers, LEASE_S, quota)
@@ -97,6 +94,13 @@ class Leases:
         if found.lease is not None:
             self._held[request_id] = found.lease
         return found
+
+    async def reserve_quota(self, quota: QuotaReservation | None) -> Reservation:
+        """Reserve only the quota of a request that leases no capacity."""
+        shortage = None
+        if quota is not None:
+            shortage = await self._store.call(ReserveQuota(quota, LEASE_S))
+        return Reservation(None, shortage=shortage)
 
     async def reserve_new(
         self,

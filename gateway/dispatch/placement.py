@@ -59,6 +59,7 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
         request.most_tokens,
         request.service.tpot_s,
         request.adapter,
+        offline=request.service.is_offline,
     )
 
 

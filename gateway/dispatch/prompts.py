@@ -16,9 +16,9 @@ nor block the event loop."""
 
 
 class Prompts:
-    """The prompts of a job, which run in order, and at most `PROMPTS_AT_ONCE` at a time."""
+    """The prompts of a job, which run in order, and at most `at_once` at a time."""
 
-    def __init__(self, prompt: Callable[[int], Prompt], count: int) -> None:
+    def __init__(self, prompt: Callable[[int], Prompt], count: int, at_once: int) -> None:
         """Create a job's prompts, which run from the first `wait` on.
 
         Args:
@@ -26,6 +26,7 @@ class Prompts:
         """
         self._prompt = prompt
         self._count = count
+        self._at_once = at_once
         self._tasks: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
         self._woken = False
@@ -49,7 +50,7 @@ class Prompts:
                     finally:
                         await prompt.aclose()
 
-            lanes = range(min(self._count, PROMPTS_AT_ONCE))
+            lanes = range(min(self._count, self._at_once))
             self._tasks = [asyncio.create_task(lane()) for _ in lanes]
             for task in self._tasks:
                 task.add_done_callback(lambda _: self._news.set())

@@ -347,7 +347,8 @@ class CentralQueue:
 
     def _push(self, waiting: Waiting) -> None:
         self.places[waiting.key] = waiting
-        self.prompt_tokens += waiting.need.prompt_tokens
+        if not waiting.need.offline:  # which does not delay other prompts
+            self.prompt_tokens += waiting.need.prompt_tokens
         if waiting.need.offer:
             self._adapted[waiting.key] = waiting
         if not waiting.claim_tokens:
@@ -366,7 +367,8 @@ class CentralQueue:
         self._resumed.pop(waiting.key, None)
         self._adapted.pop(waiting.key, None)
         self._passed.pop(waiting.key, None)
-        self.prompt_tokens -= waiting.need.prompt_tokens
+        if not waiting.need.offline:
+            self.prompt_tokens -= waiting.need.prompt_tokens
 
     def _leave(self, waiting: Waiting) -> None:
         """Remove a request that stops waiting, even if it gets a worker at the same time."""

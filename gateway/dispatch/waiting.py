@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from draftgate.gateway.dispatch.routing import Routed, View
 from draftgate.policies.admission.types import Refused
@@ -15,6 +16,10 @@ from draftgate.policies.types import Ticket
 Reconsider = Callable[[Ticket, float], Refused | None]
 """A function that decides again about a request, from its ticket and the seconds that it has
 waited."""
+
+OFFLINE_S: Final = 1e9
+"""Time by which the tickets of offline requests are later than they are, about 30 years. Ordering
+policies therefore place them last, and never find them overdue."""
 
 
 def _keep(ticket: Ticket, waited_s: float) -> None:
@@ -57,7 +62,10 @@ class Waiting(Ticket):
     def for_rest(
         self, request_id: str, need: CapacityNeed, avoid: frozenset[str], claim_tokens: int
     ) -> Waiting:
-        """Return the rest of the request, which precedes all requests that never had a worker."""
+        """Return the rest of the request, which precedes all requests that never had a worker.
+
+        The rest of an offline request claims no worker, and waits after all others.
+        """
         return replace(
             self,
             request_id=request_id,
@@ -65,11 +73,17 @@ class Waiting(Ticket):
             avoid=avoid,
             since_s=None,
             reconsider=_keep,
-            claim_tokens=claim_tokens,
+            claim_tokens=0 if need.offline else claim_tokens,
             refused=False,
             has_blocks=False,
             backs_off=False,
         )
+
+    def wait_offline(self) -> None:
+        """Wait without limit, and after all other requests in every order."""
+        self.arrived_s += OFFLINE_S
+        self.deadline_s += OFFLINE_S
+        self.timeout_s, self.reconsider = math.inf, _keep
 
     def wait_again(self, since_s: float) -> None:
         """Prepare another wait with the same place, because the request was not sent.

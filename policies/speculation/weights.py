@@ -30,6 +30,10 @@ MOST_PRIORITY: Final = 2
 """Ratio of the weights of neighbouring priority classes, over two classes in either direction. With
 a wider range, one request would outweigh a batch."""
 
+OFFLINE_WEIGHT: Final = 2.0**-10
+"""Weight of a line of a batch. Beside other sequences, it changes the price of their draft slots by
+less than 1%, so they draft as on a worker without batches. (Chosen, not tuned.)"""
+
 
 def weight(laxity_s: float | None, service: ServiceLevel) -> float:
     """Return the weight of a sequence's tokens, which is 1 without a target and a priority.
@@ -39,6 +43,8 @@ def weight(laxity_s: float | None, service: ServiceLevel) -> float:
             a target.
         service: latency targets and priority.
     """
+    if service.is_offline:
+        return OFFLINE_WEIGHT
     level = min(max(service.priority, -MOST_PRIORITY), MOST_PRIORITY)
     by_priority = PRIORITY_FACTOR**-level
     if laxity_s is None or not service.tpot_s:
