@@ -160,6 +160,10 @@ class Accounts:
         """The quota of each tenant."""
         return {account.name: account.quota for account in self}
 
+    def named(self, name: str) -> Account | None:
+        """Return the account of a name, or None if no key has this name."""
+        return next((account for account in self if account.name == name), None)
+
     def find(self, key: str) -> Account | None:
         """Return the account of a key, or None if the key is unknown."""
         # The time of a search by digest reveals nothing about a key.

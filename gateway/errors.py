@@ -12,6 +12,7 @@
     │   ├── ModelNotFound     404  ... code model_not_found
     │   ├── ResponseNotFound  404  ... code response_not_found
     │   ├── WorkerNotFound    404  ... code worker_not_found
+    │   ├── NotStored         404  ... code not_found
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
@@ -20,6 +21,7 @@
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
     │   ├── RequestTimeout    408  ... code request_timeout
     │   ├── FixedRole         409  ... code fixed_role
+    │   ├── FileInUse         409  ... code file_in_use
     │   ├── BodyTooLarge      413  ... code body_too_large
     │   ├── UnsupportedEncoding 415 .. code unsupported_encoding
     │   ├── ExpectationFailed 417  ... code expectation_failed
@@ -228,6 +230,10 @@ class WorkerNotFound(InvalidRequest, status=404, code="worker_not_found"):
         super().__init__(f"the worker {worker_id!r} does not exist; /workers lists all workers")
 
 
+class NotStored(InvalidRequest, status=404, code="not_found"):
+    """The API key has no file or batch of this id."""
+
+
 class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
     """The response that a request continues does not exist.
 
@@ -278,6 +284,10 @@ class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
 
 class FixedRole(InvalidRequest, status=409, code="fixed_role"):
     """The worker cannot change its role while it runs."""
+
+
+class FileInUse(InvalidRequest, status=409, code="file_in_use"):
+    """A batch that has not ended reads the file."""
 
 
 class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):

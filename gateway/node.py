@@ -22,6 +22,8 @@ from draftgate.backends.peer.proof import secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.gateway.accounts import Accounts, read_accounts
 from draftgate.gateway.assembly import loop_time_s
+from draftgate.gateway.batches.blobs import open_blobs
+from draftgate.gateway.batches.files import Files
 from draftgate.gateway.cluster.access import advertised_url, is_local, peer_access
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
@@ -68,6 +70,7 @@ class Node:
         models: the models, `MODEL` first. A node of a pool also has the models of other nodes.
         key_files: the file of API keys, which may change while the node runs.
         audit: the audit log, or None.
+        files: the files and batches of clients, or None if the node stores none.
         embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
         siblings: the other processes of the node, or None if it has one process.
@@ -96,6 +99,7 @@ class Node:
         self.responses = open_response_store(
             config.join, config.pool, config.response_store_bytes, config.response_store_ttl_s
         )
+        self.files = None if config.files is None else Files(open_blobs(config.files), time.time)
         self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)

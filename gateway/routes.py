@@ -21,6 +21,7 @@ from draftgate.gateway.errors import (
     Unauthorized,
     as_gateway_error,
 )
+from draftgate.gateway.http.batch_lines import BATCHES, build_runner, running_batches
 from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import (
     add_headers,
@@ -48,7 +49,9 @@ from draftgate.gateway.http.direct import (
     of_headers,
 )
 from draftgate.gateway.http.endpoints import (
+    batches,
     embeddings,
+    files,
     health,
     input_tokens,
     live,
@@ -130,7 +133,12 @@ def build_served(node: Node) -> Direct:
     for reason in HANDOVERS:
         node.metrics.add(metric.HANDOVERS, 0.0, reason)  # the series exist from the start
     count = partial(node.metrics.add, metric.HANDOVERS, 1.0)
-    return Direct(app, expected, entrance.serve, entrance.finish_headers, count)
+    direct = Direct(app, expected, entrance.serve, entrance.finish_headers, count)
+    runner = build_runner(node, direct, DIRECT)
+    if runner is not None:
+        app[BATCHES] = runner
+        app.cleanup_ctx.append(running_batches)
+    return direct
 
 
 def _routes() -> list[web.RouteDef]:
@@ -144,6 +152,15 @@ def _routes() -> list[web.RouteDef]:
         web.get(stored_responses.ITEMS_PATH, stored_responses.list_input_items),
         *(_post(path, rerank.RERANK) for path in rerank.PATHS),
         *(_post(path, score.SCORE) for path in score.PATHS),
+        web.post(files.PATH, files.create_file),
+        web.get(files.PATH, files.list_files),
+        web.get(files.FILE_PATH, files.get_file),
+        web.delete(files.FILE_PATH, files.delete_file),
+        web.get(files.CONTENT_PATH, files.get_content),
+        web.post(batches.PATH, batches.create_batch),
+        web.get(batches.PATH, batches.list_batches),
+        web.get(batches.BATCH_PATH, batches.get_batch),
+        web.post(batches.CANCEL_PATH, batches.cancel_batch),
         web.get("/v1/models", models.list_models),
         web.get("/v1/models/{model:.+}", models.get_model),
         web.post("/tokenize", models.tokenize),

@@ -257,6 +257,19 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     response_store_ttl_s: Annotated[float, Meta(gt=0)] = 86_400.0
     """Time for which a response is stored, in seconds."""
 
+    files: str | None = None
+    """Folder, or URL of fsspec such as s3://bucket/folder, for the files and batches of clients
+    (default: none, so that /v1/files and /v1/batches are not offered)."""
+
+    max_file_bytes: Size = 200 << 20
+    """Largest file of a client, such as 200MiB."""
+
+    max_batch_lines: Positive = 50_000
+    """Maximum number of requests of a batch."""
+
+    batch_concurrency: Positive = 32
+    """Maximum number of requests of batches that a gateway process runs at a time."""
+
     drain_timeout_s: Amount = 30.0
     """Time that open streams have to finish after SIGTERM, in seconds."""
 
@@ -400,7 +413,8 @@ _PANELS: Final = {
     "allowed_hosts cors_origins served_model_name no_tool_prompt api_keys_file api_keys "
     "metrics_keys strict max_body_bytes max_request_tokens body_timeout_s keepalive_timeout_s "
     "embedding_cache_bytes "
-    "response_store_bytes response_store_ttl_s drain_timeout_s",
+    "response_store_bytes response_store_ttl_s files max_file_bytes max_batch_lines "
+    "batch_concurrency drain_timeout_s",
     "Speculation": "speculation proposer draft_model draft_window_tokens ngram_corpus_bytes "
     "sparse_budget_tokens sparse_sink_tokens verify no_acceptance_cache decisions_file",
     "Batching": "batching max_num_seqs max_step_tokens",

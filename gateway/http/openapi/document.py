@@ -13,7 +13,8 @@ from draftgate import __version__
 from draftgate.backends.header_numbers import positive_pattern
 from draftgate.gateway.errors import NotOffered, Unavailable
 from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
-from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
+from draftgate.gateway.http.openapi.operation import Operation
+from draftgate.gateway.http.openapi.operations import OPERATIONS
 from draftgate.gateway.http.openapi.schemas import components
 from draftgate.gateway.http.requests.headers import (
     CLIENT_RATE_HEADER,
@@ -48,12 +49,12 @@ _ERRORS: Final = {
     400: "A parameter is malformed or not supported. The error names it.",
     401: "API keys are required, and the request has no known key.",
     403: "The origin, the `Host` or the role of the API key is not accepted.",
-    404: "The model, the stored response or the worker does not exist.",
+    404: "The model, the stored response, the file, the batch or the worker does not exist.",
     408: "The body did not arrive in time.",
-    409: "The worker cannot change its role while it runs.",
+    409: "The worker cannot change its role while it runs, or a batch reads the file.",
     413: "The body is too large.",
     429: "The key's quota is used up, or the response would be too late. A retry may succeed.",
-    501: "The node only forwards requests, so it does not have this endpoint.",
+    501: "The node only forwards requests, or stores no files, so it does not have this endpoint.",
     503: "The node accepts no requests at present, but another node may.",
 }
 
@@ -172,6 +173,10 @@ def _operation(
     if operation.body is not None:
         examples = {name: {"value": body} for name, body in operation.examples.items()}
         content = {JSON: {"schema": refs[operation.body], "examples": examples}}
+        entry["requestBody"] = {"required": True, "content": content}
+    if operation.form is not None:
+        form = {"type": "object", "properties": operation.form, "required": [*operation.form]}
+        content = {"multipart/form-data": {"schema": form}}
         entry["requestBody"] = {"required": True, "content": content}
     return entry
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
-
-from msgspec import UNSET, Struct, UnsetType
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import MESSAGES_PATH
@@ -22,6 +19,8 @@ from draftgate.gateway.http.endpoints.stored_responses import (
     ORDERS,
     PATH,
 )
+from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query, in_query_text
+from draftgate.gateway.http.openapi.storage import STORAGE_OPERATIONS
 from draftgate.gateway.http.replies.anthropic_shapes import (
     MessageErrorReply,
     MessageEvent,
@@ -63,85 +62,7 @@ from draftgate.gateway.telemetry.live import NodeSample
 from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.gateway.telemetry.worker_list import ListedWorker, WorkerList
 
-
-class ErrorDetail(Struct):
-    """An error.
-
-    The field `param` is the path of the invalid parameter. The field `retry_after_s` is Draftgate's
-    extension.
-    """
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    retry_after_s: float | UnsetType = UNSET
-
-
-class ErrorReply(Struct):
-    """The body of errors in OpenAI's format."""
-
-    error: ErrorDetail
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One method of one path.
-
-    Attributes:
-        reply: the body with status 200, as a struct or as content types.
-        body: the struct of the request body.
-        events: the data of its server-sent events, if it streams.
-        open: whether it needs no API key.
-        unready: whether it returns the same body with status 503 if the check fails.
-        errors: statuses of its errors.
-        error: the body of its errors.
-        parameters: parameters of path and query, as OpenAPI describes them.
-        examples: bodies by name, each of which works with any model.
-        alias: whether the path is another name of the operation before it.
-    """
-
-    method: str
-    path: str
-    summary: str
-    reply: type | tuple[str, ...]
-    body: type | None = None
-    events: type | None = None
-    open: bool = False
-    unready: bool = False
-    errors: tuple[int, ...] = ()
-    error: type = ErrorReply
-    parameters: tuple[Mapping[str, Any], ...] = ()
-    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    alias: bool = False
-
-    @property
-    def generates(self) -> bool:
-        """Whether it generates a response, which may be a stream."""
-        return self.body is not None and self.events is not None
-
-    @property
-    def name(self) -> str:
-        """A unique name."""
-        words = [w for w in self.path.replace("{", "").replace("}", "").split("/") if w != "v1"]
-        return "_".join([self.method.lower(), *filter(None, words), *["alias"] * self.alias])
-
-
-def _in_path(name: str, **schema: Any) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **schema}}
-
-
-def _in_query(name: str, description: str, default: int, most: int) -> dict[str, Any]:
-    schema = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
-    return {"name": name, "in": "query", "description": description, "schema": schema}
-
-
-def _in_query_text(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    text = {"type": "string", **schema}
-    return {"name": name, "in": "query", "description": description, "schema": text}
-
-
-_RESPONSE_ID: Final = _in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
+_RESPONSE_ID: Final = in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
 
 OF_BODIES: Final = (400, 404, 408, 413, 503)
 OF_GENERATION: Final = (400, 404, 408, 413, 429, 503)
@@ -251,7 +172,7 @@ OPERATIONS: Final = (
         errors=(400, 404, 501, 503),
         parameters=(
             _RESPONSE_ID,
-            _in_query_text("stream", "Streams are not supported.", enum=["false"]),
+            in_query_text("stream", "Streams are not supported.", enum=["false"]),
         ),
     ),
     Operation(
@@ -270,11 +191,12 @@ OPERATIONS: Final = (
         errors=(400, 404, 501, 503),
         parameters=(
             _RESPONSE_ID,
-            _in_query("limit", "Number of items.", DEFAULT_ITEMS, MOST_ITEMS),
-            _in_query_text("order", "The order of the items.", enum=list(ORDERS), default="desc"),
-            _in_query_text("after", "The id of the item that precedes the page."),
+            in_query("limit", "Number of items.", DEFAULT_ITEMS, MOST_ITEMS),
+            in_query_text("order", "The order of the items.", enum=list(ORDERS), default="desc"),
+            in_query_text("after", "The id of the item that precedes the page."),
         ),
     ),
+    *STORAGE_OPERATIONS,
     Operation(
         "POST",
         MESSAGES_PATH,
@@ -339,7 +261,7 @@ OPERATIONS: Final = (
         "Describe a model, in Anthropic's format for requests with `anthropic-version`.",
         ModelReply,
         errors=(404, 503),
-        parameters=(_in_path("model"),),
+        parameters=(in_path("model"),),
     ),
     Operation(
         "POST",
@@ -381,7 +303,7 @@ OPERATIONS: Final = (
         "Return the latest decisions about speculation and their inputs.",
         DecisionList,
         errors=(400,),
-        parameters=(_in_query("limit", "Number of decisions.", SHOWN, KEPT),),
+        parameters=(in_query("limit", "Number of decisions.", SHOWN, KEPT),),
     ),
     Operation(
         "GET",
@@ -390,7 +312,7 @@ OPERATIONS: Final = (
         reply=(),
         events=NodeSample,
         errors=(400,),
-        parameters=(_in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
+        parameters=(in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
     ),
     Operation(
         "GET",
@@ -405,7 +327,7 @@ OPERATIONS: Final = (
         ListedWorker,
         WorkerRoleBody,
         errors=(400, 404, 408, 409, 413, 503),
-        parameters=(_in_path("worker_id"),),
+        parameters=(in_path("worker_id"),),
     ),
     Operation("GET", "/", "Return the live page.", ("text/html",)),
     Operation(
@@ -414,7 +336,7 @@ OPERATIONS: Final = (
         "Return a file of the live page.",
         ("text/css", "text/html", "text/javascript", "image/svg+xml"),
         errors=(404,),
-        parameters=(_in_path("name", enum=file_names()),),
+        parameters=(in_path("name", enum=file_names()),),
     ),
     Operation("GET", "/openapi.json", "Return this document.", ("application/json",)),
 )

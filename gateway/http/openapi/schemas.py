@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from draftgate.gateway.batches.batch import ENDPOINTS
 from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.limits import (
@@ -36,6 +37,7 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "InputItem.type": ITEM_TYPES,
     "InputPart.type": tuple(PART_FIELDS),
     "tool_choice": CHOICES,
+    "BatchBody.endpoint": ENDPOINTS,
 }
 """The allowed strings, by field or by struct and field."""
 

@@ -12,7 +12,7 @@ from draftgate.backends.openai.exchange import with_values
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.errors import InvalidRequest, ModelNotFound, invalid
 from draftgate.gateway.http.requests.limits import RANGES
-from draftgate.policies.types import SpeculationMode
+from draftgate.policies.types import OFFLINE_PRIORITY, SpeculationMode
 from draftgate.policies.values import immutable
 
 DEFAULT_OUTPUT_TOKENS: Final = 1024
@@ -144,6 +144,8 @@ def changed_fields(
         if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
     first = account.first_priority
+    if first is not None and first >= OFFLINE_PRIORITY:
+        first = 0  # only the gateway knows this class, and many servers accept no priority
     if first is not None and not (first <= 0 and fields.is_object and fields.sent_priority is None):
         found |= _capped_priority(fields, first)
     return found

@@ -353,6 +353,15 @@ class ScoreBody(Body):
     priority: int | None = None
 
 
+class BatchBody(Body):
+    """Body of `POST /v1/batches`."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
 class TokenizeBody(Body):
     """Body of `POST /tokenize`, with a prompt or with messages and the tools on offer."""
 

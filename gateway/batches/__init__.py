@@ -1,0 +1,1 @@
+"""Files of clients, and batches of requests that run while the workers have nothing else to do."""
