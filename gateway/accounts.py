@@ -11,12 +11,32 @@ it changes (`gateway.reloading`).
         share: 2                # weight in the pool (default 1)
         requests_per_minute: 600
         tokens_per_minute: 200000
+        models: [small, large]  # the only models allowed (default: all)
+        priority: 1             # class of requests that state none (default 0)
+        ttft_ms: 800            # latency targets of requests that state none (default: none)
+        tpot_ms: 50
         first_priority: -1      # most urgent class allowed (default 0; null: any)
         least_ttft_ms: 200      # tightest latency targets allowed
         least_tpot_ms: 20
       - name: prometheus
         key: sk-...
         role: metrics           # reads only /metrics (default: tenant)
+
+Keys and teams may have budgets in USD, for a calendar month or day in UTC. The costs of requests
+follow from the prices of models, in USD per million tokens.
+
+    prices:
+      small: {input: 0.1, output: 0.4}
+    teams:
+      - name: research
+        budget_usd: 500         # beyond it, requests are refused
+        soft_budget_usd: 400    # beyond it, responses have a warning
+    keys:
+      - name: search
+        key: sk-...
+        team: research
+        budget_usd: 10
+        budget_period: day      # default: month
 
 Tenants see only their own decisions, and no metrics, which name all tenants. Keys with the role
 `operator` see everything. All requests on a node without keys have this role.
@@ -26,14 +46,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from types import MappingProxyType
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from draftgate.backends.worker_config import TokenPrice
 from draftgate.policies.quotas import Quota
 from draftgate.policies.types import ServiceLevel
 from draftgate.policies.values import replace
@@ -53,6 +76,37 @@ class Role(StrEnum):
     METRICS = "metrics"
 
 
+class Period(StrEnum):
+    """The time for which a budget holds, which begins at midnight in UTC."""
+
+    DAY = "day"
+    MONTH = "month"
+
+
+class Budget(NamedTuple):
+    """A budget of a key or a team.
+
+    Attributes:
+        owner: `key NAME` or `team NAME`.
+        hard_usd: spending beyond which requests are refused, or None.
+        soft_usd: spending beyond which responses have a warning, or None.
+    """
+
+    owner: str
+    hard_usd: float | None
+    soft_usd: float | None
+    period: Period
+
+
+class Team(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys that share a budget."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    budget_usd: Positive | None = None
+    soft_budget_usd: Positive | None = None
+    budget_period: Period = Period.MONTH
+
+
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tenant of a key, with its limits.
 
@@ -65,10 +119,18 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Positive = 1.0
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
+    models: tuple[str, ...] | None = None
+    priority: int = 0
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
     first_priority: int | None = 0
     least_ttft_ms: Positive | None = None
     least_tpot_ms: Positive | None = None
     role: Role = Role.TENANT
+    team: str | None = None
+    budget_usd: Positive | None = None
+    soft_budget_usd: Positive | None = None
+    budget_period: Period = Period.MONTH
 
     @property
     def digest(self) -> str:
@@ -98,6 +160,26 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The limits per minute."""
         return Quota(self.requests_per_minute, self.tokens_per_minute)
 
+    def allows(self, model: str) -> bool:
+        """Return whether requests may use a model of this name."""
+        return self.models is None or model in self.models
+
+    def service_level(self, wanted: ServiceLevel, priority: int | None) -> ServiceLevel:
+        """Return the service level of a request, with the account's defaults and limits.
+
+        Args:
+            wanted: the latency targets that the request states.
+            priority: the priority that it states, or None.
+        """
+        priority = self.priority if priority is None else priority
+        if priority:
+            wanted = replace(wanted, priority=priority)
+        if wanted.ttft_s is None and self.ttft_ms is not None:
+            wanted = replace(wanted, ttft_s=self.ttft_ms / 1e3)
+        if wanted.tpot_s is None and self.tpot_ms is not None:
+            wanted = replace(wanted, tpot_s=self.tpot_ms / 1e3)
+        return self.capped(wanted)
+
     def capped(self, wanted: ServiceLevel) -> ServiceLevel:
         """Return a request's service level, limited to the values that the account permits."""
         first = self.first_priority
@@ -122,6 +204,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     """The YAML file."""
 
     keys: list[Account]
+    teams: list[Team] = []
+    prices: dict[str, TokenPrice] = {}
 
 
 class Accounts:
@@ -131,13 +215,23 @@ class Accounts:
         required: whether requests need a key.
     """
 
-    def __init__(self, accounts: Iterable[Account] = ()) -> None:
+    def __init__(
+        self,
+        accounts: Iterable[Account] = (),
+        teams: Iterable[Team] = (),
+        prices: Mapping[str, TokenPrice] = MappingProxyType({}),
+    ) -> None:
         """Index the accounts by key.
 
+        Args:
+            prices: prices by name of the model. An empty name means all other models.
+
         Raises:
-            ValueError: two accounts have the same name or key, an account is malformed, or no key
-                is for clients.
+            ValueError: two accounts or teams have the same name or key, an account is malformed or
+                names an unknown team, or no key is for clients.
         """
+        self._prices = prices
+        self._teams = {team.name: team for team in teams}
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
             digest = account.digest
@@ -150,6 +244,7 @@ class Accounts:
             raise ValueError("two accounts have the same name")
         if names and all(one.role is Role.METRICS for one in self):
             raise ValueError("keys with the role metrics need an API key for clients")
+        self._budgets = {one.name: found for one in self if (found := self._budgets_of(one))}
 
     def __iter__(self) -> Iterator[Account]:
         """Yield the accounts."""
@@ -159,6 +254,32 @@ class Accounts:
     def quotas(self) -> dict[str, Quota]:
         """The quota of each tenant."""
         return {account.name: account.quota for account in self}
+
+    def budgets(self, account: Account) -> tuple[Budget, ...]:
+        """Return the budgets of an account and of its team, which most accounts do not have."""
+        return self._budgets.get(account.name, ())
+
+    def price(self, model: str) -> TokenPrice | None:
+        """Return the price of a model, or None without one."""
+        return self._prices.get(model) or self._prices.get("")
+
+    def _budgets_of(self, account: Account) -> tuple[Budget, ...]:
+        """Return the budgets of an account.
+
+        Raises:
+            ValueError: the team of the account does not exist.
+        """
+        owners: list[tuple[str, Account | Team]] = [(f"key {account.name}", account)]
+        if account.team is not None:
+            if account.team not in self._teams:
+                known = ", ".join(self._teams) or "none"
+                raise ValueError(f"{account.name}: unknown team {account.team!r}; known: {known}")
+            owners.append((f"team {account.team}", self._teams[account.team]))
+        return tuple(
+            Budget(owner, one.budget_usd, one.soft_budget_usd, one.budget_period)
+            for owner, one in owners
+            if one.budget_usd is not None or one.soft_budget_usd is not None
+        )
 
     def named(self, name: str) -> Account | None:
         """Return the account of a name, or None if no key has this name."""
@@ -192,16 +313,32 @@ def read_accounts(
         return Accounts(listed)
     try:
         found = msgspec.yaml.decode(path.read_bytes(), type=_File)
-        return Accounts([*found.keys, *listed])
+        if len({team.name for team in found.teams}) < len(found.teams):
+            raise ValueError("two teams have the same name")
+        return Accounts([*found.keys, *listed], found.teams, found.prices)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {_with_hint(str(error))}") from None
     except msgspec.DecodeError as error:  # the message quotes the file, which has keys
         line = re.search(r"line \d+", str(error))
         raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _with_hint(message: str) -> str:
+    """Return an error of msgspec, with the most similar name for an unknown field."""
+    found = re.match("Object contains unknown field `(.*?)`(?: - at `\\$\\.?(.*)`)?$", message)
+    if found is None:
+        return message
+    kinds = {"keys": Account, "teams": Team, "prices": TokenPrice}
+    kind = kinds.get((found[2] or "").partition("[")[0], _File)
+    near = get_close_matches(found[1], kind.__struct_fields__, n=1)
+    known = ", ".join(kind.__struct_fields__)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {known}"
+    where = f" in {found[2]}" if found[2] else ""
+    return f"unknown field {found[1]!r}{where}; {hint}"
 
 
 def fingerprint_of_key(key: str) -> str:

@@ -24,6 +24,7 @@ from draftgate.gateway.accounts import Accounts, read_accounts
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.batches.blobs import open_blobs
 from draftgate.gateway.batches.files import Files
+from draftgate.gateway.budgets import Budgets
 from draftgate.gateway.cluster.access import advertised_url, is_local, peer_access
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.cluster.members import Reach
@@ -70,6 +71,7 @@ class Node:
         models: the models, `MODEL` first. A node of a pool also has the models of other nodes.
         key_files: the file of API keys, which may change while the node runs.
         audit: the audit log, or None.
+        budgets: the spending of keys and teams.
         files: the files and batches of clients, or None if the node stores none.
         embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
@@ -100,6 +102,7 @@ class Node:
             config.join, config.pool, config.response_store_bytes, config.response_store_ttl_s
         )
         self.files = None if config.files is None else Files(open_blobs(config.files), time.time)
+        self.budgets = Budgets(store, time.time)
         self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
@@ -126,6 +129,7 @@ class Node:
         if (members := self.models[0].members) is not None:
             members.on_other_model = self._add_model
         self._flows.watch = partial(count_flow_event, self.metrics)
+        self.budgets.on_spent = self._set_spent
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes
@@ -288,6 +292,9 @@ class Node:
         self.accounts = accounts
         for model in self.models:
             model.dispatcher.admission.quotas.change(accounts.quotas)
+
+    def _set_spent(self, owner: str, usd: float) -> None:
+        self.metrics.set(metric.BUDGET_SPENT, usd, owner)
 
     def _own_models(self, fleets: Sequence[tuple[ModelPlan, Fleet]]) -> list[ModelService]:
         """Return the models that the settings name, and the upstreams."""

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -31,6 +32,7 @@ from draftgate.gateway.http.connections import (
 from draftgate.gateway.http.content_encoding import DECODING
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    BUDGET_WARNING,
     ERROR_CODE,
     NODE,
     READERS,
@@ -93,6 +95,9 @@ DIRECT: Final[Mapping[str, WatchedEndpoint]] = {
     for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, embeddings.EMBEDDINGS)
 }
 """The endpoints with most requests, by path, which connections read themselves."""
+
+BUDGET_HEADER: Final = "x-draftgate-budget-warning"
+"""The header of responses beyond a soft budget."""
 
 METRICS_PATH: Final = "/metrics"
 
@@ -266,6 +271,9 @@ class Entrance:
         add_headers(request, response)
         if self._browsers.origins:
             self._browsers.add_headers(request, response)
+        if (warning := request.get(BUDGET_WARNING)) is not None:
+            # Names of tenants may contain any character.
+            response.headers[BUDGET_HEADER] = re.sub("[^ -~]", "?", warning)
         return add_rate_limits(request, response)
 
     def _check_browser(self, request: web.Request) -> web.Response | None:

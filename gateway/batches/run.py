@@ -51,6 +51,10 @@ FIRST_DELAY_S: Final = 1.0
 LONGEST_DELAY_S: Final = 60.0
 """Delays between the attempts of a line, which double each time. (Chosen, not tuned.)"""
 
+LONGEST_WAIT_S: Final = 300.0
+"""Maximum delay, also if the server asks for a longer one. A budget may be raised before its end,
+for example. (Chosen, not tuned.)"""
+
 ORPHAN_S: Final = 600.0
 """Time after which an open batch without a record is forgotten, because its gateway has crashed
 before it has responded to the client."""
@@ -347,7 +351,8 @@ class BatchRun:
             failures += answer.status not in _BUSY or answer.code == _NOT_BUSY
             if failures >= MOST_FAILURES:
                 return answer
-            await asyncio.sleep(max(answer.retry_after_s or 0.0, delay_s))
+            wait_s = max(answer.retry_after_s or 0.0, delay_s)
+            await asyncio.sleep(min(wait_s, LONGEST_WAIT_S))
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     # --- end --------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class LineSender:
         account = accounts.named(tenant) if accounts.required else ANONYMOUS
         if account is None:
             raise Unauthorized("the API key that created the batch does not exist any more")
-        return replace(account, first_priority=OFFLINE_PRIORITY)
+        return replace(account, first_priority=OFFLINE_PRIORITY, ttft_ms=None, tpot_ms=None)
 
     async def _send(self, request_id: str, account: Account, line: Line) -> Answer:
         body, most_bytes = bytes(line.body), self._node.config.max_body_bytes

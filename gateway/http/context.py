@@ -48,6 +48,9 @@ BODY: Final = web.RequestKey("body", bytes)
 ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
 
+BUDGET_WARNING: Final = web.RequestKey("budget_warning", str)
+"""A warning about a soft budget, for a header. Only requests beyond one have this key."""
+
 REQUEST_ID_HEADER: Final = "x-request-id"
 
 ANTHROPIC_ID_HEADER: Final = "request-id"
@@ -157,8 +160,8 @@ async def _read_in_time(request: web.Request, config: ServeConfig) -> bytes:
 async def requested_model(request: Request, node: Node, task: Task = Task.GENERATE) -> ModelService:
     """Return the model that a request names.
 
-    A request without a name gets the first model whose main task it needs, or else that offers the
-    task. A body that cannot be read gets the first model, whose endpoint explains what is wrong.
+    A request without a name, or whose body cannot be read, gets the first model whose main task it
+    needs, or else that offers the task. Its endpoint explains what is wrong with the body.
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
@@ -169,10 +172,7 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
     first, *further = node.models
     if not further and not node.may_miss_models:
         return first  # the usual case
-    try:
-        name = _naming.decode(await read_body(request)).model
-    except (ValueError, RecursionError):
-        return first
+    name = await requested_name(request)
     if name is None:
         offering = (model for model in node.models if task in model.tasks)
         return min(offering, key=lambda model: model.tasks.index(task), default=first)
@@ -183,6 +183,18 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
     if model is None:
         raise ModelNotFound(name, *(one for model in node.models for one in model.listed_names))
     return model
+
+
+async def requested_name(request: Request) -> str | None:
+    """Return the name of the model in the body, or None without one.
+
+    Raises:
+        BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
+    """
+    try:
+        return _naming.decode(await read_body(request)).model
+    except (ValueError, RecursionError):
+        return None  # the endpoint explains what is wrong
 
 
 def query_number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -384,8 +384,8 @@ async def _read_prompt(
 
 def _entry(account: Account, received: Received, fields: ForwardedFields, stated: Stated) -> Entry:
     """Return the entry of a request at admission, within the bounds of its account."""
-    wanted, priority = stated.service, fields.priority
-    service = account.capped(replace(wanted, priority=priority) if priority else wanted)
+    stated_priority = None if fields.sent_priority is None else fields.priority
+    service = account.service_level(stated.service, stated_priority)
     prompt, output, n = fields.prompt_tokens, fields.max_tokens, fields.n
     most_tokens, choices = (prompt + output * fields.prompts) * n, fields.prompts * n
     return Entry(

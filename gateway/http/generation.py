@@ -10,10 +10,12 @@ from typing import Final, TypeVar
 
 from draftgate.backends.core.admission import refusal
 from draftgate.backends.types import Task
+from draftgate.gateway.accounts import Account
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import FlowTag
 from draftgate.gateway.errors import (
     Draining,
+    Forbidden,
     GatewayError,
     Starting,
     UnsupportedTask,
@@ -22,6 +24,7 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    BUDGET_WARNING,
     JSON_HEADERS,
     NODE,
     READERS,
@@ -30,6 +33,7 @@ from draftgate.gateway.http.context import (
     new_id,
     read_body,
     requested_model,
+    requested_name,
 )
 from draftgate.gateway.http.direct import Request, Response, of_headers
 from draftgate.gateway.http.forwarding import forward
@@ -90,12 +94,17 @@ class WatchedEndpoint:
         if node.tracing.records:
             span = _begin_span(node.tracing, request, self.path, self.operation)
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
+        spending = Spending(node, request[ACCOUNT])
         try:
             with node.models[0].dispatcher.counted():
                 model = node.models[0]
                 if len(node.models) > 1 or model.members is not None:
                     model = await requested_model(request, node, self.task)
                     watch.use(model.request_series)
+                if request[ACCOUNT].models is not None:
+                    await _check_model(request, model)
+                if spending.budgets:
+                    await spending.check(request, model)
                 request[QUOTAS] = model.dispatcher.admission.quotas
                 if model.forwards:
                     generates = self.task is Task.GENERATE
@@ -105,6 +114,7 @@ class WatchedEndpoint:
                 else:
                     self._check_task(model)
                     response = await self.respond(request, model, watch)
+                spending.succeeded = True
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -112,6 +122,9 @@ class WatchedEndpoint:
             shown = as_gateway_error(error)
             watch.end(_ending(shown), shown.status, error)
             raise
+        finally:
+            if spending.budgets:
+                spending.charge(watch)
         watch.end(FINISHED, response.status)
         return response
 
@@ -128,6 +141,56 @@ class WatchedEndpoint:
         offered = model.fleet.card.capabilities.tasks
         if self.task not in offered and self.alternative not in offered:
             raise UnsupportedTask(refusal(self.task, offered))
+
+
+async def _check_model(request: Request, model: ModelService) -> None:
+    """Check that the account of a request may use its model.
+
+    Raises:
+        Forbidden: the key is for other models.
+    """
+    account = request[ACCOUNT]
+    name = await requested_name(request) or model.name
+    if not account.allows(name):
+        allowed = ", ".join(map(repr, account.models or ()))
+        raise Forbidden(f"this API key may not use the model {name!r}; it may use {allowed}")
+
+
+class Spending:
+    """The budgets of a request.
+
+    Attributes:
+        budgets: the budgets of its key and team.
+        succeeded: whether the request has ended without an error.
+    """
+
+    succeeded = False
+    _model = ""
+
+    def __init__(self, node: Node, account: Account) -> None:
+        self.budgets = node.accounts.budgets(account)
+        self._node = node
+
+    async def check(self, request: Request, model: ModelService) -> None:
+        """Check the budgets before the request runs.
+
+        Raises:
+            QuotaExceeded: a budget is used up.
+        """
+        self._model = await requested_name(request) or model.name
+        warning = await self._node.budgets.check(self.budgets)
+        if warning is not None:
+            request[BUDGET_WARNING] = warning
+
+    def charge(self, watch: RequestWatch) -> None:
+        """Charge the tokens of the request, if it has run."""
+        if not (self.succeeded or watch.output_tokens):
+            return
+        usd, price = watch.cost_usd, self._node.accounts.price(self._model)
+        if usd is None and price is not None:
+            usd = price.usd(watch.prompt_tokens, watch.cached_tokens, watch.output_tokens)
+        if usd is not None:
+            self._node.budgets.charge(self.budgets, usd)
 
 
 class Endpoint(WatchedEndpoint):

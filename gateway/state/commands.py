@@ -280,6 +280,27 @@ class ReadLevels(StoreCommand[Levels], frozen=True):
     tenant: str
 
 
+# --- budgets --------------------------------------------------------------------------------------
+
+
+class ExchangeSpending(StoreCommand[tuple[int, ...] | None], frozen=True):
+    """Report what a gateway has charged, and return the sums of all gateways in the same order.
+
+    A report has the total of the gateway, so a repeated one has no further effect, and a store that
+    has lost its memory gets all totals again. The result is None if the store does not respond.
+
+    Attributes:
+        source: an id of this run of the gateway.
+        totals: name of an account, total in billionths of a USD, and seconds for which the account
+            is kept after this report.
+    """
+
+    fallback = None
+
+    source: str
+    totals: tuple[tuple[str, int, float], ...]
+
+
 # --- flows ----------------------------------------------------------------------------------------
 
 

@@ -236,6 +236,9 @@ UNKNOWN_COSTS: Final = _counter(
     "Requests whose upstream has a price but reported no usage, so that the cost is unknown",
     labels=("tenant", "model"),
 )
+BUDGET_SPENT: Final = _gauge(
+    "draftgate_budget_spent_usd", "Spending of a key or team with a budget", labels=("owner",)
+)
 PREEMPTIONS: Final = _counter(
     "draftgate_upstream_preemptions",
     "Requests that lost their place at an upstream to a request of a higher class, by what is left "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftgate.gateway.state.commands import (
+    ExchangeSpending,
     FreeSlots,
     HoldSlots,
     ListWorkers,
@@ -459,6 +460,23 @@ class StoreContract:
         assert not await store.call(HoldSlots("second", ("a",), 10.0))
         await timed.pass_time(0.001)
         assert await store.call(HoldSlots("second", ("a",), 10.0))
+
+    async def test_spending_is_the_sum_of_all_gateways(self, timed: Timed, store: Store) -> None:
+        """A repeated or older report of a gateway changes nothing. An account ends after its
+        time."""
+
+        async def spent(source: str, **totals: int) -> tuple[int, ...] | None:
+            entries = tuple((name, total, 10.0) for name, total in totals.items())
+            return await store.call(ExchangeSpending(source, entries))
+
+        assert await spent("one", a=5, b=0) == (5, 0)
+        assert await spent("two", a=1 << 40) == (5 + (1 << 40),)
+        assert await spent("two", a=1 << 40) == (5 + (1 << 40),)
+        assert await spent("one", a=2, b=7) == (5 + (1 << 40), 7)
+        await timed.pass_time(9.9)
+        assert await spent("one", b=8) == (8,)
+        await timed.pass_time(9.9)
+        assert await spent("two", b=1) == (9,)
 
     async def test_a_released_claim_ends(self, store: Store) -> None:
         """A release ends a claim as well as a lease."""

@@ -200,7 +200,7 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
         ("keys: [{name: a, key_sha256: xyz}]", "64 hexadecimal digits"),
         ("keys: [{name: a, key: x}, {name: b, key: x}]", "same key"),
         ("keys: [{name: a, key: x}, {name: a, key: y}]", "same name"),
-        ("keys: [{name: a, key: x, speed: 3}]", "unknown field `speed`"),
+        ("keys: [{name: a, key: x, speed: 3}]", "unknown field 'speed'"),
         ("keys: [{name: a, key: x, share: 0}]", "share"),
         ("[", "keys.yaml"),
     ],
@@ -233,3 +233,74 @@ def test_requests_are_not_capped_without_keys() -> None:
     requested = ServiceLevel(0.001, 0.001, -99)
     assert ANONYMOUS.capped(requested) == requested
     assert Account("a", "k").capped(requested) == ServiceLevel(0.001, 0.001, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "keys: [{name: a, key: b, shares: 2}]",
+            r"unknown field 'shares' in keys\[0\]; did you mean",
+        ),
+        ("keyz: []", "unknown field 'keyz'; did you mean 'keys'\\?"),
+        ("keys: [{name: a, key: b, zzzz: 2}]", "unknown field 'zzzz' in .*; known: name, key"),
+        ("keys: []\nteams: [{name: t, budget: 1}]", "did you mean 'budget_usd'"),
+        ("keys: []\nprices: {m: {input: 1, outputs: 2}}", "did you mean 'output'"),
+        ("keys: [{name: a, key: b, team: t}]", "a: unknown team 't'; known: none"),
+    ],
+)
+def test_an_unknown_name_in_a_key_file_is_refused_with_a_similar_one(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    """The error names the unknown field or team, and what it probably means."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_accounts(path)
+
+
+async def test_defaults_of_a_key_apply_to_requests_that_state_none(
+    tmp_path: Path, scripted: ScriptedBackend
+) -> None:
+    """A key sets the priority and the latency targets of its requests, unless they state their
+    own."""
+    path = tmp_path / "keys.yaml"
+    path.write_text("keys: [{name: a, key: sk-a, priority: 3, ttft_ms: 5000, tpot_ms: 700}]")
+    async with (
+        running(backends=[scripted], api_keys_file=str(path)) as gateway,
+        client(gateway) as http,
+    ):
+
+        async def service(body: dict[str, object], headers: dict[str, str]) -> ServiceLevel:
+            headers = {**bearer("sk-a"), **headers}
+            sent = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+            request = await scripted.submitted.get()
+            scripted.emit(request, "x", last=True)
+            assert (await sent).status_code == 200
+            return request.service
+
+        assert await service(BODY, {}) == ServiceLevel(5.0, 0.7, 3)
+        stated = {"x-slo-ttft-ms": "9000"}
+        assert await service({**BODY, "priority": 1}, stated) == ServiceLevel(9.0, 0.7, 1)
+        assert (await service({**BODY, "priority": 0}, {})).priority == 0
+
+
+async def test_a_key_uses_only_its_models(tmp_path: Path, scripted: ScriptedBackend) -> None:
+    """A key with a list of models gets status 403 for another model, and does not see it."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "keys: [{name: a, key: sk-a, models: [other]}, {name: b, key: sk-b, models: [scripted]}]"
+    )
+    async with (
+        running(backends=[scripted], api_keys_file=str(path)) as gateway,
+        client(gateway) as http,
+    ):
+        refused = await http.post("/v1/completions", json=BODY, headers=bearer("sk-a"))
+        assert refused.status_code == 403
+        assert "it may use 'other'" in refused.json()["error"]["message"]
+        for key, names in (("sk-a", []), ("sk-b", ["scripted"])):
+            listed = (await http.get("/v1/models", headers=bearer(key))).json()["data"]
+            assert [one["id"] for one in listed] == names
+        sent = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer("sk-b")))
+        scripted.emit(await scripted.submitted.get(), "x", last=True)
+        assert (await sent).status_code == 200

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from draftgate.backends.types import Task
 from draftgate.gateway.errors import ModelNotFound, invalid
 from draftgate.gateway.http.context import (
+    ACCOUNT,
     NODE,
     is_anthropic,
     json_response,
@@ -56,8 +57,9 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     """List the models of this node, of its pool and of its upstreams."""
     node, anthropic = request.app[NODE], is_anthropic(request)
     limit = query_number(request, "limit", DEFAULT_MODELS, MOST_MODELS) if anthropic else 0
-    listed = list(_listed(node).values())
-    if not listed:  # no list is known, and an upstream explains why
+    found = _listed(node)
+    listed = [one for name, one in found.items() if request[ACCOUNT].allows(name)]
+    if not found:  # no list is known, and an upstream explains why
         convert = partial(_upstream_page, request, limit)
         return await pass_on(request, node.models[-1], convert)
     if anthropic:
@@ -74,13 +76,14 @@ async def get_model(request: web.Request) -> web.StreamResponse:
         ModelNotFound: the node serves other models.
     """
     node, name = request.app[NODE], request.match_info["model"]
-    listed = _listed(node)
+    listed = {k: v for k, v in _listed(node).items() if request[ACCOUNT].allows(k)}
     if (found := listed.get(name)) is not None:
         return json_response(
             encode(message_model(_in_both_forms(found)) if is_anthropic(request) else found)
         )
     upstreams = node.models[-1]
-    if _uses_upstream_names(upstreams) and upstreams.may_forward(name):  # one has no list yet
+    allows = request[ACCOUNT].allows(name)
+    if allows and _uses_upstream_names(upstreams) and upstreams.may_forward(name):  # no list yet
         return await pass_on(request, upstreams, partial(_upstream_model, request))
     raise ModelNotFound(name, *list(listed)[:MOST_NAMES])
 

@@ -143,10 +143,13 @@ def changed_fields(
             raise ModelNotFound(fields.model, *ours)
         if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
-    first = account.first_priority
+    first, default = account.first_priority, account.priority
     if first is not None and first >= OFFLINE_PRIORITY:
-        first = 0  # only the gateway knows this class, and many servers accept no priority
-    if first is not None and not (first <= 0 and fields.is_object and fields.sent_priority is None):
+        first = default = 0  # only the gateway knows this class, and many servers accept none
+    if fields.is_object and fields.sent_priority is None:
+        if priority := default if first is None else max(default, first):
+            found["priority"] = priority
+    elif first is not None:
         found |= _capped_priority(fields, first)
     return found
 

@@ -9,7 +9,7 @@ from draftgate.backends.header_numbers import header_count, header_number
 from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.errors import invalid
 from draftgate.policies.types import ANYTIME, ServiceLevel
-from draftgate.policies.values import immutable, replace
+from draftgate.policies.values import immutable
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
@@ -225,5 +225,4 @@ class Sender:
         Args:
             priority: the priority in the body, or None.
         """
-        wanted = replace(self.service, priority=priority) if priority else self.service
-        return self.account.capped(wanted)
+        return self.account.service_level(self.service, priority)

@@ -244,6 +244,13 @@ def _totals(_command: commands.ReadTotals, found: Sequence[int]) -> Totals:
     return Totals(reserved, settled, released, reserved - settled - released)
 
 
+def _spending(command: commands.ExchangeSpending, _caller: Caller) -> Iterable[Argument]:
+    args: list[Argument] = [command.source]
+    for name, total, ttl_s in command.totals:
+        args += (name, total, _us(ttl_s))
+    return args
+
+
 # --- flows ----------------------------------------------------------------------------------------
 
 
@@ -321,6 +328,9 @@ SCRIPTS: Final[Mapping[commands.CommandType, Script]] = {
     commands.SettleQuotas: Script("settle_quota", _QUOTAS),
     commands.ReadTotals: Script("quota_totals", _QUOTAS, _totals),
     commands.ReadLevels: Script("quota_levels", _QUOTAS, lambda _, found: Levels(*map(int, found))),
+    commands.ExchangeSpending: Script(
+        "exchange_spending", ("pool",), lambda _, found: tuple(found), _spending
+    ),
     commands.BeginHop: Script("begin_hop", _FLOWS, _hop, _begin_hop),
     commands.EndHop: Script("end_hop", _FLOWS, _nothing, _end_hop),
     commands.CancelFlow: Script("cancel_flow", _FLOWS, _as_bool, _flow),
