@@ -84,7 +84,7 @@ class Period(StrEnum):
 
 
 class Budget(NamedTuple):
-    """A budget of a key or a team.
+    """A budget of a key or a team, or only the period of its spending.
 
     Attributes:
         owner: `key NAME` or `team NAME`.
@@ -96,6 +96,11 @@ class Budget(NamedTuple):
     hard_usd: float | None
     soft_usd: float | None
     period: Period
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it has a limit, which requests have to be checked against."""
+        return self.hard_usd is not None or self.soft_usd is not None
 
 
 class Team(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,8 +261,15 @@ class Accounts:
         return {account.name: account.quota for account in self}
 
     def budgets(self, account: Account) -> tuple[Budget, ...]:
-        """Return the budgets of an account and of its team, which most accounts do not have."""
+        """Return the budgets of an account and of its team.
+
+        Without prices, only those with limits are known.
+        """
         return self._budgets.get(account.name, ())
+
+    def all_budgets(self) -> tuple[Budget, ...]:
+        """Return the budgets of all accounts and teams."""
+        return tuple(dict.fromkeys(one for found in self._budgets.values() for one in found))
 
     def price(self, model: str) -> TokenPrice | None:
         """Return the price of a model, or None without one."""
@@ -275,11 +287,11 @@ class Accounts:
                 known = ", ".join(self._teams) or "none"
                 raise ValueError(f"{account.name}: unknown team {account.team!r}; known: {known}")
             owners.append((f"team {account.team}", self._teams[account.team]))
-        return tuple(
+        budgets = [
             Budget(owner, one.budget_usd, one.soft_budget_usd, one.budget_period)
             for owner, one in owners
-            if one.budget_usd is not None or one.soft_budget_usd is not None
-        )
+        ]
+        return tuple(one for one in budgets if one.is_limited or self._prices)
 
     def named(self, name: str) -> Account | None:
         """Return the account of a name, or None if no key has this name."""

@@ -11,8 +11,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from datetime import UTC, datetime, timedelta
 from typing import Final
+
+import msgspec
 
 from draftgate.gateway.accounts import Budget, Period
 from draftgate.gateway.errors import QuotaExceeded
@@ -25,6 +28,29 @@ PER_USD: Final = 10**9
 
 KEPT_S: Final = 86_400.0
 """Time for which the store keeps the spending of a period after its end."""
+
+
+class OwnerUsage(msgspec.Struct):
+    """What a key or a team has spent in the present period.
+
+    Attributes:
+        owner: `key NAME` or `team NAME`.
+    """
+
+    owner: str
+    period: Period
+    begins_at: datetime
+    resets_at: datetime
+    spent_usd: float
+    budget_usd: float | None
+    soft_budget_usd: float | None
+
+
+class UsageReply(msgspec.Struct):
+    """The response of `/usage`."""
+
+    data: list[OwnerUsage]
+    object: str = "list"
 
 
 class Budgets:
@@ -47,7 +73,8 @@ class Budgets:
         self._own: dict[str, int] = {}  # charges of this gateway, by account of the store
         self._others: dict[str, int] = {}  # those of all others, as last known
         self._warned: set[str] = set()
-        self._reports: set[asyncio.Task[object]] = set()
+        self._unreported: set[Budget] = set()
+        self._reporting: asyncio.Task[None] | None = None
 
     async def check(self, budgets: Sequence[Budget]) -> str | None:
         """Check the budgets of a request, and return a warning about soft budgets, or None.
@@ -73,9 +100,36 @@ class Budgets:
         for budget in budgets:
             name = self._account(budget)
             self._own[name] = self._own.get(name, 0) + round(usd * PER_USD)
-        report = asyncio.create_task(self._spent(budgets))
-        self._reports.add(report)
-        report.add_done_callback(self._reports.discard)
+        self._unreported.update(budgets)
+        if self._reporting is None:
+            # An empty context keeps the id of this request out of the log lines of others.
+            self._reporting = asyncio.create_task(self._report(), context=Context())
+
+    async def usage(self, budgets: Sequence[Budget]) -> list[OwnerUsage]:
+        """Return the spending of all gateways in the present periods."""
+        now = self._now()
+        return [
+            OwnerUsage(
+                budget.owner,
+                budget.period,
+                _begin(budget.period, now),
+                _end(budget.period, now),
+                spent / PER_USD,
+                budget.hard_usd,
+                budget.soft_usd,
+            )
+            for budget, spent in zip(budgets, await self._spent(budgets), strict=True)
+        ]
+
+    async def _report(self) -> None:
+        """Report charges to the store, those of many requests in one call."""
+        try:
+            while self._unreported:
+                budgets = list(self._unreported)
+                self._unreported.clear()
+                await self._spent(budgets)
+        finally:
+            self._reporting = None
 
     async def _spent(self, budgets: Sequence[Budget]) -> list[int]:
         """Report the totals of budgets, and return the spending of all gateways."""

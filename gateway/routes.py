@@ -62,6 +62,7 @@ from draftgate.gateway.http.endpoints import (
     rerank,
     score,
     stored_responses,
+    usage,
     worker_role,
 )
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH, MESSAGES, count_message_tokens
@@ -178,6 +179,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/live", live.live, allow_head=False),
         web.get("/workers", live.list_workers),
         web.put(worker_role.PATH, worker_role.set_role),
+        web.get(usage.PATH, usage.get_usage),
         web.get("/web/{name}", page.file),
         web.get("/openapi.json", get_document),
     ]

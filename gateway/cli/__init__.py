@@ -316,6 +316,19 @@ def explain(
     run_explain(source, policy, request, api_key, as_json=as_json)
 
 
+@app.command()
+def usage(
+    server: Annotated[
+        str, typer.Argument(help="The address of a server.", metavar="SERVER")
+    ] = "http://127.0.0.1:8000",
+    api_key: ApiKey = "",
+) -> None:
+    """Print what keys and teams have spent in the present period, as CSV."""
+    from draftgate.gateway.cli.usage import run_usage
+
+    run_usage(server, api_key)
+
+
 @app.command("collect-env")
 def collect_env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

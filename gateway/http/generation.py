@@ -101,10 +101,12 @@ class WatchedEndpoint:
                 if len(node.models) > 1 or model.members is not None:
                     model = await requested_model(request, node, self.task)
                     watch.use(model.request_series)
+                if spending.budgets:
+                    spending.model = await requested_name(request) or model.name
                 if request[ACCOUNT].models is not None:
                     await _check_model(request, model)
-                if spending.budgets:
-                    await spending.check(request, model)
+                if spending.is_limited:
+                    await spending.check(request)
                 request[QUOTAS] = model.dispatcher.admission.quotas
                 if model.forwards:
                     generates = self.task is Task.GENERATE
@@ -162,23 +164,29 @@ class Spending:
     Attributes:
         budgets: the budgets of its key and team.
         succeeded: whether the request has ended without an error.
+        model: the name of the model for its price.
     """
 
     succeeded = False
-    _model = ""
+    model = ""
 
     def __init__(self, node: Node, account: Account) -> None:
         self.budgets = node.accounts.budgets(account)
         self._node = node
 
-    async def check(self, request: Request, model: ModelService) -> None:
+    @property
+    def is_limited(self) -> bool:
+        """Whether the request has to be checked before it runs."""
+        return any(budget.is_limited for budget in self.budgets)
+
+    async def check(self, request: Request) -> None:
         """Check the budgets before the request runs.
 
         Raises:
             QuotaExceeded: a budget is used up.
         """
-        self._model = await requested_name(request) or model.name
-        warning = await self._node.budgets.check(self.budgets)
+        budgets = [budget for budget in self.budgets if budget.is_limited]
+        warning = await self._node.budgets.check(budgets)
         if warning is not None:
             request[BUDGET_WARNING] = warning
 
@@ -186,7 +194,7 @@ class Spending:
         """Charge the tokens of the request, if it has run."""
         if not (self.succeeded or watch.output_tokens):
             return
-        usd, price = watch.cost_usd, self._node.accounts.price(self._model)
+        usd, price = watch.cost_usd, self._node.accounts.price(self.model)
         if usd is None and price is not None:
             usd = price.usd(watch.prompt_tokens, watch.cached_tokens, watch.output_tokens)
         if usd is not None:

@@ -17,6 +17,7 @@ from openai.types import Batch
 from draftgate.gateway.app import Listening
 from draftgate.policies.types import OFFLINE_PRIORITY
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, eventually, running
+from tests.upstream_settings import at
 
 CHATS = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -254,3 +255,19 @@ async def test_a_server_without_a_folder_says_how_to_store_files() -> None:
         with pytest.raises(openai.APIStatusError, match="--files FOLDER") as caught:
             await api.files.create(file=("in.jsonl", b"x"), purpose="batch")
         assert caught.value.status_code == 501
+
+
+async def test_lines_run_on_upstream_servers(tmp_path: Path) -> None:
+    """Lines are forwarded as online requests are, without the priority of batches, which other
+    servers do not know."""
+    async with running() as upstream:
+        settings = {"backend": "openai", "upstream": at(upstream.url)}
+        async with (
+            running(files=str(tmp_path), **settings) as gateway,
+            client_of(gateway) as api,
+        ):
+            batch = await end_of(api, await begin(api, [chat("a"), chat("b", max_tokens="x")]))
+            output = await content(api, batch.output_file_id)
+            assert output["a"]["response"]["body"]["object"] == "chat.completion"
+            errors = await content(api, batch.error_file_id)
+            assert errors["b"]["response"]["body"]["error"]["param"] == "max_tokens"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from draftgate.gateway.accounts import Budget, Period
 from draftgate.gateway.budgets import Budgets
+from draftgate.gateway.cli.usage import run_usage
 from draftgate.gateway.errors import QuotaExceeded
 from draftgate.gateway.state.memory.store import MemoryStore
 from tests.gateway.harness import ScriptedBackend, client, eventually, running
@@ -171,6 +173,31 @@ async def test_a_request_beyond_a_budget_is_refused_with_the_budget_and_its_rese
     spent = [line for line in metrics.splitlines() if line.startswith("draftgate_budget_spent_usd")]
     assert any('owner="key b"' in line for line in spent)
     assert any('owner="team research"' in line for line in spent)
+
+
+async def test_usage_of_all_keys_is_exported_as_csv(
+    tmp_path: Path, scripted: ScriptedBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator sees all keys and teams, and a tenant its own key and team. The command prints
+    them as CSV."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS)
+    settings = {"backends": [scripted], "api_keys_file": str(path)}
+    async with running(**settings) as gateway, client(gateway) as http:
+        await respond(http, scripted, "sk-b", tokens=3)
+
+        async def export(key: str) -> dict[str, dict[str, str]]:
+            await asyncio.to_thread(run_usage, gateway.url, key)
+            rows = csv.DictReader(capsys.readouterr().out.splitlines())
+            return {row["owner"]: row for row in rows}
+
+        found = await export("sk-root")
+        assert set(found) == {"key a", "key b", "key root", "team research"}
+        assert float(found["key b"]["spent_usd"]) == pytest.approx(0.301)
+        assert float(found["team research"]["spent_usd"]) == pytest.approx(0.301)
+        assert float(found["key a"]["spent_usd"]) == 0.0
+        assert (found["key b"]["period"], found["key b"]["budget_usd"]) == ("day", "0.2")
+        assert set(await export("sk-b")) == {"key b", "team research"}
 
 
 async def test_a_failed_request_costs_nothing(

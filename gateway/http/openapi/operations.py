@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from draftgate.gateway.budgets import UsageReply
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
@@ -19,6 +20,7 @@ from draftgate.gateway.http.endpoints.stored_responses import (
     ORDERS,
     PATH,
 )
+from draftgate.gateway.http.endpoints.usage import PATH as USAGE_PATH
 from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query, in_query_text
 from draftgate.gateway.http.openapi.storage import STORAGE_OPERATIONS
 from draftgate.gateway.http.replies.anthropic_shapes import (
@@ -329,6 +331,7 @@ OPERATIONS: Final = (
         errors=(400, 404, 408, 409, 413, 503),
         parameters=(in_path("worker_id"),),
     ),
+    Operation("GET", USAGE_PATH, "Return what keys and teams have spent.", UsageReply),
     Operation("GET", "/", "Return the live page.", ("text/html",)),
     Operation(
         "GET",
