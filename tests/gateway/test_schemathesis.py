@@ -66,6 +66,9 @@ CONDITIONS = {
     "a deadline of a flow names the flow": r"x-flow-deadline-ms: requires x-flow-id$",
     "all choices have at most the tokens of a request": r"\(--max-request-tokens",
     "an allowed token does not end the output": r"must have a token that does not end the output$",
+    "a page follows an id of the list": r"after: must be an id of the list",
+    "a window is a number of hours": r"completion_window: must be a number of hours",
+    "metadata has bounds": r"metadata: ",
     "all stop texts have at most some characters": r"must have at most \d+ characters in total",
 }
 """Conditions of valid requests that the document does not express, and the errors of requests that
@@ -103,6 +106,14 @@ LONG = {
     "POST /v1/messages": Count(2400, 800),
     "POST /v1/messages/count_tokens": Count(600, 200),
     "POST /v1/embeddings": Count(800, 300),
+    "GET /v1/files": Count(100, 50),
+    "GET /v1/files/{file_id}": Count(50, 50),
+    "DELETE /v1/files/{file_id}": Count(50, 50),
+    "GET /v1/files/{file_id}/content": Count(50, 50),
+    "POST /v1/batches": Count(200, 100),
+    "GET /v1/batches": Count(100, 50),
+    "GET /v1/batches/{batch_id}": Count(50, 50),
+    "POST /v1/batches/{batch_id}/cancel": Count(50, 50),
     "POST /v1/rerank": Count(100, 50),
     "POST /rerank": Count(100, 50),
     "POST /v2/rerank": Count(100, 50),
@@ -166,6 +177,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a fast node whose model supports tools."""
     model: Path = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
     fast = {"sim_service_ms": 0.05, "model": str(model), "max_model_len": 512}
+    fast["files"] = str(tmp_path_factory.mktemp("files"))
     with node_in_a_thread(**fast) as gateway:
         yield gateway
 

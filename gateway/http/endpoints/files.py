@@ -12,6 +12,7 @@ from tempfile import SpooledTemporaryFile
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from draftgate.gateway.batches.files import (
     OUTPUT_PURPOSE,
@@ -119,8 +120,9 @@ async def create_file(request: web.Request) -> web.Response:
     with SpooledTemporaryFile(SPOOLED_BYTES) as spool:
         try:
             name, purpose = await _read_form(request, cast(BinaryIO, spool))
-        except (ValueError, AssertionError, web.RequestPayloadError) as error:
-            raise InvalidRequest(f"the form cannot be read: {error}") from None
+        except (ValueError, AssertionError, web.RequestPayloadError, BadHttpMessage) as error:
+            reason = " ".join(str(error).split()).removeprefix("400, message: ")
+            raise InvalidRequest(f"the form cannot be read: {reason}") from None
         if purpose is None:
             raise invalid("purpose", "is required")
         if purpose != PURPOSE:

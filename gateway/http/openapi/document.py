@@ -175,7 +175,8 @@ def _operation(
         content = {JSON: {"schema": refs[operation.body], "examples": examples}}
         entry["requestBody"] = {"required": True, "content": content}
     if operation.form is not None:
-        form = {"type": "object", "properties": operation.form, "required": [*operation.form]}
+        form: dict[str, Any] = {"type": "object", "additionalProperties": False}
+        form |= {"properties": operation.form, "required": [*operation.form]}
         content = {"multipart/form-data": {"schema": form}}
         entry["requestBody"] = {"required": True, "content": content}
     return entry
