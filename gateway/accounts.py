@@ -67,6 +67,8 @@ Count = Annotated[int, Meta(ge=1)]
 _DIGITS: Final = 64
 """Length of a SHA-256 in hex."""
 
+_SHOWN_DIGITS: Final = 8
+
 
 class Role(StrEnum):
     """What a key may see."""
@@ -154,6 +156,11 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(digest) != _DIGITS or any(c not in "0123456789abcdef" for c in digest):
             raise ValueError(f"{self.name}: key_sha256 must be {_DIGITS} hexadecimal digits")
         return digest
+
+    @property
+    def fingerprint(self) -> str:
+        """The first digits of the digest, which identify the key in records."""
+        return self.digest[:_SHOWN_DIGITS]
 
     @property
     def sees_tenant(self) -> str | None:
@@ -244,10 +251,10 @@ class Accounts:
                 raise ValueError(f"{account.name}: another account has the same key")
             self._by_digest[digest] = account
         self.required = bool(self._by_digest)
-        names = [account.name for account in self._by_digest.values()]
-        if len(set(names)) < len(names):
+        self._by_name = {account.name: account for account in self}
+        if len(self._by_name) < len(self._by_digest):
             raise ValueError("two accounts have the same name")
-        if names and all(one.role is Role.METRICS for one in self):
+        if self.required and all(one.role is Role.METRICS for one in self):
             raise ValueError("keys with the role metrics need an API key for clients")
         self._budgets = {one.name: found for one in self if (found := self._budgets_of(one))}
 
@@ -302,6 +309,10 @@ class Accounts:
         # The time of a search by digest reveals nothing about a key.
         return self._by_digest.get(_sha256(key))
 
+    def named(self, name: str) -> Account | None:
+        """Return the account of a tenant, or None if no account has this name."""
+        return self._by_name.get(name)
+
 
 def read_accounts(
     path: Path | None, keys: Iterable[str] = (), metrics_keys: Iterable[str] = ()
@@ -355,7 +366,7 @@ def _with_hint(message: str) -> str:
 
 def fingerprint_of_key(key: str) -> str:
     """Return the first 8 digits of the SHA-256 of a key, which identify the key in records."""
-    return _sha256(key)[:8]
+    return _sha256(key)[:_SHOWN_DIGITS]
 
 
 def _sha256(key: str) -> str:

@@ -13,6 +13,7 @@
     │   ├── ResponseNotFound  404  ... code response_not_found
     │   ├── WorkerNotFound    404  ... code worker_not_found
     │   ├── NotStored         404  ... code not_found
+    │   ├── RequestNotFound   404  ... code request_not_found
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── ForbiddenHost     403  ... code forbidden_host
     │   ├── ForbiddenOrigin   403  ... code forbidden_origin
@@ -234,6 +235,10 @@ class NotStored(InvalidRequest, status=404, code="not_found"):
     """The API key has no file or batch of this id."""
 
 
+class RequestNotFound(InvalidRequest, status=404, code="request_not_found"):
+    """The node has no record of a request of this id."""
+
+
 class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
     """The response that a request continues does not exist.
 
@@ -321,15 +326,8 @@ class Unauthorized(GatewayError, status=401, type="invalid_request_error", code=
     """The request has no API key or an unknown key."""
 
     def headers(self) -> list[tuple[str, str]]:
-        """Return the supported authentication.
-
-        Programs use a bearer token, and browsers use a password. Each scheme has a header of its
-        own, because Chromium reads only the first scheme of a header.
-        """
-        return [
-            ("WWW-Authenticate", "Bearer"),
-            ("WWW-Authenticate", 'Basic realm="draftgate", charset="UTF-8"'),
-        ]
+        """Return the supported authentication."""
+        return [("WWW-Authenticate", "Bearer")]
 
 
 class TooMany(GatewayError, status=429, type="rate_limit_error", code="too_many"):

@@ -39,6 +39,7 @@ from draftgate.gateway.telemetry.initial_series import create_series
 from draftgate.gateway.telemetry.live import ActivityMeter, Recent
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
+from draftgate.gateway.telemetry.tenant_gauges import follow_queue
 from draftgate.gateway.upstream_servers import UpstreamServers
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
@@ -359,6 +360,7 @@ class ModelService:
         read(metric.EXPIRED_CLAIMS, lambda: sharing.expired_claims)
         read(metric.QUOTA_RESERVATIONS, lambda: quotas.open)
         read(metric.OPEN_WORKERS, lambda: len(fleet.open))
+        follow_queue(self.metrics, queue)
 
     def _waiting_on_workers(self) -> int:
         """Return the number of sequences that wait on the node's own workers."""

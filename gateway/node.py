@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import secrets
 import time
@@ -41,6 +42,7 @@ from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
+from draftgate.gateway.process import SECRET_ENV
 from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded.store import open_response_store
@@ -50,6 +52,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.metrics import Metrics, Row
+from draftgate.gateway.telemetry.request_facts import LatestRequests
 from draftgate.gateway.telemetry.request_series import count_flow_event
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.gateway.tracing import Tracing
@@ -70,9 +73,11 @@ class Node:
     Attributes:
         models: the models, `MODEL` first. A node of a pool also has the models of other nodes.
         key_files: the file of API keys, which may change while the node runs.
+        requests: the latest requests of clients.
         audit: the audit log, or None.
         budgets: the spending of keys and teams.
         files: the files and batches of clients, or None if the node stores none.
+        session_secret: signs the sessions of browsers.
         embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
         siblings: the other processes of the node, or None if it has one process.
@@ -109,10 +114,12 @@ class Node:
         decisions_file = _file("--decisions-file", config.decisions_file)
         audit_file = _file("--audit-file", config.audit_file)
         self.decisions = Decisions(decisions_file, time.time)
+        self.requests = LatestRequests()
         self.audit = None if audit_file is None else AuditLog(audit_file, time.time)
         self.key_files = _key_files(config)
         self.accounts = self.key_files.read()
         self.peer_access = peer_access(config, keys=self.accounts.required)
+        self.session_secret = _session_secret(config)
         self.port = config.port
         self.siblings: Siblings | None = None
         self._flows = Flows(store, loop_time_s)
@@ -405,6 +412,17 @@ def _reach(config: ServeConfig) -> Reach | None:
         return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
 
     return reach
+
+
+def _session_secret(config: ServeConfig) -> bytes:
+    """Return the key of sessions: of the pool, of the processes of this node, or of this process.
+
+    Raises:
+        ValueError: the peer secret is missing.
+    """
+    name = config.peer_secret_env or (SECRET_ENV if SECRET_ENV in os.environ else None)
+    shared = secret_of(name)
+    return secrets.token_bytes(32) if shared is None else shared.derive("sessions")
 
 
 def _file(setting: str, path: str | None) -> JsonLinesFile | None:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+SECRET_ENV: Final = "DRAFTGATE_PROCESS_SECRET"
+"""The variable with the secret that the processes of a node share."""
+
 YOUNG_OBJECTS: Final = 5_000
 """Threshold of the youngest garbage-collector generation, in objects.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import logging
 import re
 import time
@@ -23,6 +21,7 @@ from draftgate.gateway.errors import (
     as_gateway_error,
 )
 from draftgate.gateway.http.batch_lines import BATCHES, build_runner, running_batches
+from draftgate.gateway.http.authentication import Sessions, key_of
 from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import (
     add_headers,
@@ -37,6 +36,8 @@ from draftgate.gateway.http.context import (
     NODE,
     READERS,
     REQUEST_ID,
+    SESSION,
+    SESSIONS,
     client_request_id,
     error_format,
     request_id_of,
@@ -59,8 +60,10 @@ from draftgate.gateway.http.endpoints import (
     live,
     models,
     page,
+    records,
     rerank,
     score,
+    session,
     stored_responses,
     usage,
     worker_role,
@@ -91,6 +94,11 @@ COMPLETIONS: Final = Endpoint(
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their responses contain no request data."""
 
+_OPEN_TO_BROWSERS: Final = frozenset(
+    {page.page, page.file, session.get_session, session.log_in, session.log_out}
+)
+"""Handlers for browsers that have not logged in."""
+
 DIRECT: Final[Mapping[str, WatchedEndpoint]] = {
     endpoint.path: endpoint
     for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, embeddings.EMBEDDINGS)
@@ -119,6 +127,7 @@ def build_served(node: Node) -> Direct:
         client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
+    app[SESSIONS] = entrance.sessions
     app[DECODING] = asyncio.Lock()
     app[READERS] = readers = Readers(time.monotonic)
     node.metrics.read(metric.SLOW_READERS, lambda: readers.num_slow)
@@ -133,7 +142,7 @@ def build_served(node: Node) -> Direct:
         web.RouteDef(route.method, f"{route.path}/", route.handler, route.kwargs)
         for route in routes
     )
-    app.add_routes([web.get("/", page.index), *routes])
+    app.add_routes([web.get("/", page.page), *routes])
     add_peer_routes(app)
     expected = Expected(DIRECT, node.config.max_body_bytes)
     for reason in HANDOVERS:
@@ -180,6 +189,12 @@ def _routes() -> list[web.RouteDef]:
         web.get("/workers", live.list_workers),
         web.put(worker_role.PATH, worker_role.set_role),
         web.get(usage.PATH, usage.get_usage),
+        web.get("/records", records.list_records),
+        web.get(records.PATH, records.get_record),
+        web.get(session.PATH, session.get_session),
+        web.post(session.PATH, session.log_in),
+        web.delete(session.PATH, session.log_out),
+        *(web.get(path, page.page) for path in page.PAGES if path != "/"),
         web.get("/web/{name}", page.file),
         web.get("/openapi.json", get_document),
     ]
@@ -196,6 +211,7 @@ class Entrance:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._browsers = BrowserAccess(node.config)
+        self.sessions = Sessions(node.session_secret)
         self._wants_certificate = node.config.tls_client_ca_file is not None
 
     @web.middleware
@@ -293,11 +309,21 @@ class Entrance:
         Other nodes have no account, because they prove that they are nodes.
         """
         request[ACCOUNT] = ANONYMOUS
-        if not is_peer(request) and request.path.rstrip("/") not in OPEN_PATHS:
+        if is_peer(request) or request.path.rstrip("/") in OPEN_PATHS:
+            return
+        accounts = self._node.accounts
+        if accounts.required and key_of(request.headers) is None:
+            own_page = self._browsers.is_own_page(request)
+            found = self.sessions.find(request, accounts, own_page=own_page)
+            if found is not None:
+                request[SESSION] = found
+        if request.match_info.handler not in _OPEN_TO_BROWSERS:
             self._identify(request)
+        elif self._wants_certificate:
+            _check_certificate(request)
 
     def _identify(self, request: Request) -> None:
-        """Find the account of a client.
+        """Find the account of a client by its API key or its session.
 
         Raises:
             Unauthorized: keys are required, and the request has no known key.
@@ -309,8 +335,10 @@ class Entrance:
         accounts = self._node.accounts
         if not accounts.required:
             return
-        key = of_headers(request, _key)
+        key, of_browser = of_headers(request, key_of), request.get(SESSION)
         account = None if key is None else accounts.find(key)
+        if of_browser is not None:
+            account = of_browser.account
         if account is None:
             sent = "no API key was sent" if key is None else "the API key is not known"
             raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
@@ -322,7 +350,14 @@ class Entrance:
         audit = self._node.audit
         if audit is None:
             return
-        account, key = request.get(ACCOUNT), _key(request.headers)
+        account, key, of_browser = (
+            request.get(ACCOUNT),
+            key_of(request.headers),
+            request.get(SESSION),
+        )
+        fingerprint = None if key is None else fingerprint_of_key(key)
+        if of_browser is not None:
+            fingerprint = of_browser.account.fingerprint
         audit.record(
             request[REQUEST_ID],
             request.remote or "",
@@ -330,7 +365,7 @@ class Entrance:
             status,
             request.get(ERROR_CODE),
             tenant=(account.name or None) if account is not None else None,
-            key=None if key is None else fingerprint_of_key(key),
+            key=fingerprint,
         )
 
 
@@ -371,23 +406,3 @@ def _check_certificate(request: Request) -> None:
     """
     if request.transport is None or not request.transport.get_extra_info("peercert"):
         raise CertificateRequired("this server requires a client certificate")
-
-
-def _key(headers: Mapping[str, str]) -> str | None:
-    """Return the API key of a request, which Anthropic's clients send as `x-api-key`."""
-    authorized = _authorized_key(headers.get("Authorization", ""))
-    return authorized or headers.get("x-api-key", "").strip() or None
-
-
-def _authorized_key(authorization: str) -> str | None:
-    """Return the API key from a header: a bearer token, or the password that a browser sends."""
-    scheme, _, value = authorization.strip().partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip() or None
-    if scheme.lower() != "basic":
-        return None
-    try:
-        name_and_password = base64.b64decode(value, validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
-    return name_and_password.partition(":")[2] or None

@@ -12,11 +12,12 @@ import msgspec
 from draftgate.gateway.cluster.snapshots import (
     ProcessSnapshot,
     ReadActivities,
-    ReadDecisions,
     ReadMetrics,
+    ReadRecords,
     ReadStreams,
-    SharedDecision,
+    SharedRecord,
     ShareSnapshot,
+    Shown,
 )
 from draftgate.gateway.dispatch.decisions import Decision, Decisions
 from draftgate.gateway.logs import log
@@ -25,6 +26,7 @@ from draftgate.gateway.state.local.store import LocalStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.live import Activity, Live
 from draftgate.gateway.telemetry.metrics import Row
+from draftgate.gateway.telemetry.request_facts import LatestRequests, RequestFacts
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
 
@@ -42,6 +44,7 @@ class Siblings:
         metrics: Callable[[], list[Row]],
         live: Live,
         decisions: Decisions,
+        requests: LatestRequests,
         own_streams: Callable[[], ProcessStreams],
     ) -> None:
         """Share what one process shows over a socket.
@@ -58,13 +61,17 @@ class Siblings:
         self._metrics = metrics
         self._live = live
         self._decisions = decisions
+        self._requests = requests
         self._own_streams = own_streams
 
     async def share(self) -> None:
         """Send a snapshot of this process to the others. Errors are logged."""
-        changed = [_shared(*one) for one in self._decisions.take_changed()]
         snapshot = ProcessSnapshot(
-            self._metrics(), self._live.activities, changed, self._own_streams()
+            self._metrics(),
+            self._live.activities,
+            [_shared(*one) for one in self._decisions.take_changed()],
+            self._own_streams(),
+            [_shared_request(one) for one in self._requests.take_changed()],
         )
         try:
             await self._store.call(ShareSnapshot(self._process, self._run, snapshot))
@@ -92,13 +99,15 @@ class Siblings:
         """Return the streams of the others."""
         return await self._found(ReadStreams(self._process))
 
-    async def decisions(self, most: int, tenant: str | None) -> list[tuple[float, bytes]]:
-        """Return the latest decisions of the others with their Unix time, newest first.
+    async def records(
+        self, kind: Shown, most: int, tenant: str | None
+    ) -> list[tuple[float, bytes]]:
+        """Return the latest records of the others with their Unix time, newest first.
 
         Args:
-            tenant: the tenant of the decisions, or None for all tenants.
+            tenant: the tenant of the records, or None for all tenants.
         """
-        return await self._found(ReadDecisions(self._run, most, tenant))
+        return await self._found(ReadRecords(kind, self._run, most, tenant))
 
     async def _found(self, command: StoreCommand[list[T]]) -> list[T]:
         try:
@@ -107,6 +116,12 @@ class Siblings:
             return []
 
 
-def _shared(tenant: str, decision: Decision) -> SharedDecision:
+def _shared(tenant: str, decision: Decision) -> SharedRecord:
     key = f"{decision.request_id} {decision.decided_s} {decision.worker_id}"
-    return SharedDecision(key, decision.decided_s, tenant, msgspec.json.encode(decision))
+    return SharedRecord(key, decision.decided_s, tenant, msgspec.json.encode(decision))
+
+
+def _shared_request(facts: RequestFacts) -> SharedRecord:
+    found = facts.recorded()
+    key = f"{facts.client_id} {facts.arrival_s}"
+    return SharedRecord(key, found.record.started_s, facts.account, msgspec.json.encode(found))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from draftgate.gateway.dispatch.decisions import KEPT
@@ -11,17 +14,21 @@ from draftgate.gateway.telemetry.live import Activity
 from draftgate.gateway.telemetry.metrics import Row, add_snapshots, without_gauges
 from draftgate.gateway.telemetry.worker_list import ProcessStreams
 
+Shown: TypeAlias = Literal["decisions", "requests"]
+"""A kind of records that each process of a node shows of all processes."""
 
-class SharedDecision(msgspec.Struct, frozen=True, array_like=True):
-    """A decision of a process.
+
+class SharedRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A decision or a request of a process.
 
     Attributes:
-        key: distinguishes the decisions of a run of a process.
-        json: the decision as JSON.
+        key: distinguishes the records of a run of a process.
+        at_s: Unix time of the decision, or of the arrival of the request.
+        json: the record as JSON.
     """
 
     key: str
-    decided_s: float
+    at_s: float
     tenant: str
     json: bytes
 
@@ -30,13 +37,14 @@ class ProcessSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """The state of a process.
 
     Attributes:
-        decisions: the decisions that are new or have changed since the last snapshot, in order.
+        decisions, requests: those that are new or have changed since the last snapshot, in order.
     """
 
     metrics: list[Row]
     activities: list[Activity]
-    decisions: list[SharedDecision]
+    decisions: list[SharedRecord]
     streams: ProcessStreams
+    requests: list[SharedRecord] = []
 
 
 class ShareSnapshot(StoreCommand[None], frozen=True):
@@ -67,13 +75,14 @@ class ReadStreams(StoreCommand[list[ProcessStreams]], frozen=True):
     process: str
 
 
-class ReadDecisions(StoreCommand[list[tuple[float, bytes]]], frozen=True):
-    """Return the Unix time and the JSON of the latest decisions of all other runs, newest first.
+class ReadRecords(StoreCommand[list[tuple[float, bytes]]], frozen=True):
+    """Return the Unix time and the JSON of the latest records of all other runs, newest first.
 
     Attributes:
-        tenant: the tenant of the decisions, or None for all tenants.
+        tenant: the tenant of the records, or None for all tenants.
     """
 
+    kind: Shown
     run: str
     most: int
     tenant: str | None
@@ -85,7 +94,11 @@ class SharedSnapshots(InMemory):
     def __init__(self) -> None:
         self._latest: dict[str, tuple[str, ProcessSnapshot]] = {}  # by process, with its run
         self._ended: list[Row] = []  # the counters of runs that have ended
-        self._decisions: dict[tuple[str, str], SharedDecision] = {}  # by run and key
+        # The records by run and key.
+        self._records: dict[Shown, dict[tuple[str, str], SharedRecord]] = {
+            "decisions": {},
+            "requests": {},
+        }
         self.handlers = {
             ShareSnapshot: self._share,
             ReadMetrics: self._metrics,
@@ -93,7 +106,7 @@ class SharedSnapshots(InMemory):
                 one for snapshot in self._others(command.process) for one in snapshot.activities
             ],
             ReadStreams: lambda command: [one.streams for one in self._others(command.process)],
-            ReadDecisions: self._read_decisions,
+            ReadRecords: self._read_records,
         }
 
     def _share(self, command: ShareSnapshot) -> None:
@@ -102,17 +115,22 @@ class SharedSnapshots(InMemory):
         if before is not None and before[0] != run:
             self._ended = add_snapshots([self._ended, without_gauges(before[1].metrics)])
         self._latest[process] = run, command.snapshot
-        self._decisions.update({(run, one.key): one for one in command.snapshot.decisions})
-        while len(self._decisions) > KEPT:
-            del self._decisions[next(iter(self._decisions))]
+        self._keep("decisions", run, command.snapshot.decisions)
+        self._keep("requests", run, command.snapshot.requests)
+
+    def _keep(self, kind: Shown, run: str, changed: Iterable[SharedRecord]) -> None:
+        kept = self._records[kind]
+        kept.update({(run, one.key): one for one in changed})
+        while len(kept) > KEPT:
+            del kept[next(iter(kept))]
 
     def _metrics(self, _command: ReadMetrics) -> list[list[Row]]:
         return [self._ended, *(snapshot.metrics for _, snapshot in self._latest.values())]
 
-    def _read_decisions(self, command: ReadDecisions) -> list[tuple[float, bytes]]:
+    def _read_records(self, command: ReadRecords) -> list[tuple[float, bytes]]:
         found = [
-            (one.decided_s, one.json)
-            for (owner, _), one in self._decisions.items()
+            (one.at_s, one.json)
+            for (owner, _), one in self._records[command.kind].items()
             if owner != command.run and command.tenant in {None, one.tenant}
         ]
         return sorted(found, reverse=True)[: command.most]

@@ -69,8 +69,13 @@ class BrowserAccess:
         if host and not self._accepts_host(_without_port(host), keys=keys):
             raise ForbiddenHost(f"the Host {host!r} is not allowed; list it in --allowed-hosts")
         origin = _origin_of(request)
-        if origin and origin not in (f"http://{host}", f"https://{host}", *self.origins):
+        if origin and not (self.is_own_page(request) or origin in self.origins):
             raise ForbiddenOrigin(f"the Origin {origin!r} is not listed in --cors-origins")
+
+    def is_own_page(self, request: Request) -> bool:
+        """Return whether a page of this node sent the request, by its `Origin`."""
+        host = request.headers.get("Host", "").lower()
+        return _origin_of(request) in (f"http://{host}", f"https://{host}")
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """Return the response to a preflight of a listed origin, or None for other requests.

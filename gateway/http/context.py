@@ -23,6 +23,7 @@ from draftgate.gateway.errors import (
     Starting,
     invalid,
 )
+from draftgate.gateway.http.authentication import Session, Sessions
 from draftgate.gateway.http.content_encoding import DECODING, body_encoding, read_decoded
 from draftgate.gateway.http.direct import DirectRequest, Request
 from draftgate.gateway.http.readers import Readers
@@ -32,9 +33,13 @@ from draftgate.gateway.node import Node
 
 NODE: Final = web.AppKey("node", Node)
 READERS: Final = web.AppKey("readers", Readers)
+SESSIONS: Final = web.AppKey("sessions", Sessions)
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """The account of a request."""
+
+SESSION: Final = web.RequestKey("session", Session)
+"""The session of a browser. Only requests of logged-in browsers have this key."""
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """The id of a request in logs and in the `x-request-id` header."""

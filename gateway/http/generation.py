@@ -95,6 +95,8 @@ class WatchedEndpoint:
             span = _begin_span(node.tracing, request, self.path, self.operation)
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
         spending = Spending(node, request[ACCOUNT])
+        watch.sent(request[REQUEST_ID], request[ACCOUNT].name)
+        node.requests.add(watch)
         try:
             with node.models[0].dispatcher.counted():
                 model = node.models[0]

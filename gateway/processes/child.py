@@ -33,6 +33,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.loading import loading_shown
 from draftgate.gateway.logs import configure, flush
 from draftgate.gateway.node import Node
+from draftgate.gateway.process import SECRET_ENV
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.state.commands import ListWorkers
 
@@ -66,8 +67,8 @@ def main() -> None:
 
 def _run(order: Order, notices: _NoticeWriter) -> None:
     config = order.config
-    if config.peer_secret_env is not None and order.secret is not None:
-        os.environ[config.peer_secret_env] = order.secret
+    if order.secret is not None:
+        os.environ[config.peer_secret_env or SECRET_ENV] = order.secret
     if not config.no_worker and not config.only_forwards:
         _check_reachable(config)
     configure(config.log_level, config.log_format)
@@ -92,7 +93,7 @@ def _inherited(order: Order) -> Inherited | None:
 def _set_siblings(node: Node, order: Order) -> None:
     """Let a node share what it shows with the other processes, if its parent has several."""
     if order.parent is not None:
-        shown = node.metric_rows, node.live, node.decisions, node.streams
+        shown = node.metric_rows, node.live, node.decisions, node.requests, node.streams
         node.siblings = Siblings(Path(order.parent), order.process, *shown)
 
 

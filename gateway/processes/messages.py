@@ -14,7 +14,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     Ray's state shows the environments of actors.
 
     Attributes:
-        secret: the value of `config.peer_secret_env`, or None if the child has the variable.
+        secret: the value of `config.peer_secret_env`, or what the processes of a node share without
+            one, or None if the child has the variable.
         listener: file descriptor of the listening socket, or None to open one.
         others: file descriptors of the listeners of the other processes that share the port.
         restarted: whether an earlier process with this order has served. Its successor accepts

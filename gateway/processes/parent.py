@@ -23,6 +23,7 @@ from draftgate.gateway.cluster.snapshots import SharedSnapshots
 from draftgate.gateway.config import ConfigError, ServeConfig
 from draftgate.gateway.http.last_requests import accept_new_clients
 from draftgate.gateway.logs import log
+from draftgate.gateway.process import SECRET_ENV
 from draftgate.gateway.processes.messages import Notice, Order
 from draftgate.gateway.state.local.server import SharedStores, serving_stores
 from draftgate.gateway.state.local.store import SCHEME
@@ -148,7 +149,7 @@ class _NodeProcesses:
         orders = [
             Order(
                 config=front,
-                secret=secret,
+                secret=_secret_for(front, secret),
                 listener=listener.fileno(),
                 others=tuple(other.fileno() for other in set(listeners) - {listener}),
                 parent=str(path),
@@ -159,7 +160,12 @@ class _NodeProcesses:
         self.fronts = [ChildProcess(order, self._changed) for order in orders]
         self.workers: list[ChildProcess] = []
         if plan.worker is not None:
-            order = Order(config=plan.worker, secret=secret, parent=str(path), process="worker")
+            order = Order(
+                config=plan.worker,
+                secret=_secret_for(plan.worker, secret),
+                parent=str(path),
+                process="worker",
+            )
             self.workers = [ChildProcess(order, self._changed)]
         self._on_ready: Callable[[Notice], None] | None = on_ready
 
@@ -200,6 +206,11 @@ class _NodeProcesses:
         if self._on_ready is not None and all(notice.url for notice in notices):
             on_ready, self._on_ready = self._on_ready, None
             on_ready(self.fronts[0].notice)
+
+
+def _secret_for(config: ServeConfig, secret: str) -> str | None:
+    """Return the secret of the processes, unless the pool has one, which children inherit."""
+    return secret if config.peer_secret_env in {None, SECRET_ENV} else None
 
 
 async def _stop(processes: Sequence[ChildProcess], running: Sequence[asyncio.Task[None]]) -> None:
@@ -282,9 +293,6 @@ def open_listeners(host: str, port: int, count: int) -> tuple[list[socket.socket
 
 # --- The settings of each process of a node, derived from the node's settings ---------------------
 
-
-SECRET_ENV: Final = "DRAFTGATE_PROCESS_SECRET"
-"""The variable with the secret that the processes of a node share."""
 
 _LOOPBACK: Final = "127.0.0.1"
 

@@ -10,51 +10,25 @@ To add a metric, define it here and call `Metrics.add`, `observe` or `set` where
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Final
 
 from draftgate.gateway.telemetry.metric_buckets import (
     DURATION_S,
-    LENGTHS,
-    PHASE_S,
     SHARES,
     TENANT_S,
     TPOT_S,
     TTFT_S,
 )
-from draftgate.gateway.telemetry.metric_form import Kind, MetricDefinition
-from draftgate.policies.types import WorkerLoad
+from draftgate.gateway.telemetry.metric_form import DEFINED, Kind, define
 
-METRICS: Final[list[MetricDefinition]] = []
+METRICS: Final = DEFINED
 """All definitions, in the order of the page."""
 
-
-def _define(
-    kind: Kind,
-    name: str,
-    text: str,
-    *aliases: str,
-    unit: str = "",
-    labels: tuple[str, ...] = (),
-    buckets: tuple[float, ...] = (),
-    of_worker: Callable[[WorkerLoad], float] | None = None,
-    shared: bool = False,
-) -> MetricDefinition:
-    """Define a metric, whose unit is by default the last word of its name."""
-    unit = unit or name.rpartition("_")[2]
-    if kind is Kind.HISTOGRAM and not buckets:
-        buckets = PHASE_S if unit == "seconds" else LENGTHS
-    labels = ("worker",) if of_worker else labels
-    metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker, shared)
-    METRICS.append(metric)
-    return metric
-
-
-_counter = partial(_define, Kind.COUNTER)
-_gauge = partial(_define, Kind.GAUGE)
-_histogram = partial(_define, Kind.HISTOGRAM)
+_counter = partial(define, Kind.COUNTER)
+_gauge = partial(define, Kind.GAUGE)
+_histogram = partial(define, Kind.HISTOGRAM)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -249,6 +223,26 @@ PREEMPTIONS: Final = _counter(
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens", "Prompt and output tokens by tenant", labels=("tenant",)
 )
+TENANT_QUEUED: Final = _gauge(
+    "draftgate_tenant_queued_requests",
+    "Prompts in the gateway's queue, by tenant (empty without API keys) and priority class",
+    unit="prompts",
+    labels=("tenant", "priority"),
+)
+QUOTA: Final = _gauge(
+    "draftgate_tenant_quota_per_minute",
+    "The quota of a tenant per minute, by what it limits (requests, tokens)",
+    unit="units",
+    labels=("tenant", "limit"),
+    shared=True,
+)
+QUOTA_REMAINING: Final = _gauge(
+    "draftgate_tenant_quota_remaining",
+    "What a tenant may use now of its quota, by what it limits (requests, tokens)",
+    unit="units",
+    labels=("tenant", "limit"),
+    shared=True,
+)
 TENANT_TTFT: Final = _histogram(
     "draftgate_tenant_time_to_first_token_seconds",
     "Time from arrival to the first text, by tenant",
@@ -320,63 +314,62 @@ ACCEPTED_AT: Final = _counter(
 
 # --- workers, read from their loads on each scrape ------------------------------------------------
 
-_gauge(
-    "draftgate_running_sequences",
-    "Sequences in the batch",
-    "vllm:num_requests_running",
-    of_worker=attrgetter("running"),
-)
-_gauge(
-    "draftgate_waiting_sequences",
-    "Sequences in the worker's queue",
-    of_worker=attrgetter("waiting"),
-)
-_gauge(
-    "draftgate_adapter_waiting_sequences",
-    "Sequences in the worker's queue that wait for their LoRA adapters",
-    of_worker=attrgetter("adapter_waiting"),
-)
-_gauge(
-    "draftgate_others_sequences",
-    "Running and waiting sequences of an upstream that belong to other clients",
-    of_worker=attrgetter("others"),
-)
-_gauge(
-    "draftgate_upstream_metrics_age_seconds",
-    "Age of an upstream's metrics (0 for other workers and before the first read)",
-    of_worker=lambda load: load.age_s or 0.0,
-)
-_gauge(
-    "draftgate_upstream_cached_blocks",
-    "Blocks in the KV cache of an upstream, by its events (0 without current events)",
-    of_worker=attrgetter("cached_blocks"),
-)
-_gauge(
-    "draftgate_paused_sequences",
-    "Sequences paused because their client stopped reading",
-    of_worker=attrgetter("paused"),
-)
-_gauge(
-    "draftgate_kv_cache_usage_ratio",
-    "Share of KV blocks in use, 0 to 1 (0 if unknown)",
-    "vllm:kv_cache_usage_perc",
-    of_worker=attrgetter("kv_usage"),
-)
-_gauge(
-    "draftgate_price_tokens",
-    "Price of a draft slot, which is the survival that makes it worth verifying",
-    of_worker=attrgetter("price"),
-)
-_gauge(
-    "draftgate_acceptance_ratio",
-    "Running share of draft tokens that are accepted, 0 to 1",
-    of_worker=attrgetter("acceptance"),
-)
-_gauge(
-    "draftgate_step_cost_error_ratio",
-    "Running median of |measured / predicted - 1| over step times",
-    of_worker=attrgetter("step_cost_error"),
-)
+for _name, _text, _of_worker, *_aliases in (
+    (
+        "draftgate_running_sequences",
+        "Sequences in the batch",
+        attrgetter("running"),
+        "vllm:num_requests_running",
+    ),
+    ("draftgate_waiting_sequences", "Sequences in the worker's queue", attrgetter("waiting")),
+    (
+        "draftgate_adapter_waiting_sequences",
+        "Sequences in the worker's queue that wait for their LoRA adapters",
+        attrgetter("adapter_waiting"),
+    ),
+    (
+        "draftgate_others_sequences",
+        "Running and waiting sequences of an upstream that belong to other clients",
+        attrgetter("others"),
+    ),
+    (
+        "draftgate_upstream_metrics_age_seconds",
+        "Age of an upstream's metrics (0 for other workers and before the first read)",
+        lambda load: load.age_s or 0.0,
+    ),
+    (
+        "draftgate_upstream_cached_blocks",
+        "Blocks in the KV cache of an upstream, by its events (0 without current events)",
+        attrgetter("cached_blocks"),
+    ),
+    (
+        "draftgate_paused_sequences",
+        "Sequences paused because their client stopped reading",
+        attrgetter("paused"),
+    ),
+    (
+        "draftgate_kv_cache_usage_ratio",
+        "Share of KV blocks in use, 0 to 1 (0 if unknown)",
+        attrgetter("kv_usage"),
+        "vllm:kv_cache_usage_perc",
+    ),
+    (
+        "draftgate_price_tokens",
+        "Price of a draft slot, which is the survival that makes it worth verifying",
+        attrgetter("price"),
+    ),
+    (
+        "draftgate_acceptance_ratio",
+        "Running share of draft tokens that are accepted, 0 to 1",
+        attrgetter("acceptance"),
+    ),
+    (
+        "draftgate_step_cost_error_ratio",
+        "Running median of |measured / predicted - 1| over step times",
+        attrgetter("step_cost_error"),
+    ),
+):
+    _gauge(_name, _text, *_aliases, of_worker=_of_worker)
 
 # --- the node -------------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
+from draftgate.gateway.telemetry.metric_buckets import LENGTHS, PHASE_S
 from draftgate.policies.types import WorkerLoad
 
 
@@ -43,3 +45,28 @@ class MetricDefinition:
     aliases: tuple[str, ...]
     of_worker: Callable[[WorkerLoad], float] | None
     shared: bool
+
+
+DEFINED: Final[list[MetricDefinition]] = []
+"""All definitions so far, in the order of the page."""
+
+
+def define(
+    kind: Kind,
+    name: str,
+    text: str,
+    *aliases: str,
+    unit: str = "",
+    labels: tuple[str, ...] = (),
+    buckets: tuple[float, ...] = (),
+    of_worker: Callable[[WorkerLoad], float] | None = None,
+    shared: bool = False,
+) -> MetricDefinition:
+    """Define a metric, whose unit is by default the last word of its name."""
+    unit = unit or name.rpartition("_")[2]
+    if kind is Kind.HISTOGRAM and not buckets:
+        buckets = PHASE_S if unit == "seconds" else LENGTHS
+    labels = ("worker",) if of_worker else labels
+    metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker, shared)
+    DEFINED.append(metric)
+    return metric

@@ -180,6 +180,12 @@ class Metrics:
         """Set a gauge."""
         self.scalar(metric, *labels).value = value
 
+    def set_all(self, metric: MetricDefinition, values: Mapping[Labels, float]) -> None:
+        """Set all series of a gauge by their labels, and forget its other series."""
+        self._scalars[metric] = {}
+        for labels, value in values.items():
+            self.scalar(metric, *labels).value += value
+
     def read(self, metric: MetricDefinition, value: Callable[[], float], *labels: str) -> None:
         """Set a gauge, or a shared counter, by a function whenever its value is needed."""
         self._gauges[metric, labels] = value

@@ -24,7 +24,7 @@ function heading(title, from, name) {
 function facts(step, drafted) {
   const tokens = step.tokens.length === 1 ? "1 token" : `${step.tokens.length} tokens`;
   const offer = step.offered ? `, ${step.offered} drafted by ${drafted}` : "";
-  return `${tokens} added${offer}; price of a slot ${figure(step.price)}`;
+  return `${tokens} added${offer}; slot price ${figure(step.price)}`;
 }
 
 /** Return which drafts were accepted, because they equal the step's first tokens in order. */

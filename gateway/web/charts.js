@@ -86,15 +86,18 @@ export class Chart {
   }
 
   #keys(values) {
-    const words = values.map((value) => (value === null ? "–" : this.show(value)));
-    return words.map((word, index) =>
-      make("span", { className: `key key-${index}` }, `${this.lines[index].name} ${word}`.trim()),
-    );
+    return this.#named(values, "–").map(([words, index]) => make("span", { className: `key key-${index}` }, words));
   }
 
   #spoken(values) {
-    const words = values.map((value) => (value === null ? "no data yet" : this.show(value)));
-    return words.map((word, index) => `${this.lines[index].name} ${word}`.trim()).join(", ");
+    return this.#named(values, "no data yet").map(([words]) => words).join(", ");
+  }
+
+  /** The names and values of the lines, with their index. A line equal to the one before is left out. */
+  #named(values, unknown) {
+    const words = values.map((value) => (value === null ? unknown : this.show(value)));
+    const named = words.map((word, index) => [`${this.lines[index].name} ${word}`.trim(), index]);
+    return named.filter((_, index) => words[index] !== words[index - 1]);
   }
 }
 

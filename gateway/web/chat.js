@@ -116,7 +116,7 @@ function factsOf(run) {
   const took = run.last_ms === null ? [] : [duration((run.last_ms - run.begun_ms) / 1e3)];
   const drafts = accepted && accepted !== "no drafts" ? [`drafts accepted: ${accepted}`] : [];
   const speed = rate === "–" ? [] : [`${rate} tokens/s`];
-  const first = ttft === "–" ? [] : [`first token ${ttft}`];
+  const first = ttft === "–" ? [] : [`TTFT ${ttft}`];
   const length = tokens && !run.wasCut ? [`${tokens} tokens`] : []; // a cut answer says it anyway
   return [...length, ...took, ...speed, ...first, ...drafts].join(" · ");
 }

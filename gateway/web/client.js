@@ -8,8 +8,7 @@ export class NodeError extends Error {
   }
 }
 
-const NO_KEY =
-  "This node requires an API key. Reload the page and enter the key as the password.";
+const NO_KEY = "You are not logged in any more. Reload the page to log in.";
 const SILENT = "The server does not respond.";
 const HEALTH_MS = 5000; // a node responds in milliseconds, also under load
 
@@ -18,6 +17,27 @@ export async function getJson(path) {
   const response = await reached(fetch(path));
   if (!response.ok) throw await refusal(response);
   return response.json();
+}
+
+/** Fetch the text at a path. Throws NodeError. */
+export async function getText(path) {
+  const response = await reached(fetch(path));
+  if (!response.ok) throw await refusal(response);
+  return response.text();
+}
+
+/** Post JSON, and return the JSON of the response. Throws NodeError. */
+export async function postJson(path, body) {
+  const headers = { "content-type": "application/json" };
+  const response = await reached(fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+  if (!response.ok) throw await refusal(response, "");
+  return response.json();
+}
+
+/** Delete what a path names. Throws NodeError. */
+export async function remove(path) {
+  const response = await reached(fetch(path, { method: "DELETE" }));
+  if (!response.ok) throw await refusal(response);
 }
 
 /** Fetch `/health`, which a failed node answers with status 503. Throws NodeError. */
@@ -91,8 +111,9 @@ export async function* eventData(stream) {
   }
 }
 
-async function refusal(response) {
-  if (response.status === 401) return new NodeError(NO_KEY, 401);
+/** The error of a response. `noKey` is its message without a session, or "" for the node's own. */
+async function refusal(response, noKey = NO_KEY) {
+  if (response.status === 401 && noKey) return new NodeError(noKey, 401);
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The node responded with status ${response.status}.`;
   return new NodeError(message, response.status);

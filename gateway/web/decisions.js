@@ -1,7 +1,8 @@
 /** The table of recent decisions, and the time that their drafts saved. */
 
+import { causeOf, groups } from "/web/causes.js";
 import { getJson } from "/web/client.js";
-import { byId, figure, make, percent } from "/web/dom.js";
+import { button, byId, cells, clock, figure, link, make, percent } from "/web/dom.js";
 import { isPaused } from "/web/live.js";
 import { describeMove } from "/web/moves.js";
 import { showSaved } from "/web/saved.js";
@@ -10,9 +11,9 @@ const EVERY_MS = 3000;
 const SHOWN = 50;
 const KEPT = 1000; // all stored decisions, to find those of one request
 
-const headers = document.querySelectorAll("#decided th");
-
 let last = []; // ids of the last run's requests
+let listed = []; // the decisions of the table, of all causes
+let chosen = null; // the cause whose decisions are shown, or null for all
 let shown = ""; // key of the rows in the table, to skip updates without news
 
 /** Refresh the table regularly while the page is visible. */
@@ -29,12 +30,6 @@ export function follow(...requestIds) {
   refresh();
 }
 
-/** Explain an empty table. Without drafts, the node has nothing to decide. */
-export function explainNone(drafts) {
-  const words = drafts ? "No decisions yet." : "The workers report no drafts, so the node has nothing to decide.";
-  if (byId("no-decisions").textContent !== words) byId("no-decisions").textContent = words;
-}
-
 async function refresh() {
   const only = byId("only-last").checked;
   let found;
@@ -45,21 +40,33 @@ async function refresh() {
   } catch {
     return; // the header shows the state of the node
   }
-  if (only) found = found.filter((decision) => last.includes(decision.request_id));
-  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s, decision.outcome, decision.moves.length, decision.path])]);
+  listed = only ? found.filter((decision) => last.includes(decision.request_id)) : found;
+  const key = JSON.stringify([last, listed.map((one) => [one.request_id, one.decided_s, one.outcome, one.moves.length, one.path])]);
   if (key === shown) return;
   shown = key;
-  byId("decisions").replaceChildren(...found.map(row));
-  byId("causes").replaceChildren(...causes(found));
-  byId("no-decisions").hidden = found.length > 0;
+  draw();
 }
 
-/** How often each cause decided, most frequent first. */
+/** Show the decisions of the chosen cause, or all. */
+function draw() {
+  if (!listed.some((one) => causeOf(one) === chosen)) chosen = null;
+  const focused = document.activeElement?.dataset.cause;
+  byId("decisions").replaceChildren(...listed.filter((one) => chosen === null || causeOf(one) === chosen).map(row));
+  byId("causes").replaceChildren(...causes(listed));
+  if (focused) [...byId("causes").querySelectorAll("button")].find((one) => one.dataset.cause === focused)?.focus();
+  byId("no-decisions").hidden = listed.length > 0;
+}
+
+/** A button for each cause, which shows only its decisions. */
 function causes(decisions) {
-  const times = new Map();
-  for (const { plan } of decisions) times.set(plan.cause, (times.get(plan.cause) ?? 0) + 1);
-  const sorted = [...times].sort(([, a], [, b]) => b - a);
-  return sorted.map(([cause, number]) => make("li", {}, make("strong", {}, `${number} ×`), ` ${cause.replaceAll("_", " ")}`));
+  return groups(decisions).map(({ cause, words }) => {
+    const pressed = String(cause === chosen);
+    const pick = () => {
+      chosen = cause === chosen ? null : cause;
+      draw();
+    };
+    return make("li", {}, button(words, pick, { "aria-pressed": pressed, "data-cause": cause }));
+  });
 }
 
 /** What happened under a plan, and how the path to the client affects its request. */
@@ -76,24 +83,17 @@ function describeLoad({ running, waiting, kv_blocks_free: free, kv_blocks_total:
 }
 
 function row({ request_id: id, decided_s: at, plan, load, outcome, moves, path }) {
-  const time = new Date(at * 1e3);
   const mine = last.includes(id);
-  const cells = [
-    [make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString())],
-    [make("code", { title: id }, id.slice(0, 8)), mine ? " (yours)" : ""],
-    [plan.policy],
-    [plan.proposer ?? "none"],
-    [String(plan.max_draft_tokens)],
-    [figure(plan.price)],
-    [plan.reason],
-    [happened(outcome, moves, path)],
-    [describeLoad(load)],
+  const contents = [
+    clock(at),
+    [link(id), mine ? " (yours)" : ""],
+    plan.policy,
+    plan.proposer ?? "none",
+    String(plan.max_draft_tokens),
+    figure(plan.price),
+    plan.reason,
+    happened(outcome, moves, path),
+    describeLoad(load),
   ];
-  // Narrow screens show rows as cards, in which each cell has the name of its column. Explicit roles
-  // keep the table a table for screen readers.
-  const row = cells.map((content, index) => {
-    const { textContent, className } = headers[index];
-    return make("td", { role: "cell", className, "data-name": textContent }, ...content);
-  });
-  return make("tr", { role: "row", className: mine ? "mine" : "" }, ...row);
+  return cells("#decided", contents, { className: mine ? "mine" : "" });
 }

@@ -27,6 +27,36 @@ export function duration(seconds) {
   return seconds < 1 ? `${figure(seconds * 1e3)} ms` : `${figure(seconds)} s`;
 }
 
+/** Format a latency in ms, so that all latencies have one unit. */
+export function milliseconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const ms = seconds * 1e3;
+  return `${ms >= 1000 ? Math.round(ms).toLocaleString("en") : figure(ms)} ms`;
+}
+
+/** The time of a Unix time in seconds. */
+export function clock(at_s) {
+  const time = new Date(at_s * 1e3);
+  return make("time", { dateTime: time.toISOString(), title: time.toLocaleString() }, time.toLocaleTimeString());
+}
+
+/** A link to the page of a request. */
+export const link = (id) => make("a", { href: `/requests/${encodeURIComponent(id)}`, title: id }, make("code", {}, id.slice(0, 8)));
+
+/**
+ * Create a row of the table in a section, from the content of its cells. Narrow screens show rows as
+ * cards, in which each cell has the name of its column. Explicit roles keep the table a table for
+ * screen readers.
+ */
+export function cells(section, contents, properties = {}) {
+  const headers = document.querySelectorAll(`${section} th`);
+  const made = contents.map((content, index) => {
+    const { textContent, className } = headers[index];
+    return make("td", { role: "cell", className, "data-name": textContent }, ...[content].flat());
+  });
+  return make("tr", { role: "row", ...properties }, ...made);
+}
+
 /** A number of things, such as "1 token" or "1,200 tokens". */
 export const count = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
 

@@ -28,6 +28,7 @@ export function setUp() {
     mouseout: (e) => e.relatedTarget?.closest?.("#card") || describe(document.activeElement),
     focusin: (e) => describe(e.target),
     focusout: () => describe(null),
+    click: (e) => visit(e.target),
     keydown: move,
   })) {
     byId("lanes").addEventListener(event, react);
@@ -188,6 +189,11 @@ function describe(target) {
   showCard(target, [], content);
 }
 
+/** Open the page of a dot's request. */
+function visit(target) {
+  if (streams.has(target)) location.assign(`/requests/${encodeURIComponent(streams.get(target).request_id)}`);
+}
+
 function makeCurrent(dot) {
   if (current) current.tabIndex = -1;
   current = dot;
@@ -197,6 +203,7 @@ function makeCurrent(dot) {
 /** Move the focus between the dots of a lane, and between lanes. */
 function move(event) {
   if (event.key === "Escape") return describe(null);
+  if (event.key === "Enter") return visit(event.target);
   const groups = [...byId("lanes").querySelectorAll(".own:not(:empty)")];
   const group = groups.indexOf(event.target.parentElement);
   if (group < 0) return;

@@ -1,7 +1,7 @@
 /** The node's charts, fed by `/live`. */
 
 import { Chart, SPAN_S } from "/web/charts.js";
-import { byId, count, duration, figure, percent } from "/web/dom.js";
+import { byId, count, figure, milliseconds, percent } from "/web/dom.js";
 
 const SUMMARY_MS = 60_000; // interval of the summaries for screen readers
 
@@ -14,13 +14,13 @@ const memory = { what: "KV use", known: (s) => s.kv_usage !== null };
 /** What users feel comes first, then speculation, then the load. `report` is what a chart needs. */
 const CHARTS = [
   { title: "Tokens/s", hint: "Tokens generated for all requests", lines: one((s) => s.tokens_per_s), show: figure, least: 10, size: "full" },
-  { title: "TTFT", hint: "Time to first token, percentiles over the last minute", lines: ranks("ttft_s"), show: duration, least: 0.001, size: "half" },
-  { title: "TPOT", hint: "Time per output token, percentiles over the last minute", lines: ranks("tpot_s"), show: duration, least: 0.001, size: "half" },
+  { title: "TTFT", hint: "Time to first token, percentiles over the last minute", lines: ranks("ttft_s"), show: milliseconds, least: 0.001, size: "half" },
+  { title: "TPOT", hint: "Time per output token, percentiles over the last minute", lines: ranks("tpot_s"), show: milliseconds, least: 0.001, size: "half" },
   { title: "Acceptance", hint: "Running share of draft tokens that are accepted", lines: one((s) => s.acceptance), show: percent, most: 1, report: drafts },
   { title: "Drafts per step", hint: "Mean draft tokens verified per step, over the last minute's requests", lines: one((s) => s.chosen_k), show: figure, least: 1, report: drafts },
-  { title: "Price of a slot", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1, report: drafts },
-  { title: "Batch", hint: "Running sequences", lines: one((s) => s.running), show: (n) => count(n, "sequence"), least: 4, size: "load" },
-  { title: "Queue", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: (n) => count(n, "request"), least: 4, size: "load" },
+  { title: "Slot price", hint: "Survival that makes a draft slot worth verifying", lines: one((s) => s.price), show: figure, least: 0.1, report: drafts },
+  { title: "Running", hint: "Sequences in the batches of the workers", lines: one((s) => s.running), show: (n) => count(n, "sequence"), least: 4, size: "load" },
+  { title: "Waiting", hint: "Requests waiting in the gateway and at workers", lines: one((s) => s.waiting + s.queued), show: (n) => count(n, "request"), least: 4, size: "load" },
   { title: "KV use", hint: "Share of the KV blocks in use", lines: one((s) => s.kv_usage), show: percent, most: 1, report: memory },
 ];
 
@@ -34,15 +34,10 @@ export const isPaused = () => paused;
 
 let source = null; // the EventSource
 let lost = () => {};
-let learned = () => {};
 
-/**
- * Create the charts. `onLost()` is called when the connection breaks, and `onReports(drafts)` when
- * the workers are known to report drafts or not.
- */
-export function setUp(onLost, onReports) {
+/** Create the charts. `onLost()` is called when the connection breaks. */
+export function setUp(onLost) {
   lost = onLost;
-  learned = onReports;
   byId("charts").append(...charts.map((chart) => chart.element));
   byId("pause").addEventListener("click", pause);
 }
@@ -89,14 +84,13 @@ function showReported(sample) {
   const missing = [drafts, memory].filter(({ known }) => !known(sample)).map(({ what }) => what);
   byId("unreported").hidden = missing.length === 0;
   byId("unreported").textContent = `Not reported by the workers: ${missing.join(", ")}.`;
-  learned(drafts.known(sample));
 }
 
 function summarise() {
   if (performance.now() - summed_ms < SUMMARY_MS) return;
   summed_ms = performance.now();
   const { running, waiting, queued, price } = samples.at(-1);
-  const priced = price === null ? "" : `, price ${figure(price)}`;
+  const priced = price === null ? "" : `, slot price ${figure(price)}`;
   byId("live-summary").textContent = `${running} running, ${waiting + queued} waiting${priced}`;
 }
 

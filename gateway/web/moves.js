@@ -1,6 +1,6 @@
 /** Moves of running requests in words, and the table of the latest moves. */
 
-import { byId, duration, figure, make } from "/web/dom.js";
+import { byId, cells, clock, figure, link, milliseconds } from "/web/dom.js";
 
 const WHY = {
   drain: "its worker is leaving",
@@ -22,8 +22,6 @@ const STAYED = {
   failed: "the destination failed",
 };
 
-const headers = document.querySelectorAll("#moved th");
-
 let shown = ""; // key of the rows in the table
 
 /** Why a request moved. */
@@ -36,7 +34,7 @@ export function reasonOf({ reason, policy, explanation }) {
 export function outcomeOf({ end, blocks, num_bytes: bytes, gap_s: gap }) {
   if (end !== "moved") return `stayed: ${STAYED[end] ?? end}`;
   const copied = blocks ? [`${blocks} blocks`, `${figure(bytes / 1e6)} MB`] : [];
-  return ["moved", ...copied, ...(gap === null ? [] : [`gap ${duration(gap)}`])].join(", ");
+  return ["moved", ...copied, ...(gap === null ? [] : [`gap ${milliseconds(gap)}`])].join(", ");
 }
 
 /** A move in one sentence. */
@@ -52,19 +50,5 @@ export function listMoves(moves) {
 }
 
 function row({ request_id: id, move }) {
-  const time = new Date(move.ended_s * 1e3);
-  const cells = [
-    make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString()),
-    make("code", { title: id }, id.slice(0, 8)),
-    move.source,
-    move.sink || "–",
-    reasonOf(move),
-    outcomeOf(move),
-  ];
-  // Narrow screens show rows as cards, as in the table of decisions.
-  const named = cells.map((content, index) => {
-    const { textContent, className } = headers[index];
-    return make("td", { role: "cell", className, "data-name": textContent }, content);
-  });
-  return make("tr", { role: "row" }, ...named);
+  return cells("#moved", [clock(move.ended_s), link(id), move.source, move.sink || "–", reasonOf(move), outcomeOf(move)]);
 }

@@ -1,5 +1,6 @@
 /** The live page: the form, the charts, the lanes of the workers and the table of decisions. */
 
+import { logIn, showAccount } from "/web/account.js";
 import * as chat from "/web/chat.js";
 import { getHealth, getJson } from "/web/client.js";
 import * as compare from "/web/compare.js";
@@ -34,7 +35,8 @@ async function check() {
     live.connect();
   }
   checking = false;
-  if (outage?.status !== 401) timer = setTimeout(check, outage ? RETRY_MS : CHECK_MS);
+  if (outage?.status === 401) logIn();
+  else timer = setTimeout(check, outage ? RETRY_MS : CHECK_MS);
 }
 
 /** Return why the node does not serve, as `{message, state}`, or null after the models are known. */
@@ -72,7 +74,8 @@ settings.setUp();
 chat.setUp(decisions.follow);
 completion.setUp(EXAMPLE, decisions.follow);
 compare.setUp(EXAMPLE, decisions.follow);
-live.setUp(check, decisions.explainNone);
+live.setUp(check);
 decisions.setUp();
 lanes.setUp();
+showAccount();
 check();

@@ -1,7 +1,7 @@
 /** A streamed response: its events and its figures. */
 
 import { send } from "/web/client.js";
-import { count, duration, figure, followEnd, percent } from "/web/dom.js";
+import { count, duration, figure, followEnd, milliseconds, percent } from "/web/dom.js";
 
 /**
  * One request and what is known of its response.
@@ -89,7 +89,7 @@ export class Run {
   figures() {
     const found = {
       rate: figure(this.rate),
-      ttft: this.first_ms === null ? "–" : duration((this.first_ms - this.begun_ms) / 1e3),
+      ttft: this.first_ms === null ? "–" : milliseconds((this.first_ms - this.begun_ms) / 1e3),
     };
     if (this.usage) found.tokens = String(this.usage.completion_tokens);
     if (this.usage && this.decision) Object.assign(found, this.#drafts());

@@ -16,9 +16,9 @@ from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.cluster.snapshots import (
     ProcessSnapshot,
     ReadActivities,
-    ReadDecisions,
     ReadMetrics,
-    SharedDecision,
+    ReadRecords,
+    SharedRecord,
     SharedSnapshots,
     ShareSnapshot,
 )
@@ -28,6 +28,7 @@ from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
 from draftgate.gateway.telemetry.metrics import Metrics, add_snapshots
+from draftgate.gateway.telemetry.request_facts import LatestRequests
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
@@ -82,14 +83,14 @@ def test_metrics_of_another_version_are_omitted() -> None:
     assert add_snapshots([[("m", "unknown", (), [1.0])]]) == []
 
 
-def snapshot(of: Metrics, *decisions: SharedDecision) -> ProcessSnapshot:
+def snapshot(of: Metrics, *decisions: SharedRecord) -> ProcessSnapshot:
     """Return the snapshot of an idle process with some decisions."""
     return ProcessSnapshot(of.snapshot(), [Activity()], list(decisions), ProcessStreams())
 
 
-def decided(key: int, tenant: str = "") -> SharedDecision:
+def decided(key: int, tenant: str = "") -> SharedRecord:
     """Return a decision at a time that equals its key."""
-    return SharedDecision(str(key), float(key), tenant, b"%d" % key)
+    return SharedRecord(str(key), float(key), tenant, b"%d" % key)
 
 
 async def test_counters_survive_the_restart_of_a_process() -> None:
@@ -115,10 +116,10 @@ async def test_a_process_gets_only_the_snapshots_of_others() -> None:
     one.add(metric.GENERATION_TOKENS, 5)
     shared.apply(ShareSnapshot("front 0", "run", snapshot(one, decided(1))))
     assert shared.apply(ReadActivities("front 0")) == []
-    assert shared.apply(ReadDecisions("run", 9, None)) == []
+    assert shared.apply(ReadRecords("decisions", "run", 9, None)) == []
     assert shared.apply(ReadMetrics()) == [[], one.snapshot()]
     assert shared.apply(ReadActivities("front 1")) == [Activity()]
-    assert shared.apply(ReadDecisions("other run", 9, None)) == [(1.0, b"1")]
+    assert shared.apply(ReadRecords("decisions", "other run", 9, None)) == [(1.0, b"1")]
 
 
 async def test_shared_decisions_are_the_latest_of_a_tenant() -> None:
@@ -126,18 +127,22 @@ async def test_shared_decisions_are_the_latest_of_a_tenant() -> None:
     shared, idle = SharedSnapshots(), metrics()
     shared.apply(ShareSnapshot("front 0", "a", snapshot(idle, decided(1, "t"), decided(4, "u"))))
     shared.apply(ShareSnapshot("front 1", "b", snapshot(idle, decided(2, "t"), decided(3, "t"))))
-    ended = SharedDecision("1", 1.0, "t", b"ended")
+    ended = SharedRecord("1", 1.0, "t", b"ended")
     shared.apply(ShareSnapshot("front 0", "a", snapshot(idle, ended)))
-    assert shared.apply(ReadDecisions("c", 9, "t")) == [(3.0, b"3"), (2.0, b"2"), (1.0, b"ended")]
-    assert shared.apply(ReadDecisions("c", 2, None)) == [(4.0, b"4"), (3.0, b"3")]
-    assert shared.apply(ReadDecisions("a", 9, None)) == [(3.0, b"3"), (2.0, b"2")]
+    assert shared.apply(ReadRecords("decisions", "c", 9, "t")) == [
+        (3.0, b"3"),
+        (2.0, b"2"),
+        (1.0, b"ended"),
+    ]
+    assert shared.apply(ReadRecords("decisions", "c", 2, None)) == [(4.0, b"4"), (3.0, b"3")]
+    assert shared.apply(ReadRecords("decisions", "a", 9, None)) == [(3.0, b"3"), (2.0, b"2")]
 
 
 async def test_number_of_shared_decisions_is_bounded() -> None:
     """The parent keeps as many decisions as one process does."""
     shared = SharedSnapshots()
     shared.apply(ShareSnapshot("front 0", "a", snapshot(metrics(), *map(decided, range(KEPT + 7)))))
-    found = shared.apply(ReadDecisions("b", 2 * KEPT, None))
+    found = shared.apply(ReadRecords("decisions", "b", 2 * KEPT, None))
     assert [at_s for at_s, _ in found] == [float(key) for key in reversed(range(7, KEPT + 7))]
 
 
@@ -175,8 +180,9 @@ class Process:
         self.live = Live(lambda: [LOAD], lambda: [meter], lambda: 0.0)
         self.decisions = Decisions(None, lambda: 7.0)
         self.streams = ProcessStreams()
-        shown = self.metrics.snapshot, self.live, self.decisions, lambda: self.streams
-        self.siblings = Siblings(path, name, *shown)
+        self.requests = LatestRequests()
+        shown = self.metrics.snapshot, self.live, self.decisions, self.requests
+        self.siblings = Siblings(path, name, *shown, lambda: self.streams)
 
 
 async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -> None:
@@ -199,9 +205,9 @@ async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -
         rows = add_snapshots(await other.siblings.metrics())
         assert value(rows, "draftgate_generation_tokens") == 5
         assert [found.ttft_s for found in await other.siblings.activities()] == [[0.25]]
-        ((at_s, shown),) = await other.siblings.decisions(9, "t")
+        ((at_s, shown),) = await other.siblings.records("decisions", 9, "t")
         assert (at_s, json.loads(shown)) == (7.0, json.loads(msgspec.json.encode(decision)))
-        assert await one.siblings.decisions(9, "t") == []
+        assert await one.siblings.records("decisions", 9, "t") == []
 
 
 async def test_without_the_parent_a_process_shows_itself(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class ForwardedRequest:
         if routed is None:
             routed = await forwarder.turn(entry, self._avoid, self.route_view, span, self._place)
         entry.prompt_tokens = need.prompt_tokens
-        if self._pool or self.fallback or routed.phases or forwarder.costs is not None:
+        if entry.max_tokens or self.fallback or forwarder.costs is not None:
             self.decision = forwarder.record(entry, routed, self._view, self._pool, self.fallback)
         if routed.phases is None:
             return routed.worker

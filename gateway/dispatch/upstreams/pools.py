@@ -144,6 +144,7 @@ class UpstreamPools:
             view,
             worker.backend.load(),
             plan,
+            routed.route,
             tenant=request.tenant,
             phases=routed.phases,
             fallback=fallback,

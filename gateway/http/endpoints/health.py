@@ -25,6 +25,7 @@ from draftgate.gateway.state.commands import ReadUsage
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Row, page_of
+from draftgate.gateway.telemetry.tenant_gauges import read_quotas
 
 
 async def health(request: web.Request) -> web.Response:
@@ -118,6 +119,8 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
     await _set_stored(node)
+    for model in node.models:
+        await read_quotas(model.metrics, model.dispatcher.admission.quotas)
     accept = request.headers.get("Accept", "")
     if node.siblings is None:
         others = [model.metrics.snapshot() for model in node.models[1:]]

@@ -81,7 +81,9 @@ async def list_decisions(request: web.Request) -> web.Response:
     node, limit = request.app[NODE], query_number(request, "limit", SHOWN, KEPT)
     tenant = request[ACCOUNT].sees_tenant
     own = node.decisions.latest(limit, tenant)
-    others = [] if node.siblings is None else await node.siblings.decisions(limit, tenant)
+    others = (
+        [] if node.siblings is None else await node.siblings.records("decisions", limit, tenant)
+    )
     drafts = node.live.recent_drafts(tenant)
     if not others:
         return json_response(DecisionList(own, drafts))

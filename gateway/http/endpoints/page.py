@@ -1,6 +1,7 @@
-"""The live page at `/`, and its files below `/web/`.
+"""The pages of the node, and their files below `/web/`.
 
-The page loads nothing from other servers.
+The pages load nothing from other servers. They contain no data, so they need no API key: their
+scripts read the data from endpoints that do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,16 @@ from aiohttp import web
 from draftgate.gateway.errors import RouteNotFound
 
 WEB: Final = Path(__file__).parents[2] / "web"
+
+PAGES: Final = {
+    "/": "index.html",
+    "/requests": "requests.html",
+    "/requests/{request_id}": "requests.html",
+    "/operations": "operations.html",
+    "/docs": "docs.html",
+    "/login": "login.html",
+}
+"""The files of the pages, by their paths."""
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -49,9 +60,11 @@ def file_names() -> list[str]:
     return list(_files())
 
 
-async def index(request: web.Request) -> web.Response:
-    """Return the page."""
-    return _served(request, "index.html")
+async def page(request: web.Request) -> web.Response:
+    """Return the page of a path (`PAGES`)."""
+    resource = request.match_info.route.resource
+    assert resource is not None
+    return _served(request, PAGES[resource.canonical.rstrip("/") or "/"])
 
 
 async def file(request: web.Request) -> web.Response:

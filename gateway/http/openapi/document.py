@@ -12,6 +12,7 @@ from aiohttp import web
 from draftgate import __version__
 from draftgate.backends.header_numbers import positive_pattern
 from draftgate.gateway.errors import NotOffered, Unavailable
+from draftgate.gateway.http.authentication import COOKIE
 from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
 from draftgate.gateway.http.openapi.operation import Operation
 from draftgate.gateway.http.openapi.operations import OPERATIONS
@@ -83,10 +84,11 @@ _SCHEMES: Final = {
         "name": "x-api-key",
         "description": "The form of Anthropic's clients.",
     },
-    "browser": {
-        "type": "http",
-        "scheme": "basic",
-        "description": "Use any user name, and the API key as the password.",
+    "session": {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": COOKIE,
+        "description": "The session of a browser, from `POST /session`.",
     },
 }
 

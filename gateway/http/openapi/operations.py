@@ -11,8 +11,10 @@ from draftgate.gateway.http.context import MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
+from draftgate.gateway.http.endpoints.records import FILTERS
 from draftgate.gateway.http.endpoints.rerank import PATHS as RERANK_PATHS
 from draftgate.gateway.http.endpoints.score import PATHS as SCORE_PATHS
+from draftgate.gateway.http.endpoints.session import SessionReply
 from draftgate.gateway.http.endpoints.stored_responses import (
     DEFAULT_ITEMS,
     ITEMS_PATH,
@@ -57,11 +59,13 @@ from draftgate.gateway.http.requests.schemas import (
     EmbeddingBody,
     RerankBody,
     ScoreBody,
+    SessionBody,
     TokenizeBody,
     WorkerRoleBody,
 )
 from draftgate.gateway.telemetry.live import NodeSample
 from draftgate.gateway.telemetry.recent_drafts import DecisionList
+from draftgate.gateway.telemetry.request_facts import RequestDetail, RequestList
 from draftgate.gateway.telemetry.worker_list import ListedWorker, WorkerList
 
 _RESPONSE_ID: Final = in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
@@ -331,14 +335,69 @@ OPERATIONS: Final = (
         errors=(400, 404, 408, 409, 413, 503),
         parameters=(in_path("worker_id"),),
     ),
+    Operation(
+        "GET",
+        "/records",
+        "List the latest requests, newest first.",
+        RequestList,
+        errors=(400,),
+        parameters=(
+            in_query("limit", "Number of requests.", SHOWN, KEPT),
+            *(in_query_text(name, text) for name, text in FILTERS.items()),
+        ),
+    ),
+    Operation(
+        "GET",
+        "/records/{request_id}",
+        "Return one of the latest requests, with its phases, steps, decisions and moves.",
+        RequestDetail,
+        errors=(404,),
+        parameters=(in_path("request_id"),),
+    ),
+    Operation(
+        "GET",
+        "/session",
+        "Return the session of the browser.",
+        SessionReply,
+        open=True,
+        errors=(403,),
+    ),
+    Operation(
+        "POST",
+        "/session",
+        "Log a browser in, whose cookie then stands for its API key.",
+        SessionReply,
+        SessionBody,
+        open=True,
+        errors=(400, 401, 403, 408, 413),
+    ),
+    Operation(
+        "DELETE",
+        "/session",
+        "Log a browser out, and delete its cookie.",
+        SessionReply,
+        open=True,
+        errors=(403,),
+    ),
     Operation("GET", USAGE_PATH, "Return what keys and teams have spent.", UsageReply),
-    Operation("GET", "/", "Return the live page.", ("text/html",)),
+    *(
+        Operation("GET", path, summary, ("text/html",), open=True, errors=(403,), parameters=names)
+        for path, summary, names in (
+            ("/", "Return the live page.", ()),
+            ("/requests", "Return the page with the latest requests.", ()),
+            ("/requests/{request_id}", "Return the page of a request.", (in_path("request_id"),)),
+            ("/operations", "Return the page with models, queue, usage and quotas.", ()),
+            ("/docs", "Return the page that describes the API.", ()),
+            ("/login", "Return the page for logging in.", ()),
+        )
+    ),
     Operation(
         "GET",
         "/web/{name}",
-        "Return a file of the live page.",
+        "Return a file of the pages.",
         ("text/css", "text/html", "text/javascript", "image/svg+xml"),
-        errors=(404,),
+        open=True,
+        errors=(403, 404),
         parameters=(in_path("name", enum=file_names()),),
     ),
     Operation("GET", "/openapi.json", "Return this document.", ("application/json",)),

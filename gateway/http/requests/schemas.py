@@ -392,3 +392,9 @@ class WorkerRoleBody(Body):
     """Body of `PUT /workers/{worker_id}/role`."""
 
     role: Role
+
+
+class SessionBody(Body):
+    """Body of `POST /session`."""
+
+    key: str

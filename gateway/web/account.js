@@ -1,0 +1,32 @@
+/** The session of the browser: who is logged in, and the way out. */
+
+import { getJson, remove } from "/web/client.js";
+import { byId } from "/web/dom.js";
+
+/** Go to the page for logging in, which returns to this page. */
+export function logIn() {
+  const here = location.pathname + location.search;
+  location.replace(here === "/" ? "/login" : `/login?next=${encodeURIComponent(here)}`);
+}
+
+/**
+ * Show who is logged in, or log in first. Returns the session with its `role`, or null while the page
+ * for logging in opens or the node does not respond.
+ */
+export async function showAccount() {
+  const session = await getJson("/session").catch(() => null);
+  if (session === null) return null;
+  if (session.role === null) {
+    logIn();
+    return null;
+  }
+  if (session.required) {
+    byId("who").textContent = `${session.tenant}, ${session.role}`;
+    byId("account").hidden = false;
+    byId("log-out").addEventListener("click", async () => {
+      await remove("/session");
+      location.assign("/login");
+    });
+  }
+  return session;
+}
