@@ -190,7 +190,7 @@ class RequestFacts:
 
     def tpot_s(self) -> float | None:
         """Return the mean time between the tokens of a choice, or None if it is unknown."""
-        raise NotImplementedError
+        return None
 
     def record(self) -> RequestRecord:
         """Return the record of the request as it is now."""

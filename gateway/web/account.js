@@ -10,17 +10,14 @@ export function logIn() {
 }
 
 /**
- * Show who is logged in, or log in first. Returns the session with its `role`, or null while the page
- * for logging in opens or the node does not respond.
+ * Show who is logged in, or log in first. Returns the session, whose `role` is null while the page
+ * for logging in opens. It is empty if the node does not respond.
  */
 export async function showAccount() {
-  const session = await getJson("/session").catch(() => null);
-  if (session === null) return null;
-  if (session.role === null) {
-    logIn();
-    return null;
-  }
-  if (session.required) {
+  const session = await getJson("/session").catch(() => ({}));
+  if (session.role === null) logIn();
+  else if (session.required) {
+    setTimeout(logIn, session.expires_s * 1e3 - Date.now());
     byId("who").textContent = `${session.tenant}, ${session.role}`;
     byId("account").hidden = false;
     byId("log-out").addEventListener("click", async () => {

@@ -121,7 +121,7 @@ async function refresh({ role, required }) {
 }
 
 const session = await showAccount();
-if (session) {
+if (session.role !== null) {
   const sees = session.role === "operator";
   for (const name of ["queue", "usage", "quotas"]) byId(name).hidden = !sees;
   byId("role-note").hidden = sees;

@@ -70,12 +70,21 @@ function show(words, state) {
   byId("node").dataset.state = state;
 }
 
-settings.setUp();
-chat.setUp(decisions.follow);
-completion.setUp(EXAMPLE, decisions.follow);
-compare.setUp(EXAMPLE, decisions.follow);
-live.setUp(check);
-decisions.setUp();
-lanes.setUp();
-showAccount();
-check();
+/** Check the node and the session after the connection broke. */
+function reconnect() {
+  names = "";
+  check();
+}
+
+function start() {
+  settings.setUp();
+  chat.setUp(decisions.follow);
+  completion.setUp(EXAMPLE, decisions.follow);
+  compare.setUp(EXAMPLE, decisions.follow);
+  live.setUp(reconnect);
+  decisions.setUp();
+  lanes.setUp();
+  check();
+}
+
+if ((await showAccount()).role !== null) start();

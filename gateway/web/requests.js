@@ -195,4 +195,4 @@ async function refresh(work) {
   }
 }
 
-if (await showAccount()) await (id ? setUpRequest() : setUpList());
+if ((await showAccount()).role !== null) await (id ? setUpRequest() : setUpList());

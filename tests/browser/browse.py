@@ -73,13 +73,18 @@ class Visit:
 
 
 @asynccontextmanager
-async def visiting(browser: Browser, url: str, **context) -> AsyncIterator[Visit]:
-    """Open the page of a node and wait until the page shows the model."""
+async def visiting(
+    browser: Browser, url: str, key: str | None = None, **context
+) -> AsyncIterator[Visit]:
+    """Open the page of a node, log in with a key, and wait until the page shows the model."""
     opened = await browser.new_context(**context)
     opened.set_default_timeout(PATIENCE_S * 1e3)
     visit = Visit(await opened.new_page(), url)
     try:
         await visit.page.goto(url)
+        if key is not None:
+            await visit.page.get_by_label("API key").fill(key)
+            await visit.page.get_by_label("API key").press("Enter")
         await visit.page.wait_for_selector("#node[data-state=ready]")
         yield visit
     finally:

@@ -130,11 +130,10 @@ async def receive_sample(page: Page, gateway: Listening) -> None:
 
 @asynccontextmanager
 async def logged_in(browser: Browser) -> AsyncIterator[tuple[Visit, Listening]]:
-    """Open the page of a node with API keys, with a key as the password."""
-    login = {"username": "anybody", "password": KEY}
+    """Open the page of a node with API keys, and log in."""
     async with (
         running(api_keys=(KEY,)) as gateway,
-        visiting(browser, gateway.url, http_credentials=login) as visit,
+        visiting(browser, gateway.url, KEY) as visit,
     ):
         yield visit, gateway
         visit.check()

@@ -131,7 +131,7 @@ async def test_page_has_landmarks_and_headings(scene: Scene) -> None:
     page = scene.page
     await expect(page.get_by_role("banner")).to_have_count(1)
     await expect(page.get_by_role("main")).to_have_count(1)
-    for name in ("Generate", "This node", "Workers", "Recent decisions"):
+    for name in ("Generate", "Overview", "Workers", "Recent decisions"):
         await expect(page.get_by_role("region", name=name)).to_be_visible()
     levels = await page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")
     assert levels == ["H1", "H2", "H3", "H3", "H2", "H2", "H3", "H2", "H2"]

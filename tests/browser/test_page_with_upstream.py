@@ -61,16 +61,17 @@ async def test_page_shows_what_a_plain_server_reports(browser: Browser) -> None:
 
 
 async def test_page_names_what_a_plain_server_does_not_report(browser: Browser) -> None:
-    """The page shows only charts with values, and says why the node has no decisions."""
+    """The page shows only charts with values, and the decision about each request."""
     async with upstream_page(browser, TOKEN, LAST, USAGE, DONE) as (page, _):
         missing = page.locator("#unreported")
         await expect(missing).to_have_text("Not reported by the workers: drafts, KV use.")
         charts = page.locator("#charts figure:visible .name")
-        await expect(charts).to_have_text(["Tokens/s", "TTFT", "TPOT", "Batch", "Queue"])
-        await expect(page.locator("#no-decisions")).to_have_text(
-            "The workers report no drafts, so the node has nothing to decide."
-        )
+        await expect(charts).to_have_text(["Tokens/s", "TTFT", "TPOT", "Running", "Waiting"])
         await expect(page.locator("#live-summary")).to_have_text("0 running, 0 waiting")
+        await expect(page.locator("#no-decisions")).to_have_text("No decisions yet.")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#causes")).to_have_text("1 request: the upstream decides")
+        await expect(page.locator("#decisions tr")).to_contain_text("the upstream decides")
 
 
 async def test_text_of_a_plain_server_differs_from_the_prompt(browser: Browser) -> None:

@@ -197,7 +197,9 @@ class OtherProcess:
     async def activities(self) -> list[Activity]:
         return self._activities
 
-    async def decisions(self, _most: int, tenant: str | None) -> list[tuple[float, bytes]]:
+    async def records(
+        self, _kind: str, _most: int, tenant: str | None
+    ) -> list[tuple[float, bytes]]:
         return [(1.0, b'{"tenant":"%b"}' % one.encode()) for one in "ab" if tenant in {None, one}]
 
 

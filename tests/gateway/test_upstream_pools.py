@@ -185,7 +185,7 @@ class _UnprintableReason:
 
 
 async def test_no_decision_with_one_kind_of_upstream() -> None:
-    """The gateway makes no pool decision if all upstreams draft or none does."""
+    """The gateway chooses no pool if all upstreams draft or none does, and records so."""
     for page in (vllm(), vllm(drafts=MANY_ACCEPTED)):
         async with upstream(whole) as a, upstream(whole) as b:
             a.metrics = b.metrics = page
@@ -193,7 +193,8 @@ async def test_no_decision_with_one_kind_of_upstream() -> None:
                 for mode in ("off", "auto"):
                     assert await send(gateway, speculation={"mode": mode}) == (200, None, None)
                 assert (len(a.requests), len(b.requests)) == (1, 1)
-                assert (await http.get("/decisions")).json()["decisions"] == []
+                decisions = (await http.get("/decisions")).json()["decisions"]
+                assert [one["plan"]["policy"] for one in decisions] == ["upstream"] * 2
 
 
 async def test_other_pool_serves_during_an_outage() -> None:

@@ -28,7 +28,11 @@ from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Activity, ActivityMeter, Live, node_sample
 from draftgate.gateway.telemetry.metrics import Metrics, add_snapshots
-from draftgate.gateway.telemetry.request_facts import LatestRequests
+from draftgate.gateway.telemetry.request_facts import (
+    LatestRequests,
+    RecordedRequest,
+    RequestFacts,
+)
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, RunningStream
 from draftgate.policies.moves import MoveEnd
 from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
@@ -186,7 +190,7 @@ class Process:
 
 
 async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -> None:
-    """Metrics, activity, decisions and streams arrive at the other process as they were."""
+    """Metrics, activity, decisions, requests and streams arrive at the other process."""
     path = tmp_path / "stores"
     stores = SharedStores(MemoryStore(), SharedSnapshots())
     async with serving_stores(stores, path):
@@ -194,6 +198,8 @@ async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -
         one.metrics.add(metric.GENERATION_TOKENS, 5)
         one.metrics.recent.add_ttft(0.25)
         decision = one.decisions.record("1", "w", VIEW, LOAD, PLAN, tenant="t")
+        one.requests.add(watch := RequestFacts(lambda: 0.0))
+        watch.client_id, watch.account = "id", "t"
         one.live.take()
         move = MoveRecord("w-0", "w-1", "drain", MoveEnd.MOVED, gap_s=0.5)
         one.streams = ProcessStreams(
@@ -208,13 +214,17 @@ async def test_processes_share_over_the_socket_of_their_parent(tmp_path: Path) -
         ((at_s, shown),) = await other.siblings.records("decisions", 9, "t")
         assert (at_s, json.loads(shown)) == (7.0, json.loads(msgspec.json.encode(decision)))
         assert await one.siblings.records("decisions", 9, "t") == []
+        ((_, request),) = await other.siblings.records("requests", 9, "t")
+        assert msgspec.json.decode(request, type=RecordedRequest).record.client_id == "id"
+        assert await other.siblings.records("requests", 9, "u") == []
 
 
 async def test_without_the_parent_a_process_shows_itself(tmp_path: Path) -> None:
     """What the others share is empty while their parent does not respond."""
     alone = Process(tmp_path / "nothing", "front 0").siblings
     await alone.share()
-    assert await alone.streams() == await alone.activities() == await alone.decisions(9, None) == []
+    assert await alone.streams() == await alone.activities() == []
+    assert await alone.records("decisions", 9, None) == []
 
 
 async def test_without_the_parent_there_are_no_metrics(tmp_path: Path) -> None:
