@@ -79,11 +79,11 @@ export function button(label, react, properties = {}) {
 const COPIED_MS = 1500;
 
 /** Create a button that copies the text that a function returns. */
-export function copyButton(text) {
-  return button("Copy", async (made) => {
+export function copyButton(text, label = "Copy") {
+  return button(label, async (made) => {
     await copy(text());
     made.textContent = "Copied";
-    setTimeout(() => (made.textContent = "Copy"), COPIED_MS);
+    setTimeout(() => (made.textContent = label), COPIED_MS);
   }, { className: "copy" });
 }
 

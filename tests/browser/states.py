@@ -16,7 +16,7 @@ from draftgate.gateway.fleet import FleetWorker
 from tests.browser.browse import Visit, visiting
 from tests.browser.conftest import Scene, open_scene
 from tests.browser.draft_steps import PATTERN, TEXT, in_steps
-from tests.gateway.harness import client, running, until
+from tests.gateway.harness import ScriptedBackend, client, running, until
 from tests.gateway.upstreams import (
     DONE,
     LAST,
@@ -368,6 +368,79 @@ async def moved(browser: Browser) -> AsyncIterator[Page]:
         yield page
 
 
+@asynccontextmanager
+async def request_list(browser: Browser) -> AsyncIterator[Page]:
+    """The list of requests, of which one was refused."""
+    async with open_scene(browser) as scene:
+        await generate(scene)
+        async with client(scene.gateway) as http:
+            await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9999})
+        await scene.page.goto(f"{scene.gateway.url}/requests")
+        await expect(scene.page.locator("#requests tr")).to_have_count(2)
+        yield scene.page
+
+
+@asynccontextmanager
+async def request_page(browser: Browser) -> AsyncIterator[Page]:
+    """The page of a request that has moved."""
+    async with moving(browser) as (page, _source, _sink):
+        home = page.url
+        await page.locator("#moves a").click()
+        await expect(page.locator("#moves tr")).to_have_count(1)
+        await expect(page.locator("#decided li")).not_to_have_count(0)
+        yield page
+        await page.goto(home)
+
+
+@asynccontextmanager
+async def operations(browser: Browser) -> AsyncIterator[Page]:
+    """The views of an operator, while a request waits."""
+    backend, priority = ScriptedBackend(), {"priority": 2}
+    backend.max_sequences = 1
+    async with running(backends=[backend]) as gateway, client(gateway) as http:
+        body = {"prompt": "x", "max_tokens": 5}
+        first = asyncio.create_task(http.post("/v1/completions", json=body))
+        request = await backend.submitted.get()
+        second = asyncio.create_task(http.post("/v1/completions", json=body | priority))
+        await until(lambda: len(gateway.node.dispatcher.queue) == 1)
+        async with visiting(browser, gateway.url) as visit:
+            await visit.page.goto(f"{gateway.url}/operations")
+            await expect(visit.page.locator("#queue tbody tr")).to_have_count(1)
+            yield visit.page
+            visit.check()
+        backend.emit(request, "x", last=True)
+        backend.emit(await backend.submitted.get(), "x", last=True)
+        await asyncio.gather(first, second)
+
+
+@asynccontextmanager
+async def api(browser: Browser) -> AsyncIterator[Page]:
+    """The description of an operation, with the schema of an object and a response."""
+    async with running() as gateway, visiting(browser, gateway.url) as visit:
+        await visit.page.goto(f"{gateway.url}/docs")
+        one = visit.page.locator("#post_tokenize")
+        await one.locator("summary").first.click()
+        await one.locator(".schema summary", has_text="Message").first.click()
+        await one.get_by_role("button", name="Send", exact=True).click()
+        await expect(one.locator(".response")).to_contain_text("200 OK")
+        yield visit.page
+        visit.check()
+
+
+@asynccontextmanager
+async def login(browser: Browser) -> AsyncIterator[Page]:
+    """A refused login."""
+    async with running(api_keys=(KEY,)) as gateway:
+        context = await browser.new_context()
+        page = await context.new_page()
+        await page.goto(gateway.url)
+        await page.get_by_label("API key").fill("sk-wrong")
+        await page.get_by_role("button", name="Log in").click()
+        await expect(page.get_by_role("alert")).to_be_visible()
+        yield page
+        await context.close()
+
+
 STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]] = {
     "completion": completion,
     "chat": chat,
@@ -384,6 +457,11 @@ STATES: Final[dict[str, Callable[[Browser], AbstractAsyncContextManager[Page]]]]
     "plain-upstream": plain_upstream,
     "reasoning": reasoning,
     "stopped-server": stopped_server,
+    "requests": request_list,
+    "request": request_page,
+    "operations": operations,
+    "api": api,
+    "login": login,
 }
 
 
