@@ -75,13 +75,14 @@ class _Naming(msgspec.Struct):
 
 _naming: Final = msgspec.json.Decoder(_Naming)
 JSON_HEADERS: Final = {"Content-Type": "application/json"}
-_LONGEST_ID: Final = 128
+LONGEST_ID: Final = 128
+"""Maximum characters of the id of a request."""
 
 
 def client_request_id(request: web.BaseRequest | DirectRequest) -> str:
     """Return the request id that the client sent, or a new id if that id is long or unprintable."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
-    if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
+    if 0 < len(sent) <= LONGEST_ID and sent.isascii() and sent.isprintable():
         return sent
     return new_id()
 

@@ -128,7 +128,7 @@ async def test_next_model_gets_what_a_model_cannot_answer(failure: str, stream: 
         metrics = (await http.get("/metrics")).text
         labels = f'model_name="large",reason="{reason}",requested="large",used="small"'
         assert f"draftgate_upstream_fallbacks_total{{{labels}}} 1.0" in metrics
-        (decision,) = (await http.get("/decisions")).json()["decisions"]
+        decision, _of_first_model = (await http.get("/decisions")).json()["decisions"]
         assert decision["fallback"] == reason
         assert is_idle(gateway.node)
 

@@ -229,9 +229,10 @@ async def test_other_names_below_web_are_404(http: httpx.AsyncClient, name: str)
 
 
 def test_page_has_no_foreign_addresses_and_no_inline_code() -> None:
-    """No file of the page contains foreign addresses, inline scripts or inline styles."""
+    """No file of the pages loads from foreign addresses, or has inline scripts or styles. Links for
+    the user may lead elsewhere."""
     for path in WEB.iterdir():
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace('<a href="https://', "<a ")
         assert not re.search(r"(?:src|href|from|url\(|import\()\s*=?\s*[\"']?(?:https?:)?//", text)
         assert not re.search(r"<script(?![^>]*\bsrc=)|\sstyle=|\son\w+=|<style", text)
         assert "innerHTML" not in text

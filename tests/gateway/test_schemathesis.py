@@ -125,6 +125,10 @@ LONG = {
     "GET /live": Count(40, 40),
     "PUT /workers/{worker_id}/role": Count(100, 100),
     "GET /v1/models/{model}": Count(600, 200),
+    "GET /records": Count(400, 200),
+    "GET /records/{request_id}": Count(100, 50),
+    "POST /session": Count(100, 50),
+    "GET /requests/{request_id}": Count(100, 50),
     "GET /web/{name}": Count(200, 100),
 }
 LONG_WITHOUT_INPUT = Count(200, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftgate.gateway.config import ConfigError, ServeConfig
-from draftgate.gateway.processes.parent import plan_processes
+from draftgate.gateway.processes.parent import _secret_for, plan_processes
 from tests.upstream_settings import at
 
 STORES = Path("/run/stores")
@@ -60,3 +60,14 @@ def test_a_worker_of_a_pool_has_one_process() -> None:
     """A node whose own worker serves a pool cannot have several processes."""
     with pytest.raises(ConfigError, match="--no-worker"):
         plan_processes(ServeConfig(processes=2, join="redis://r:6379"), STORES)
+
+
+def test_the_processes_of_a_pool_keep_its_secret() -> None:
+    """The processes get a secret of their own, unless the pool has one, which they inherit."""
+    for settings, expected in (
+        ({}, "random"),
+        ({"join": "redis://r", "no_worker": True}, "random"),
+        ({"join": "redis://r", "no_worker": True, "peer_secret_env": "POOL"}, None),
+    ):
+        plan = plan_processes(ServeConfig(processes=2, **settings), STORES)
+        assert {_secret_for(front, "random") for front in plan.fronts} == {expected}

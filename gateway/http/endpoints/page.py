@@ -14,6 +14,7 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.gateway.errors import RouteNotFound
+from draftgate.gateway.http.context import LONGEST_ID
 
 WEB: Final = Path(__file__).parents[2] / "web"
 
@@ -61,7 +62,13 @@ def file_names() -> list[str]:
 
 
 async def page(request: web.Request) -> web.Response:
-    """Return the page of a path (`PAGES`)."""
+    """Return the page of a path (`PAGES`).
+
+    Raises:
+        RouteNotFound: no request has an id of this length.
+    """
+    if len(request.match_info.get("request_id", "")) > LONGEST_ID:
+        raise RouteNotFound("the id of the request is too long")
     resource = request.match_info.route.resource
     assert resource is not None
     return _served(request, PAGES[resource.canonical.rstrip("/") or "/"])

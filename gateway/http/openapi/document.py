@@ -185,7 +185,7 @@ def _operation(
 
 
 def _with_model(parameter: Mapping[str, Any], served: ServedModel | None) -> Mapping[str, Any]:
-    if parameter["name"] != "model" or served is None:
+    if (parameter["name"], parameter["in"]) != ("model", "path") or served is None:
         return parameter
     return {**parameter, "schema": {**parameter["schema"], "enum": [served.name]}}
 

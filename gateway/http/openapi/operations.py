@@ -7,7 +7,7 @@ from typing import Final
 
 from draftgate.gateway.budgets import UsageReply
 from draftgate.gateway.dispatch.decisions import KEPT
-from draftgate.gateway.http.context import MESSAGES_PATH
+from draftgate.gateway.http.context import LONGEST_ID, MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
@@ -68,6 +68,7 @@ from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.gateway.telemetry.request_facts import RequestDetail, RequestList
 from draftgate.gateway.telemetry.worker_list import ListedWorker, WorkerList
 
+_REQUEST_ID: Final = in_path("request_id", minLength=1, maxLength=LONGEST_ID)
 _RESPONSE_ID: Final = in_path("response_id", pattern="^resp_[0-9a-f]{24}$")
 
 OF_BODIES: Final = (400, 404, 408, 413, 503)
@@ -352,7 +353,7 @@ OPERATIONS: Final = (
         "Return one of the latest requests, with its phases, steps, decisions and moves.",
         RequestDetail,
         errors=(404,),
-        parameters=(in_path("request_id"),),
+        parameters=(_REQUEST_ID,),
     ),
     Operation(
         "GET",
@@ -381,11 +382,13 @@ OPERATIONS: Final = (
     ),
     Operation("GET", USAGE_PATH, "Return what keys and teams have spent.", UsageReply),
     *(
-        Operation("GET", path, summary, ("text/html",), open=True, errors=(403,), parameters=names)
+        Operation(
+            "GET", path, summary, ("text/html",), open=True, errors=(403, 404), parameters=names
+        )
         for path, summary, names in (
             ("/", "Return the live page.", ()),
             ("/requests", "Return the page with the latest requests.", ()),
-            ("/requests/{request_id}", "Return the page of a request.", (in_path("request_id"),)),
+            ("/requests/{request_id}", "Return the page of a request.", (_REQUEST_ID,)),
             ("/operations", "Return the page with models, queue, usage and quotas.", ()),
             ("/docs", "Return the page that describes the API.", ()),
             ("/login", "Return the page for logging in.", ()),
