@@ -67,7 +67,8 @@ async def test_decisions_are_cards_on_a_phone(scene: Scene) -> None:
         "(all) => all.map((one) => getComputedStyle(one, '::before').content)"
     )
     assert [re.match(r'"(.*?)"', name)[1] for name in names] == [
-        "Time", "Request", "Policy", "Proposer", "Max drafts", "Price", "Reason", "Outcome", "Load"
+        "Time", "Request", "Policy", "Proposer", "Max drafts", "Slot price", "Reason", "Outcome",
+        "Load",
     ]  # fmt: skip
     tops = await scene.page.locator("#decisions td").evaluate_all(
         "(all) => all.map((one) => one.getBoundingClientRect().top)"
