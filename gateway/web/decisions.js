@@ -71,7 +71,8 @@ function causes(decisions) {
 
 /** What happened under a plan, and how the path to the client affects its request. */
 function happened(outcome, moves, path) {
-  const accepted = outcome ? [`${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted`] : [];
+  const drafted = outcome?.drafted_tokens ? `${outcome.accepted_tokens} of ${outcome.drafted_tokens} drafts accepted` : "no drafts";
+  const accepted = outcome ? [drafted] : [];
   const revised = outcome ? outcome.revisions.map((revision) => revision.reason) : [];
   return [...accepted, ...revised, ...moves.map(describeMove), ...(path ? [path] : [])].join("; ");
 }
