@@ -300,10 +300,6 @@ class Accounts:
         ]
         return tuple(one for one in budgets if one.is_limited or self._prices)
 
-    def named(self, name: str) -> Account | None:
-        """Return the account of a name, or None if no key has this name."""
-        return next((account for account in self if account.name == name), None)
-
     def find(self, key: str) -> Account | None:
         """Return the account of a key, or None if the key is unknown."""
         # The time of a search by digest reveals nothing about a key.

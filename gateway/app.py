@@ -258,7 +258,7 @@ def _missing_package(backend: str, error: ImportError) -> str:
     extra = _EXTRAS.get(package)
     if extra is None:
         return reason
-    other = ", or forward to other servers with --upstream" if backend == "engine" else ""
+    other = ", or forward to other servers: draftgate serve --upstream URL" if backend == "engine" else ""
     return f"{reason}: pip install 'draftgate[{extra}]'{other}"
 
 

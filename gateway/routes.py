@@ -20,8 +20,8 @@ from draftgate.gateway.errors import (
     Unauthorized,
     as_gateway_error,
 )
-from draftgate.gateway.http.batch_lines import BATCHES, build_runner, running_batches
 from draftgate.gateway.http.authentication import Sessions, key_of
+from draftgate.gateway.http.batch_lines import BATCHES, build_runner, running_batches
 from draftgate.gateway.http.browsers import BrowserAccess
 from draftgate.gateway.http.connections import (
     add_headers,

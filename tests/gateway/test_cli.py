@@ -242,7 +242,8 @@ def test_missing_package_is_one_line_with_the_install_command() -> None:
     assert done.returncode == 1
     assert done.stderr == (
         "draftgate: the backend 'engine' needs torch, which is not installed: "
-        "pip install 'draftgate[engine]'\n"
+        "pip install 'draftgate[engine]', "
+        "or forward to other servers: draftgate serve --upstream URL\n"
     )
 
 
