@@ -258,8 +258,10 @@ def _missing_package(backend: str, error: ImportError) -> str:
     extra = _EXTRAS.get(package)
     if extra is None:
         return reason
-    other = ", or forward to other servers: draftgate serve --upstream URL" if backend == "engine" else ""
-    return f"{reason}: pip install 'draftgate[{extra}]'{other}"
+    help_text = f"{reason}: pip install 'draftgate[{extra}]'"
+    if backend == "engine":
+        help_text += ", or forward to other servers: draftgate serve --upstream URL"
+    return help_text
 
 
 def _failed(node: Node, reason: str) -> StartError:

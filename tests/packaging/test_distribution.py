@@ -146,7 +146,7 @@ def test_image_without_torch_and_upstreams_names_what_to_set(
     without an upstream, it ends with a message."""
     done = run([core.python, "-m", "draftgate", *image_command()], tmp_path)
     assert done.returncode == 1
-    assert "or forward to other servers with --upstream" in done.stderr
+    assert "or forward to other servers: draftgate serve --upstream URL" in done.stderr
 
 
 def image_command() -> list[str]:
