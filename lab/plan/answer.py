@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from draftgate.lab.plan.goodput import speculation_of
@@ -29,6 +30,7 @@ class PlanAnswer:
         rate_rps: the rate for which they are planned, or None for the highest rate.
         records: simulated requests of these machines at that rate, if any.
         per: the unit that the weights of deployments count per hour, such as USD, or empty.
+        load: name of the workload or the trace.
     """
 
     question: str
@@ -38,6 +40,31 @@ class PlanAnswer:
     rate_rps: float | None
     records: Sequence[Record] = ()
     per: str = ""
+    load: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        if self.deployment is None:
+            return f"{self._no_deployment.capitalize()}."
+        price = self.deployment.total(self.planner.machines.prices)
+        best, targets = self.search.best, self._targets_text
+        if self.rate_rps is not None:
+            served = f"{self.rate_rps:.2f} requests/s"
+        else:
+            assert best is not None
+            served = f"{best.rate_rps:.2f} requests/s ({_interval(best)})"
+        return (
+            f"{self.deployment} ({self.deployment.layout}) for {price:.2f} USD per hour"
+            f" {'serves' if self.deployment.machines == 1 else 'serve'} {served} with {targets}."
+        )
+
+    @property
+    def _targets_text(self) -> str:
+        targets = self.planner.targets
+        named = (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s))
+        limits = [f"a {name} of {1e3 * value:g} ms" for name, value in named if value < math.inf]
+        return f"{' and '.join(limits)} for {targets.share:.0%} of the requests"
 
     def as_plan(self) -> dict[str, Any]:
         """Return the plan in the form `plan/1` with its search."""
@@ -79,8 +106,8 @@ class PlanAnswer:
         if self.deployment is None:
             console.print(self._no_deployment)
         else:
-            console.print(f"recommended ({self.deployment.layout}): {self.deployment}")
-            if best is not ranked[0]:
+            console.print(f"recommended: {self.sentence}")
+            if self.search.least is None and best is not ranked[0]:
                 other = ranked[0].candidate.deployment
                 console.print(f"{other} has a higher goodput, but the intervals overlap")
         if self.records:
@@ -109,13 +136,21 @@ class PlanAnswer:
 
     @property
     def _head(self) -> list[str]:
-        head = ["deployment", "bound, requests/s", "goodput, requests/s", "interval"]
-        return [*head, f"requests per {self.per}"] if self.per else head
+        head = ["deployment", "USD per hour", "bound, requests/s", "goodput, requests/s"]
+        return [*head, "interval, requests/s", *([f"requests per {self.per}"] if self.per else [])]
 
     @property
     def _rows(self) -> list[list[str]]:
         """The measured deployments, the best one first."""
-        rows = [[str(one.candidate.deployment), *_rates(one)] for one in _ranked(self.search)]
+        prices = self.planner.machines.prices
+        rows = [
+            [
+                str(one.candidate.deployment),
+                f"{one.candidate.deployment.total(prices):.2f}",
+                *_rates(one),
+            ]
+            for one in _ranked(self.search)
+        ]
         if self.per:
             for row, one in zip(rows, _ranked(self.search), strict=True):
                 row.append(f"{3600.0 * one.value:.0f}" if one.rate_rps else "-")
@@ -126,11 +161,10 @@ class PlanAnswer:
         return html_page(f"Plan: {self.question}", self._body(self.as_plan()))
 
     def _body(self, plan: Mapping[str, Any]) -> Iterator[str]:
-        yield f"<h1>Plan: {self.question}</h1>"
+        yield f"<h1>Plan: {self.question} for {escape(self.load)}</h1>"
+        yield f"<p><strong>{escape(self.sentence)}</strong></p>"
         prices = self.planner.machines.prices
-        if self.deployment is None:
-            yield f"<p>{self._no_deployment.capitalize()}.</p>"
-        else:
+        if self.deployment is not None:
             rows = [
                 [
                     group.profile,
@@ -152,7 +186,7 @@ class PlanAnswer:
         if chart.data:
             yield f'<div class="charts">{html_chart(chart)}</div>'
         yield html_table(self._head, self._rows, words=(0,))
-        settings = {key: plan[key] for key in ("rate_rps", "targets")}
+        settings = {"load": self.load, **{key: plan[key] for key in ("rate_rps", "targets")}}
         yield "<h2>The question</h2>" + html_settings(settings)
 
 
@@ -224,21 +258,23 @@ def _machines(deployment: Deployment, files: Mapping[str, str]) -> list[dict[str
 
 
 def _ranked(search: DeploymentSearch) -> list[Measured]:
-    return sorted(search.measured, key=lambda one: -one.value)
+    """Return the tested deployments, the best one first."""
+    if search.least is not None:
+        return sorted(search.measured, key=lambda one: (not one.low_rps, one.candidate.weight))
+    return sorted(search.measured, key=lambda one: (-one.value, -one.most_value))
 
 
 def _rates(one: Measured) -> tuple[str, str, str]:
     """Return the bound, the goodput and its interval as text."""
-    bound = f"{one.candidate.bound_rps:.2f}"
+    bound, goodput = f"{one.candidate.bound_rps:.2f}", one.rate_rps
+    interval = _interval(one) + ("" if one.converged else ", not converged")
+    return bound, "-" if goodput is None else f"{goodput:.2f}", interval
+
+
+def _interval(one: Measured) -> str:
     if one.low_rps > 0.0 and one.high_rps < math.inf:
-        interval = f"{one.low_rps:.2f} to {one.high_rps:.2f}"
-    elif one.high_rps < math.inf:
-        interval = f"below {one.high_rps:.2f}"
-    else:
-        interval = f"from {one.low_rps:.2f}"
-    if not one.converged:
-        interval += ", not converged"
-    return bound, "-" if one.rate_rps is None else f"{one.rate_rps:.2f}", interval
+        return f"{one.low_rps:.2f} to {one.high_rps:.2f}"
+    return f"below {one.high_rps:.2f}" if one.high_rps < math.inf else f"from {one.low_rps:.2f}"
 
 
 def _finite(value: float) -> float | None:

@@ -62,7 +62,9 @@ def placement(
         every = deployments(tuple(prices), budgets, max_machines)
         with interruptible():
             found = planner.search(planner.candidates(every, prices), flags.max_simulations)
-            answer = PlanAnswer("placement", planner, found, None, flags.rate, per="USD")
+            answer = PlanAnswer(
+                "placement", planner, found, None, flags.rate, per="USD", load=flags.load
+            )
             if found.best is not None:
                 answer = replace(answer, deployment=found.best.candidate.deployment)
                 if flags.rate is not None and not found.interrupted:
@@ -120,11 +122,11 @@ def pools(
                     raise ValueError(f"--objective {objective} needs --rate")
                 each = machines.prices if objective is Objective.COST else machines.powers
                 found = planner.search_least(planner.candidates(every, each), rate, most)
-            answer = PlanAnswer("pools", planner, found, None, rate)
-            if found.best is not None and found.best.rate_rps:
+            answer = PlanAnswer("pools", planner, found, None, rate, load=flags.load)
+            if found.best is not None:
                 answer = replace(answer, deployment=found.best.candidate.deployment)
-                if not found.interrupted:
-                    served_rps = rate or found.best.rate_rps
+                served_rps = rate or found.best.rate_rps
+                if served_rps is not None and not found.interrupted:
                     records = planner.records(found.best.candidate.deployment, served_rps)
                     answer = replace(answer, rate_rps=served_rps, records=records)
         _finish(answer, files)

@@ -51,6 +51,11 @@ class WorkloadFlags:
         ),
     ] = None
 
+    @property
+    def load(self) -> str:
+        """The name of the workload or the trace."""
+        return self.workload or (self.trace.name if self.trace is not None else "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentFlags(WorkloadFlags):

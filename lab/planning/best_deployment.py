@@ -315,7 +315,7 @@ def find_least(
             place = len(left) // 2
             tried = left[place]
             if holds(tried):
-                least = Measured(tried, rate_rps, rate_rps, math.inf)
+                least = Measured(tried, None, rate_rps, tried.bound_rps)
                 measured.append(least)
                 del left[place:]
             else:

@@ -9,6 +9,7 @@ import pytest
 
 from draftgate.lab.plan import planner as planning
 from draftgate.lab.plan.answer import PlanAnswer
+from draftgate.lab.plan.machines import MachineTypes, Rentable
 from draftgate.lab.plan.planner import MORE, Planner
 from draftgate.lab.planning.best_deployment import (
     DeploymentCandidate,
@@ -16,6 +17,7 @@ from draftgate.lab.planning.best_deployment import (
     Measured,
 )
 from draftgate.lab.planning.deployments import Deployment, Group
+from draftgate.lab.planning.throughput import Targets
 from draftgate.loadgen.search.types import SearchGoal
 from draftgate.policies.types import Role
 
@@ -24,6 +26,13 @@ APART = DeploymentCandidate(
     Deployment((Group("a", Role.PREFILL, 1), Group("a", Role.DECODE, 1))), 8.0, weight=4.0
 )
 UNUSED: Any = None
+PLANNER = Planner(
+    MachineTypes({"a": Rentable("a", UNUSED, 7.0)}),
+    UNUSED,
+    Targets(0.2, 0.1, 0.9),
+    {},
+    SearchGoal(1.0, 1.0, share=0.9),
+)
 
 
 @pytest.mark.parametrize("sufficient", [4, 9])
@@ -39,8 +48,7 @@ def test_machines_that_miss_the_targets_are_no_plan(
 
     monkeypatch.setattr(Planner, "records", records)
     monkeypatch.setattr(planning, "meets_slo", bool)
-    one = Planner(UNUSED, UNUSED, UNUSED, {}, SearchGoal(1.0, 1.0, share=0.9))
-    deployment, _ = one.enough(Measured(TOGETHER, 2.0, 1.9, 2.1), 5.0)
+    deployment, _ = PLANNER.enough(Measured(TOGETHER, 2.0, 1.9, 2.1), 5.0)
     if sufficient == 4:
         assert deployment == TOGETHER.deployment.repeated(4)
         assert tried == [3, 4]
@@ -67,7 +75,7 @@ def test_rate_without_a_bound_on_both_sides_is_not_printed(
     monkeypatch.setenv("COLUMNS", "200")
     search = DeploymentSearch((measured,), (), complete=True)
     deployment = TOGETHER.deployment if search.best else None
-    PlanAnswer("placement", UNUSED, search, deployment, None).show()
+    PlanAnswer("placement", PLANNER, search, deployment, None).show()
     text = " ".join(capsys.readouterr().out.split())
     assert words in text
     assert "did not converge within 6000 requests: 1 of 1" in text
@@ -84,8 +92,13 @@ def test_recommendation_of_an_equal_layout_is_explained(
     search = DeploymentSearch(measured, (), complete=True)
     assert search.best is not None
     deployment = search.best.candidate.deployment
-    PlanAnswer("placement", UNUSED, search, deployment, None, per="USD").show()
+    PlanAnswer("placement", PLANNER, search, deployment, None, per="USD").show()
     text = capsys.readouterr().out
     assert "2970" in text  # requests per USD, of 3.3 requests/s for 4 USD per hour
-    assert f"recommended ({'together' if equal else 'apart'})" in text
+    words = " ".join(text.split())
+    if equal:
+        assert "1 x a (together) for 7.00 USD per hour serves 1.50 requests/s (1.40 to" in words
+    else:
+        assert "(apart) for 14.00 USD per hour serve 3.30 requests/s (3.20 to 3.50)" in words
+    assert "with a TTFT of 200 ms and a TPOT of 100 ms for 90% of the requests" in words
     assert ("has a higher goodput, but the intervals overlap" in text) == equal
