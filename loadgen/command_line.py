@@ -8,8 +8,6 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
@@ -27,22 +25,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
-
-
-def check_plotly(page: Path | None) -> Path | None:
-    """Return the path of a page with plots.
-
-    The command line checks this before the run, so that a missing library does not cost the
-    results.
-
-    Raises:
-        BadParameter: a page is requested, but plotly is not installed.
-    """
-    if page is not None and find_spec("plotly") is None:
-        from draftgate.loadgen.report.html import NEEDS_PLOTLY
-
-        raise typer.BadParameter(NEEDS_PLOTLY)
-    return page
 
 
 class HelpCommand(TyperCommand):

@@ -23,7 +23,7 @@ _FLAGS: Final = (
 """Processor flags that affect data types and speed."""
 
 _OPTIONAL: Final = (
-    "huggingface-hub", "openai", "plotly", "ray", "safetensors", "scipy", "torch", "transformers",
+    "huggingface-hub", "openai", "ray", "safetensors", "scipy", "torch", "transformers",
     "triton",
 )  # fmt: skip
 """Packages of the extras and of common clients."""

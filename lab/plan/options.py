@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from draftgate.loadgen.command_line import check_plotly
-
 Profiles = Annotated[
     str, typer.Option(help="Device profiles: names or files, separated by commas.")
 ]
@@ -86,7 +84,7 @@ class PlanFiles:
     ] = None
     html_out: Annotated[
         Path | None,
-        typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
+        typer.Option("--html", help="Write a page with plots to this file."),
     ] = None
     compose: Annotated[Path | None, typer.Option(help="Write the machines as a Compose file.")] = (
         None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.loadgen.command_line import PlainTyper, check_plotly, flag_values, with_groups
+from draftgate.loadgen.command_line import PlainTyper, flag_values, with_groups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,7 +191,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
     ] = None,
     html_out: Annotated[
         Path | None,
-        typer.Option("--html", callback=check_plotly, help="Write a page with plots to this file."),
+        typer.Option("--html", help="Write a page with plots to this file."),
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""

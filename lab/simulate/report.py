@@ -6,8 +6,7 @@ depend on the machine or the time, so the same command gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -21,7 +20,13 @@ from draftgate.lab.simulate.experiment import ExperimentOutcome, Results, Setup
 from draftgate.lab.simulate.intervals import Estimate, differences, estimate, known
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.measuring.speculation import total_speculation
-from draftgate.loadgen.report.charts import Chart, ChartSeries, distribution_chart
+from draftgate.loadgen.report.charts import (
+    FROM_ZERO,
+    Chart,
+    ChartSeries,
+    colour,
+    distribution_chart,
+)
 from draftgate.loadgen.report.formatting import number, percent
 from draftgate.loadgen.report.html import (
     html_chart,
@@ -215,6 +220,22 @@ def _difference(outcome: ExperimentOutcome, first: ExperimentOutcome) -> str:
     return f"{found.mean / base.mean:+.1%}{half}"
 
 
+def _answer(results: Results) -> str:
+    """Return the policy with the lowest mean latency, in one sentence."""
+    means = {
+        outcome.policy: mean_summary(outcome.summaries)["latency_s"] for outcome in results.outcomes
+    }
+    ended = [outcome for outcome in results.outcomes if means[outcome.policy] is not None]
+    if not ended:
+        return "No request has ended."
+    first, best = ended[0], min(ended, key=lambda one: means[one.policy]["mean"])
+    lowest = "" if len(ended) == 1 else "lowest "
+    answer = f"{best.policy} has the {lowest}mean latency of {_ms(means[best.policy], 'mean')} ms"
+    if best is not first:
+        answer += f", {_difference(best, first)} against {first.policy}"
+    return answer + "."
+
+
 def simulation_page(setup: Setup, results: Results) -> str:
     """Return an HTML page that compares the policies and then describes each."""
     what = setup.load.workload or setup.load.trace or setup.load.prompt
@@ -223,7 +244,7 @@ def simulation_page(setup: Setup, results: Results) -> str:
 
 
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
-    yield f"<h1>{escape(title)}</h1>"
+    yield f"<h1>{escape(title)}</h1><p><strong>{escape(_answer(results))}</strong></p>"
     yield html_table(list(_HEAD), list(_rows(results)), " ".join((NOTES, *_moves(results))))
     charts = list(_charts(results))
     yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, charts))}</div>'
@@ -234,16 +255,33 @@ def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
 
 
 def _charts(results: Results) -> Iterator[Chart]:
-    """Yield distributions with one curve per policy, then the load of each policy."""
+    """Yield the distributions and the load over time, with one curve per policy."""
     runs = [(o.policy, o.run) for o in results.outcomes if o.run is not None and o.run.records]
     series = [ChartSeries(policy, run.records) for policy, run in runs]
     for key in ("latency_s", "ttft_s", "tpot_s", "chunk_gap_s"):
         chart = distribution_chart(METRICS[key], series)
         if chart.data:
             yield chart
-    for policy, run in runs:
-        chart = load_chart(run)
-        yield replace(chart, title=f"{chart.title}, {policy}")
+    if runs:
+        yield _load_chart(runs)
+
+
+def _load_chart(runs: Sequence[tuple[str, LoadRun]]) -> Chart:
+    """Return the completed and the open requests over time, with one curve per policy each."""
+    data = []
+    for place, (policy, run) in enumerate(runs):
+        for trace in load_chart(run).data:
+            if trace["name"] in {"completed/s", "open"}:
+                group = {"legendgroup": policy, "showlegend": trace["name"] == "open"}
+                line = {**trace["line"], "color": colour(place)}
+                data.append({**trace, "name": policy, **group, "line": line})
+    layout = {
+        "xaxis": {"title": {"text": "s since the start"}, "anchor": "y2", **FROM_ZERO},
+        "yaxis": {"title": {"text": "completed/s"}, "domain": [0.55, 1], **FROM_ZERO},
+        "yaxis2": {"title": {"text": "open requests"}, "domain": [0, 0.45], **FROM_ZERO},
+    }
+    caption = "completed requests per second, and requests that have not ended"
+    return Chart("Load", caption, data, layout, wide=True)
 
 
 def _policy_part(run: LoadRun) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from draftgate.addresses import read_server_url
-from draftgate.loadgen.command_line import check_plotly, flag_values
+from draftgate.loadgen.command_line import flag_values
 from draftgate.loadgen.measuring.slo import SHARES
 from draftgate.loadgen.other_tools import OtherTool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
@@ -23,7 +23,7 @@ Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the results here.")]
 HtmlOut = Annotated[
     Path | None,
-    typer.Option("--html", callback=check_plotly, help="Write a page with plots here."),
+    typer.Option("--html", help="Write a page with plots here."),
 ]
 Processes = Annotated[
     int,

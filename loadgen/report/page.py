@@ -46,11 +46,7 @@ from draftgate.loadgen.types import LoadRun
 
 
 def run_page(reports: Sequence[RunReport]) -> str:
-    """Return the page of one or more runs.
-
-    Raises:
-        ModuleNotFoundError: plotly is not installed.
-    """
+    """Return the page of one or more runs."""
     settings = reports[0].run.settings
     if len(reports) == 1:
         title = f"Load of {settings.get('model', 'a model')} at {settings.get('url', '?')}"

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftgate.gateway import cli as gateway_cli
-from draftgate.loadgen import cli, command_line
+from draftgate.loadgen import cli
 from draftgate.loadgen.cli.commands import exit_status, worst
 from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.planning.corpus import open_corpus
@@ -240,18 +240,6 @@ def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
     assert (first["prompt"], first["max_tokens"], first["temperature"]) == ("one", 3, 0.5)
     assert second["messages"] == [{"role": "user", "content": "two"}]
     assert (third["prompt"], [body["seed"] for body in mock.bodies]) == ("one", [0, 1, 2])
-
-
-def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
-    """The error names the package to install, and the command sends no request."""
-    monkeypatch.setattr(command_line, "find_spec", lambda _name: None)
-    mock = Mock()
-    with serving_in_a_thread(mock) as url:
-        result = command(url, "--html", tmp_path / "p.html")
-    assert result.exit_code == 2
-    assert "plotly is not installed" in result.output
-    assert "'draftgate[load]'" in result.output
-    assert mock.bodies == []
 
 
 def test_calibrate_prints_each_probe(monkeypatch) -> None:
