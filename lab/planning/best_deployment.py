@@ -19,7 +19,6 @@ An interrupted search returns what it knows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Final

@@ -129,7 +129,7 @@ def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two types with equal prices, the plan has the faster one, and a simulation confirms it."""
-    monkeypatch.setattr(planner, "MOST_REQUESTS", 2000)
+    monkeypatch.setattr(planner, "MOST_REQUESTS", 800)
     monkeypatch.setattr(planner, "CHECKED", 200)
     fast, slow = (_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
     flags = ["--profiles", f"{fast},{slow}", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250"]
