@@ -75,23 +75,6 @@ def run(
     )
 
 
-def test_simulation_that_may_end_cancels_open_requests() -> None:
-    """Of a hundred requests that arrive at once, those without a record are cancelled."""
-    config = WorkerConfig(speculation="off", profile="h100-8b", max_num_seqs=1)
-    planned = [PlannedRequest(i, 0.0, RequestSpec("", (), 1, i)) for i in range(100)]
-    firsts, ended = list[int](), list[Record]()
-    records = simulate_requests(
-        SimulatedCluster(config, 1, ServiceTimeEnvironment()),
-        planned,
-        ended.append,
-        lambda one: Job(f"completion/{one.index}", ((1,),), SamplingParams(1, one.index), 1),
-        on_first=lambda one: firsts.append(one.index),
-        enough=lambda: len(ended) >= 10,
-    )
-    assert len(records) == len(ended) == 10
-    assert set(firsts) >= {record.planned.index for record in records}
-
-
 def waits(records: list[Record], service_s: Callable[[int], float]) -> list[float]:
     return [r.end_s - r.scheduled_s - service_s(r.planned.index) for r in records]
 
