@@ -17,6 +17,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Container
 from itertools import islice
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -29,6 +30,7 @@ from draftgate.policies.speculation.weights import MOST_PRIORITY
 
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "order")
 _ORDER: Final = attrgetter("order")
+_PREFILL_ORDER: Final = attrgetter("is_document", "pace")
 
 SPARING_STEPS: Final = 64
 """Number of steps by which a sparing sequence is ranked after its last service. All others precede
@@ -41,6 +43,9 @@ OFFLINE_S: Final = 1e9
 CLASS_S: Final = STARVATION_S
 """Age in seconds that a priority class is worth. A request thus precedes those of the next lower
 class, unless they are older by more, so that no class starves."""
+
+LAST: Final = (inf, 0)
+"""A place after all sequences, in the form of `Sequence.order`."""
 
 LONGEST_HOLD_S: Final = 60.0
 """Maximum time in seconds for which blocks are held for the next request of a conversation. A tool
@@ -64,6 +69,7 @@ class Queues:
         num_sparing: number of sequences with pace `SPARING`.
         num_urgent: number of sequences above the usual priority class.
         num_offline: number of offline sequences.
+        num_documents: number of documents to embed.
         prefill_tokens: number of tokens that running and waiting sequences must still feed, except
             decodes. For waiting sequences this includes tokens that may be cached.
         offline_tokens: part of these tokens that belongs to offline sequences.
@@ -76,7 +82,7 @@ class Queues:
         self.running: list[Sequence] = []
         self.paused: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
-        self.num_sparing = self.num_urgent = self.num_offline = 0
+        self.num_sparing = self.num_urgent = self.num_offline = self.num_documents = 0
         self.prefill_tokens = self.offline_tokens = 0
         self._pending = PendingPrefixes()
         self._had_prompts = False  # `online_prompts` at the last step
@@ -90,6 +96,7 @@ class Queues:
         self._insert(sequence)
         self.num_urgent += sequence.request.service.priority < 0
         self.num_offline += sequence.offline
+        self.num_documents += sequence.is_document
         self._set_prefill(sequence, sequence.pending_tokens)
         # Query the prefix now. The cache remembers the last query, so the next step gets its result
         # for free, and the work of a single call is halved.
@@ -110,6 +117,7 @@ class Queues:
         self.num_sparing -= sequence.pace is Pace.SPARING
         self.num_urgent -= sequence.request.service.priority < 0
         self.num_offline -= sequence.offline
+        self.num_documents -= sequence.is_document
         self._set_prefill(sequence, 0)
         sequence.move_to(SequenceState.FINISHED)
         self._free_blocks(sequence)
@@ -208,6 +216,15 @@ class Queues:
             found = [s for s in found if s.next_decode_s <= now_s]
         found.sort(key=_sparing_last if self.num_sparing else _LEAST_RECENTLY_SERVED)
         return found
+
+    def prefills(self) -> tuple[Sequence, ...]:
+        """Return the batch in the order in which prompts continue.
+
+        The oldest admission is first, sparing sequences are later, and documents to embed are last.
+        """
+        if self.num_sparing or self.num_documents:
+            return tuple(sorted(self.running, key=_PREFILL_ORDER))
+        return tuple(self.running)
 
     @property
     def head_tokens(self) -> int:

@@ -7,8 +7,8 @@ The scheduler has no clock, no randomness and no device. It fills a step in this
    budget to prompts.
 3. Prompt chunks, as far as the batching policy lets decodes wait.
 4. New sequences in order of class and arrival (`Queues`). One that cannot be admitted blocks all
-   later ones, so none starves. A sequence that shares a prefix with a prefill in progress lets
-   others pass. It takes the shared blocks when they are ready.
+   later ones, so none starves. A sequence lets others pass while a prefill computes blocks that it
+   can share. The chunks of documents to embed come after new sequences that precede them.
 
 When blocks run out, the last sequence in this order releases its blocks and is recomputed later,
 except for blocks that are still cached. Sparing sequences (those of slow readers) are last
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import ClassVar, Final
 
 from draftgate.backends.core.accounting import Accounting, Emission, step_details, verified_draft
@@ -29,7 +28,7 @@ from draftgate.backends.core.draft_plan import DraftPlan, SpareCapacity
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.proposer import Proposer
-from draftgate.backends.core.queues import Queues
+from draftgate.backends.core.queues import LAST, Queues
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import PENDING, StepBuilder, StepPlan, StepResult
 from draftgate.backends.core.urgency import urgency_of
@@ -413,13 +412,12 @@ class Scheduler:
         return self.config.max_num_seqs - len(self._queues.running)
 
     def _plan_prefills(self, step: StepBuilder) -> None:
-        """Continue prefills, oldest first, until the budget is used."""
+        """Continue prefills until the budget is used."""
         if len(step.work) == len(self._queues.running):
             return  # the usual case: all running sequences decode in this step
-        running = tuple(self._queues.running)
-        if self._queues.num_sparing:
-            running = tuple(sorted(running, key=attrgetter("pace")))
-        for sequence in running:
+        for sequence in self._queues.prefills():
+            if sequence.is_document:
+                self._admit(step, with_offline=False, before=sequence.order)
             if step.budget <= 0:
                 return
             # A sequence earlier in this loop may have preempted this sequence.
@@ -428,11 +426,13 @@ class Scheduler:
             if unfinished and self._queues.extend_or_preempt(sequence, step.work):
                 self._feed(step, sequence)
 
-    def _admit(self, step: StepBuilder, *, with_offline: bool) -> None:
-        """Admit waiting sequences in order while budget, batch and memory allow it."""
+    def _admit(
+        self, step: StepBuilder, *, with_offline: bool, before: tuple[float, int] = LAST
+    ) -> None:
+        """Admit waiting sequences up to a place in the order while the limits allow it."""
         # Consider at most one batch, because many sequences may wait for the same prefix.
         for sequence in self._queues.next(self.config.max_num_seqs, with_offline=with_offline):
-            if step.budget <= 0 or not self._free_sequences:
+            if step.budget <= 0 or not self._free_sequences or sequence.order > before:
                 return
             try:
                 admitted = self._queues.admit(sequence)

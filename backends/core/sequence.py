@@ -33,7 +33,7 @@ from draftgate.policies.speculation.revision import DraftingSwitch, PlanRevision
 from draftgate.policies.speculation.savings import TRIAL_SHARE, TRIAL_TOKENS
 from draftgate.policies.speculation.survival import RequestRecord
 from draftgate.policies.speculation.weights import due_in_s
-from draftgate.policies.types import ANYTIME, SpeculationMode
+from draftgate.policies.types import ANYTIME, BATCH_PRIORITY, SpeculationMode
 
 
 class SequenceState(IntEnum):
@@ -94,6 +94,7 @@ class Sequence:
             length of the prompt plus one. That token never exists, but the last prompt token is
             fed like a decode.
         embeds: whether the prompt is embedded, without sampling any token.
+        is_document: whether the prompt is embedded as batch work.
         ends_with_prompt: whether it ends with its prompt, without sampling any token.
         is_plain: whether only the sampler uses its logits.
         has_service: whether the request has a service level.
@@ -153,6 +154,7 @@ class Sequence:
     scored_rows: int = field(init=False)
     most_tokens: int = field(init=False)
     embeds: bool = field(init=False)
+    is_document: bool = field(init=False)
     ends_with_prompt: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
@@ -178,6 +180,7 @@ class Sequence:
         request = self.request
         prompt_tokens = self.prompt_tokens = len(request.prompt_ids)
         self.embeds = request.task is Task.EMBED
+        self.is_document = self.embeds and request.service.priority >= BATCH_PRIORITY
         self.ends_with_prompt = request.sampling.max_tokens == 0
         self.most_tokens = prompt_tokens + max(request.sampling.max_tokens, 1)
         # The first delta of choice 0 has delivered the log probabilities if it has an output.

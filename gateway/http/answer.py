@@ -9,14 +9,13 @@ from msgspec import UNSET, UnsetType
 
 from draftgate.backends.types import Delta, SpeculationOutcome
 from draftgate.gateway.dispatch.dispatcher import RunningJob
-from draftgate.gateway.dispatch.flows import Hop
 from draftgate.gateway.http.replies.metric_shapes import (
-    FlowReply,
     PromptMetrics,
     ResponseMetrics,
     ResumeReply,
     RevisionReply,
     SpeculativeDecoding,
+    flow_reply,
 )
 from draftgate.gateway.http.replies.reasoning_tokens import ReasoningTokens
 from draftgate.gateway.http.replies.rendering import Choices, Rendering, TextFrame, WholeChoice
@@ -122,7 +121,7 @@ class Answer:
             self._speculation(first.request.speculation, self.watch.outcome),
             prompts,
             [ResumeReply(**one.shown()) for one in self.run.resumes] or UNSET,
-            UNSET if self.run.hop is None else _flow_reply(self.run.hop),
+            flow_reply(self.run.hop),
         )
 
     def _speculation(
@@ -205,15 +204,6 @@ class Answer:
             return render(*collected, *end)
         # Rendering 500 tokens with 20 alternatives each takes about 20 ms.
         return await offload(render, *collected, *end)
-
-
-def _flow_reply(hop: Hop) -> FlowReply:
-    budget_ms = None if hop.division is None else _milliseconds(hop.division.budget_s)
-    return FlowReply(hop.place.number, _milliseconds(hop.place.remaining_s), budget_ms)
-
-
-def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
 
 
 def speculation_reply(

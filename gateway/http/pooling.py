@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
+
+from msgspec import UNSET, UnsetType
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.token_ids import TokenIds
 from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.http.replies.metric_shapes import PoolingMetrics, pooling_metrics
 from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import Sender
 from draftgate.gateway.model_service import ModelService
@@ -15,6 +18,18 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import SpeculationMode
 
 _NOTHING_TO_SAMPLE: Final = SamplingParams(max_tokens=0, seed=0, temperature=0.0)
+
+
+class Pooled(NamedTuple):
+    """What a worker computed for a request.
+
+    Attributes:
+        results: the result of each prompt (`Delta.pooled`).
+        metrics: the field `metrics` of the response.
+    """
+
+    results: list[bytes]
+    metrics: PoolingMetrics | UnsetType = UNSET
 
 
 def pooling_job(
@@ -46,10 +61,8 @@ def pooling_job(
     )
 
 
-async def pooled_results(
-    model: ModelService, job: Job, watch: RequestWatch, param: str
-) -> list[bytes]:
-    """Return the result of each prompt (`Delta.pooled`) from a worker.
+async def pooled_results(model: ModelService, job: Job, watch: RequestWatch, param: str) -> Pooled:
+    """Return the result of each prompt from a worker.
 
     Args:
         param: the client's name of the prompts.
@@ -68,4 +81,5 @@ async def pooled_results(
                     results[delta.choice] = delta.pooled
     if len(results) < len(job.prompts):
         raise BackendFailed("the worker ended the stream too early")
-    return [results[index] for index in range(len(job.prompts))]
+    ordered = [results[index] for index in range(len(job.prompts))]
+    return Pooled(ordered, pooling_metrics(run.hop))

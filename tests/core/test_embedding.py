@@ -8,12 +8,14 @@ import pytest
 
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import BATCH_PRIORITY, ServiceLevel
 from tests.core.fakes import FakeExecutor, FakeProposer, request
 from tests.core.scheduler_harness import SchedulerHarness
 
@@ -94,6 +96,28 @@ def test_embedding_shares_steps_with_decodes() -> None:
     shared = [plan for plan in run(harness) if len(plan.work) == 2]
     assert len(shared) >= 4
     assert all(sum(work.samples for work in plan.work) == 1 for plan in shared)
+
+
+@pytest.mark.parametrize("task", [Task.EMBED, Task.GENERATE])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_online_prompts_precede_documents(task: Task, steps: int) -> None:
+    """A query or a chat that arrives is in the next step, and documents run in their order."""
+    harness = SchedulerHarness(num_blocks=64, max_num_seqs=8, max_step_tokens=16)
+    batch = ServiceLevel(priority=BATCH_PRIORITY)
+    prompts = [tuple(range(start, start + 40)) for start in (100, 200, 300)]
+    documents = [harness.add(prompt=each, task=Task.EMBED, service=batch) for each in prompts]
+    for _ in range(steps):
+        harness.step()
+    query = harness.add(prompt=12, task=task, max_tokens=1)  # a prompt that they do not share
+    plan = harness.step()
+    assert plan is not None
+    assert [w.num_tokens for w in plan.work if w.sequence is query] == [12]
+    assert {w.sequence for w in plan.work} <= {query, documents[0]}
+    ended: list[Sequence] = [query]
+    while harness.step() is not None:
+        ended += [s for s in documents if s.finish_reason is not None and s not in ended]
+    assert ended == [query, *documents]
+    harness.check_results()
 
 
 def test_preempted_embedding_is_recomputed() -> None:

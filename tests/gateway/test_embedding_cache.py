@@ -125,3 +125,26 @@ async def test_only_new_texts_reach_a_worker(gateway: Listening) -> None:
 
     assert (value(metric.EMBEDDING_HITS), value(metric.EMBEDDING_MISSES)) == (3, 6)
     assert value(metric.EMBEDDING_BYTES) == node.embeddings.num_bytes > 0
+
+
+@needs_engine
+@pytest.mark.asyncio(loop_scope="module")
+async def test_embeddings_report_their_place_in_a_flow(gateway: Listening) -> None:
+    """A request of a flow has `metrics.flow`, unless all of its texts come from the cache."""
+    key = {"Authorization": f"Bearer {KEYS['a']}"}
+    headers = {**key, "x-flow-id": "question", "x-flow-deadline-ms": "60000"}
+    texts = ["w8", "w8", "w9"]
+    async with client(gateway) as http:
+        replies = [
+            (await http.post("/v1/embeddings", json={"input": text}, headers=headers)).json()
+            for text in texts
+        ]
+        body = {"input": "w10"}
+        alone = (await http.post("/v1/embeddings", json=body, headers=key)).json()
+    first, cached, second = (reply.get("metrics") for reply in replies)
+    assert cached is None
+    assert len(alone["data"]) == 1
+    assert "metrics" not in alone
+    assert [each["flow"]["hop"] for each in (first, second)] == [1, 2]
+    for flow in (first["flow"], second["flow"]):
+        assert 0.0 < flow["budget_ms"] <= flow["remaining_ms"] <= 60_000

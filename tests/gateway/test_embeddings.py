@@ -409,11 +409,11 @@ async def test_state_that_is_not_finite_is_an_error() -> None:
 
 
 async def test_shipped_tower_is_served_by_its_name() -> None:
-    """`draftgate serve draftgate-documents` needs no hub, and returns vectors of unit length."""
+    """`draftgate serve draftgate-queries` needs no hub, and returns vectors of unit length."""
     async with (
-        running(backend="engine", model="draftgate-documents", threads=1) as listening,
+        running(backend="engine", model="draftgate-queries", threads=1) as listening,
         openai_client(listening.url) as api,
     ):
-        found = await api.embeddings.create(model="draftgate-documents", input=[TEXT, "a"])
+        found = await api.embeddings.create(model="draftgate-queries", input=[TEXT, "a"])
         lengths = [np.linalg.norm(entry.embedding) for entry in found.data]
         assert lengths == pytest.approx([1.0, 1.0], abs=1e-6)

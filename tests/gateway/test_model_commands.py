@@ -161,7 +161,7 @@ def test_a_pulled_model_has_its_name_and_the_sampling_of_its_authors(
     ("given", "near"),
     [
         ({"model": "draftgate-dmeo"}, "did you mean draftgate-demo?"),
-        ({"embedders": ("a=draftgate-document",)}, "did you mean draftgate-documents?"),
+        ({"embedders": ("a=draftgate-query",)}, "did you mean draftgate-queries?"),
         ({"draft_model": "./abcdfe"}, "did you mean abcdef?"),
         ({"loras": ("./qqqq",)}, "known names: draftgate-demo, "),
     ],

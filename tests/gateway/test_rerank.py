@@ -352,7 +352,8 @@ async def test_trace_and_metrics_have_the_endpoint(scripted: ScriptedBackend) ->
         request = await scripted.submitted.get()
         assert 0.0 < (request.service.ttft_s or 0.0) <= 60.0
         send_score(scripted, request.request_id, 0.5)
-        assert (await pending).status_code == 200
+        flow = (await pending).json()["metrics"]["flow"]
+        assert (flow["hop"], flow["budget_ms"]) == (1, pytest.approx(flow["remaining_ms"], rel=0.1))
         metrics = (await http.get("/metrics")).text
     tracing.shutdown()
     spans = {span.name: dict(span.attributes or {}) for span in exporter.get_finished_spans()}

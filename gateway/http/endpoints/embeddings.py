@@ -11,13 +11,13 @@ the workers is known. Texts with a cached embedding need no worker, and count ag
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import ModelCard, Task
@@ -26,7 +26,8 @@ from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.direct import Request, Response
 from draftgate.gateway.http.generation import WatchedEndpoint, parse_request, send_json
-from draftgate.gateway.http.pooling import pooled_results, pooling_job
+from draftgate.gateway.http.pooling import Pooled, pooled_results, pooling_job
+from draftgate.gateway.http.replies.metric_shapes import PoolingMetrics
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, PromptUsage
 from draftgate.gateway.http.requests.decoding import decode
@@ -68,9 +69,9 @@ class EmbeddingsEndpoint(WatchedEndpoint):
         """
         parse = partial(parse_embeddings, model.fleet.card)
         parsed = await parse_request(request, model.served, parse, watch)
-        states = await _states(request.app[NODE].embeddings, model, parsed, watch)
-        reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
-        short = sum(map(len, states)) <= INLINE_STATE_BYTES
+        pooled = await _states(request.app[NODE].embeddings, model, parsed, watch)
+        reply = partial(embeddings_reply, parsed, pooled, watch.prompt_tokens)
+        short = sum(map(len, pooled.results)) <= INLINE_STATE_BYTES
         return await send_json(request, reply() if short else await offload(reply))
 
 
@@ -115,8 +116,10 @@ def _priority(wire: EmbeddingBody) -> int | None:
 
 async def _states(
     cache: EmbeddingCache, model: ModelService, parsed: ParsedRequest, watch: RequestWatch
-) -> list[bytes]:
+) -> Pooled:
     """Return the pooled hidden state of each text, from the cache or from a worker.
+
+    If the cache has all of them, the request does not join its flow.
 
     Raises:
         RequestRejected: a text can never be embedded.
@@ -137,22 +140,23 @@ async def _states(
     hits = sum(key in states for key in keys)
     model.metrics.add(metric.EMBEDDING_HITS, hits)
     model.metrics.add(metric.EMBEDDING_MISSES, len(keys) - hits)
+    metrics: PoolingMetrics | UnsetType = UNSET
     if missing:
         rest = replace(job, prompts=tuple(missing.values()))
-        computed = await pooled_results(model, rest, watch, "input")
+        computed, metrics = await pooled_results(model, rest, watch, "input")
         for key, state in zip(missing, computed, strict=True):
             states[key] = state
             if np.isfinite(np.frombuffer(state, _WIRE)).all():  # the next attempt may succeed
                 cache.put(key, state)
         model.metrics.set(metric.EMBEDDING_BYTES, cache.num_bytes)
-    return [states[key] for key in keys]
+    return Pooled([states[key] for key in keys], metrics)
 
 
-def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_tokens: int) -> bytes:
+def embeddings_reply(parsed: ParsedRequest, pooled: Pooled, prompt_tokens: int) -> bytes:
     """Return the JSON of a response.
 
     Args:
-        states: pooled hidden states, in the order of the texts.
+        pooled: pooled hidden states, in the order of the texts.
         prompt_tokens: tokens of all texts.
 
     Raises:
@@ -162,7 +166,7 @@ def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_toke
     assert isinstance(wire, EmbeddingBody)
     data = []
     # Encode the vectors one by one, because encoding holds the GIL.
-    for index, state in enumerate(states):
+    for index, state in enumerate(pooled.results):
         vector = unit_vector(state, wire.dimensions)
         if wire.encoding_format == "base64":
             shown = encode(base64.b64encode(vector.tobytes()).decode())
@@ -170,7 +174,7 @@ def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_toke
             shown = encode(vector.tolist())
         data.append(EmbeddingReply(index, msgspec.Raw(shown)))
     usage = PromptUsage(prompt_tokens, prompt_tokens)
-    return encode(EmbeddingList(data, parsed.served.name, usage))
+    return encode(EmbeddingList(data, parsed.served.name, usage, metrics=pooled.metrics))
 
 
 def unit_vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:

@@ -7,7 +7,6 @@ are online work, because a user usually waits for the documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -27,7 +26,7 @@ from draftgate.gateway.http.generation import (
     send_json,
 )
 from draftgate.gateway.http.pairs import pairs_job
-from draftgate.gateway.http.pooling import pooled_results
+from draftgate.gateway.http.pooling import Pooled, pooled_results
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import PromptUsage, RerankReply, RerankResult
 from draftgate.gateway.http.requests.decoding import decode
@@ -66,8 +65,8 @@ class RerankEndpoint(WatchedEndpoint):
         in_a_thread = INLINE_BODY_BYTES
         parsed = await parse_request(request, model.served, parse_rerank, watch, in_a_thread)
         watch.responds(_response_id(parsed.job))
-        scores = await pooled_results(model, parsed.job, watch, "documents")
-        reply = partial(rerank_reply, parsed, scores, watch.prompt_tokens)
+        pooled = await pooled_results(model, parsed.job, watch, "documents")
+        reply = partial(rerank_reply, parsed, pooled, watch.prompt_tokens)
         return await send_json(request, await offload_if_long(reply, _document_characters(parsed)))
 
 
@@ -106,11 +105,11 @@ def _response_id(job: Job) -> str:
     return f"rerank-{job.request_id}"
 
 
-def rerank_reply(parsed: ParsedRequest, scores: Sequence[bytes], prompt_tokens: int) -> bytes:
+def rerank_reply(parsed: ParsedRequest, pooled: Pooled, prompt_tokens: int) -> bytes:
     """Return the JSON of a response.
 
     Args:
-        scores: score of each document, as little-endian float32.
+        pooled: score of each document, as little-endian float32.
         prompt_tokens: tokens of all pairs.
 
     Raises:
@@ -118,7 +117,7 @@ def rerank_reply(parsed: ParsedRequest, scores: Sequence[bytes], prompt_tokens: 
     """
     wire = parsed.body
     assert isinstance(wire, RerankBody)
-    values = np.frombuffer(b"".join(scores), "<f4")
+    values = np.frombuffer(b"".join(pooled.results), "<f4")
     if not np.isfinite(values).all():
         raise BackendFailed("a score is not finite")
     # Equal scores keep the order of the documents.
@@ -128,4 +127,5 @@ def rerank_reply(parsed: ParsedRequest, scores: Sequence[bytes], prompt_tokens: 
         for result in results:
             result.document = RerankDocument(_text(wire.documents[result.index]))
     usage = PromptUsage(prompt_tokens, prompt_tokens)
-    return encode(RerankReply(_response_id(parsed.job), parsed.served.name, usage, results))
+    response_id, name = _response_id(parsed.job), parsed.served.name
+    return encode(RerankReply(response_id, name, usage, results, pooled.metrics))

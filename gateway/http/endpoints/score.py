@@ -28,7 +28,7 @@ from draftgate.gateway.http.generation import (
     send_json,
 )
 from draftgate.gateway.http.pairs import pairs_job
-from draftgate.gateway.http.pooling import pooled_results, pooling_job
+from draftgate.gateway.http.pooling import Pooled, pooled_results, pooling_job
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import PromptUsage, ScoreList, ScoreReply
 from draftgate.gateway.http.requests.decoding import decode
@@ -136,9 +136,7 @@ def _response_id(job: Job) -> str:
     return f"score-{job.request_id}"
 
 
-def score_reply(
-    parsed: ParsedRequest, pooled: Sequence[bytes], prompt_tokens: int, created_s: int
-) -> bytes:
+def score_reply(parsed: ParsedRequest, pooled: Pooled, prompt_tokens: int, created_s: int) -> bytes:
     """Return the JSON of a response.
 
     Args:
@@ -148,12 +146,13 @@ def score_reply(
     Raises:
         BackendFailed: a score is not finite.
     """
-    scores = list(_scores(parsed, pooled))
+    scores = list(_scores(parsed, pooled.results))
     if not np.isfinite(scores).all():
         raise BackendFailed("a score is not finite")
     data = [ScoreReply(index, score) for index, score in enumerate(scores)]
     usage = PromptUsage(prompt_tokens, prompt_tokens)
-    return encode(ScoreList(_response_id(parsed.job), created_s, parsed.served.name, data, usage))
+    response_id, name = _response_id(parsed.job), parsed.served.name
+    return encode(ScoreList(response_id, created_s, name, data, usage, metrics=pooled.metrics))
 
 
 def _scores(parsed: ParsedRequest, pooled: Sequence[bytes]) -> Iterator[float]:

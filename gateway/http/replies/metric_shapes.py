@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
+from draftgate.gateway.dispatch.flows import Hop
+
 
 class RevisionReply(Struct):
     """A revision of the plan of a running request, after a number of output tokens of its choice.
@@ -80,6 +82,18 @@ class FlowReply(Struct):
     budget_ms: float | None
 
 
+def flow_reply(hop: Hop | None) -> FlowReply | UnsetType:
+    """Return the place of a request, or nothing for a request without a flow."""
+    if hop is None:
+        return UNSET
+    budget_ms = None if hop.division is None else _milliseconds(hop.division.budget_s)
+    return FlowReply(hop.place.number, _milliseconds(hop.place.remaining_s), budget_ms)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
 class ResponseMetrics(Struct):
     """The values needed to repeat the request, and the outcome of speculation.
 
@@ -99,3 +113,15 @@ class ResponseMetrics(Struct):
 
 
 OptionalMetrics = ResponseMetrics | UnsetType
+
+
+class PoolingMetrics(Struct):
+    """The flow of a request that embeds or scores texts."""
+
+    flow: FlowReply
+
+
+def pooling_metrics(hop: Hop | None) -> PoolingMetrics | UnsetType:
+    """Return the metrics of a request, or nothing for a request without a flow."""
+    flow = flow_reply(hop)
+    return UNSET if flow is UNSET else PoolingMetrics(flow)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from draftgate.backends.types import Task
-from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics
+from draftgate.gateway.http.replies.metric_shapes import OptionalMetrics, PoolingMetrics
 from draftgate.gateway.http.requests.schemas import RerankDocument
 
 
@@ -284,6 +284,7 @@ class EmbeddingList(Struct):
     model: str
     usage: PromptUsage
     object: str = "list"
+    metrics: PoolingMetrics | UnsetType = UNSET
 
 
 class ScoreReply(Struct):
@@ -303,6 +304,7 @@ class ScoreList(Struct):
     data: list[ScoreReply]
     usage: PromptUsage
     object: str = "list"
+    metrics: PoolingMetrics | UnsetType = UNSET
 
 
 class RerankResult(Struct):
@@ -324,6 +326,7 @@ class RerankReply(Struct):
     model: str
     usage: PromptUsage
     results: list[RerankResult]
+    metrics: PoolingMetrics | UnsetType = UNSET
 
 
 class ModelReply(Struct):
