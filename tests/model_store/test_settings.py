@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.model_store import pip_settings
-from draftgate.backends.model_store.known_models import CHAT_MODEL, KNOWN_MODELS
+from draftgate.backends.model_store.known_models import CHAT_MODEL, DOCUMENT_TOWER, KNOWN_MODELS
 from draftgate.backends.model_store.package_index import FileLink, read_links
 from draftgate.backends.model_store.pip_settings import read_pip_settings
 from draftgate.backends.model_store.progress import progress_shown
@@ -179,11 +179,12 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "90.0/90.0 MB" in shown.getvalue()
 
 
-def test_the_chat_model_is_known_and_free() -> None:
-    """The default model of a chat has a complete entry and a licence that allows its use."""
-    model = KNOWN_MODELS[CHAT_MODEL]
+@pytest.mark.parametrize(("name", "file"), [(CHAT_MODEL, ".gguf"), (DOCUMENT_TOWER, "model")])
+def test_known_models_are_complete_and_free(name: str, file: str) -> None:
+    """Known models have a complete entry and a licence that allows their use."""
+    model = KNOWN_MODELS[name]
     assert model.licence == "Apache-2.0"
     assert len(bytes.fromhex(model.sha256)) == 32
     assert model.wheel.endswith(".whl")
-    assert model.file.endswith(".gguf")
+    assert model.file.endswith(file)
     assert model.wheel.startswith(model.project.replace("-", "_"))
