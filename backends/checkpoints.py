@@ -42,17 +42,16 @@ After 100 to 240 tokens, the shares are 77% and 49% with any window.
 SHIPPED_MODEL_ID: Final = "draftgate-demo"
 """Name by which clients request the shipped model."""
 
-SHIPPED_DOCUMENTS_ID: Final = "draftgate-documents"
 SHIPPED_QUERIES_ID: Final = "draftgate-queries"
-"""Names of the shipped towers, which embed documents and queries in one space."""
+"""Name of the shipped query tower, which embeds queries in the space of MiniLM."""
 
-SHIPPED_TOWERS: Final = {
-    SHIPPED_DOCUMENTS_ID: SHIPPED_MODEL.parent / "documents",
-    SHIPPED_QUERIES_ID: SHIPPED_MODEL.parent / "queries",
+SHIPPED_QUERIES: Final = SHIPPED_MODEL.parent / "queries"
+"""Directory of the shipped query tower, in the layout of sentence-transformers."""
+
+SHIPPED: Final[Mapping[str, Path]] = {
+    SHIPPED_MODEL_ID: SHIPPED_MODEL,
+    SHIPPED_QUERIES_ID: SHIPPED_QUERIES,
 }
-"""Directories of the shipped towers, in the layout of sentence-transformers."""
-
-SHIPPED: Final[Mapping[str, Path]] = {SHIPPED_MODEL_ID: SHIPPED_MODEL, **SHIPPED_TOWERS}
 """Directories of all shipped models that a user may serve, by name."""
 
 _NAMES: Final = (*SHIPPED, *KNOWN_MODELS)

@@ -1,4 +1,4 @@
-"""Training of the towers: what they never see, a run of every stage, and the model card."""
+"""Training of the query tower: what it never sees, a run of every stage, and the model card."""
 
 from __future__ import annotations
 
@@ -13,50 +13,47 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draftgate.backends.checkpoints import SHIPPED_DOCUMENTS_ID, SHIPPED_TOWERS
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import BertConfig, BertModel
+
+from draftgate.backends.checkpoints import SHIPPED_QUERIES
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.pairs import is_held_out
 from training.towers import train
 from training.towers.card import CARD, METRICS, render
-from training.towers.data import read_examples
-from training.towers.examples import COMMENT, DETAIL, NAME, SENTENCE, SUMMARY, source_examples
-from training.towers.model import Tower, embed, load
-from training.towers.recipes import QUERIES, SHIPPED_ARM, Recipe, Shape
+from training.towers.queries import source_queries, training_queries
+from training.towers.student import Shape, Student, cut_tokenizer, regress_words
 from training.towers.texts import (
-    CopyFilter,
+    HELD_OUT_PACKAGES,
+    PACKAGES,
     Source,
     is_trained_on,
     is_validation,
     stdlib_sources,
 )
-from training.towers.train import FACTS
 
 MODULES = ("argparse", "ast", "inspect", "logging", "pathlib", "random", "statistics", "typing")
-SHAPE = Shape(hidden=32, layers=2, heads=2, inner=32)
-QUERY_SHAPE = Shape(hidden=16, layers=1, heads=2, inner=32, dense=32)
+SIZE = 64
+SHAPE = Shape(words=600, inner=32)
 
 FUNCTION = '''
-def readConfig_file(path, *, strict):
-    """Read a configuration file from the disk.
+def read(path):
+    """Read a configuration
+    file from the disk. It is closed again."""
 
-    The file must be small and in UTF-8. It is closed again.
-    """
-    # Open the file in text mode and parse its sections.
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().splitlines()
-    sections = {}
-    for line in lines:
-        name, _, value = line.partition("=")
-        sections[name.strip()] = value.strip()
-    return sections
+def write(path):
+    """Write it."""
+
+class Parser:
+    """>>> a doctest of many words"""
 '''
 
 
 @pytest.fixture(scope="module")
 def sources() -> list[Source]:
-    """The files of the standard library that towers train on."""
+    """The files of the standard library that the tower trains on."""
     return stdlib_sources()
 
 
@@ -73,46 +70,35 @@ def test_held_out_modules_and_tests_are_not_trained_on(name: str, trained_on: bo
     assert is_trained_on(name) == trained_on
 
 
-def test_no_training_file_belongs_to_a_held_out_module(sources: list[Source]) -> None:
-    """Training and test files of this Python are disjoint, and both have many modules."""
+def test_held_out_files_are_not_trained_on(sources: list[Source]) -> None:
+    """Training and test files of this Python are disjoint, and so are the packages."""
     held_out = {source.unit for source in stdlib_sources(held_out=True)}
     trained_on = {source.unit for source in sources}
     assert not held_out & trained_on
     assert not any(map(is_held_out, trained_on))
-    assert all(map(is_held_out, held_out))
     assert min(len(held_out), len(trained_on)) > 20
+    assert not {*PACKAGES, *PACKAGES.values()} & {*HELD_OUT_PACKAGES, *HELD_OUT_PACKAGES.values()}
 
 
-def test_no_training_example_is_a_test_pair(sources: list[Source]) -> None:
-    """No question of the collection is a query with its passage, whatever kind of example."""
-    collection = {(pair.question, pair.passage[:1000]) for pair in open_corpus().pairs}
+def test_queries_are_first_sentences_of_docstrings() -> None:
+    """A query is on one line. Doctests and very short sentences are none."""
+    found = list(source_queries(Source("m", "", FUNCTION)))
+    assert [query.text for query in found] == ["Read a configuration file from the disk."]
+
+
+def test_questions_of_held_out_sources_are_no_queries(sources: list[Source]) -> None:
+    """A query that a held-out source contains is dropped, whatever its case and punctuation."""
+    copied = Source(
+        "copy", "package", FUNCTION.replace("Read a", "READ a").replace("disk.", "disk")
+    )
+    other = Source("other", "package", FUNCTION.replace("configuration", "picture"))
+    found = training_queries([copied, other], [Source("m", "", FUNCTION)], 9)
+    assert [query.unit for query in found] == ["other"]
+    questions = {pair.question for pair in open_corpus().pairs}
     chosen = [source for source in sources if source.unit in MODULES]
-    found = {(e.query, e.passage[:1000]) for s in chosen for e in source_examples(s)}
-    assert len(found) > 300
-    assert not collection & found
-
-
-def test_copies_of_held_out_code_in_packages_are_dropped() -> None:
-    """A package that contains five lines of a held-out module loses that passage only."""
-    held_out = CopyFilter([FUNCTION])
-    own = FUNCTION.replace("sections", "parts").replace("lines", "rows").replace("name", "key")
-    copied = Source("package/vendored.py", "package", f"import os\n{FUNCTION}")
-    changed = Source("package/own.py", "package", own)
-    assert read_examples([copied], held_out) == []
-    assert {e.unit for e in read_examples([copied, changed], held_out)} == {"package/own.py"}
-
-
-def test_a_function_has_examples_of_every_kind() -> None:
-    """The queries are the summary, a sentence, the name and a comment."""
-    found = {e.kind: e.query for e in source_examples(Source("m", "", FUNCTION))}
-    assert found == {
-        SUMMARY: "Read a configuration file from the disk.",
-        SENTENCE: "The file must be small and in UTF-8.",
-        NAME: "read Config file",
-        COMMENT: "Open the file in text mode and parse its sections.",
-    }
-    longer = FUNCTION.replace("It is closed again.", "It is closed again. " * 8)
-    assert DETAIL in {e.kind for e in source_examples(Source("m", "", longer))}
+    texts = [q.text for q in training_queries(chosen, stdlib_sources(held_out=True), 10**6)]
+    assert len(texts) > 300
+    assert not questions & set(texts)
 
 
 def test_validation_units_are_a_small_fixed_share() -> None:
@@ -121,64 +107,115 @@ def test_validation_units_are_a_small_fixed_share() -> None:
     assert share == pytest.approx(1 / 12, abs=0.02)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, QUERY_SHAPE])
-def test_the_lexical_phase_trains_the_tower_that_the_next_phase_continues(shape: Shape) -> None:
-    """A new tower gives the same vectors with its layers as in the shortcut of the first phase."""
-    torch.manual_seed(0)
-    tower = Tower(shape, 50).eval()
-    last = tower.bert.encoder.layer[-1].output.LayerNorm
-    torch.nn.init.normal_(last.weight)
-    torch.nn.init.normal_(last.bias)
+def test_a_new_tower_returns_the_means_of_its_word_vectors() -> None:
+    """Word vectors of unlike norms pass all layers, because the fillers absorb the norms."""
     rng = np.random.default_rng(0)
-    texts = [rng.integers(50, size=length).astype(np.uint16) for length in (1, 2, 9, 30, 4)]
+    words = (rng.normal(size=(50, SIZE)) * rng.uniform(0.1, 3, size=(50, 1))).astype(np.float32)
+    torch.manual_seed(0)
+    tower = Student(replace(SHAPE, layers=2), words).eval()
+    texts = [rng.integers(50, size=length).tolist() for length in (1, 2, 9, 30, 4)]
     with torch.no_grad():
-        torch.testing.assert_close(tower(texts), tower.lexical(texts), atol=1e-5, rtol=0)
+        found = tower(texts).numpy()
+    assert found == pytest.approx(np.stack([words[text].mean(0) for text in texts]), abs=1e-3)
+
+
+def test_regression_finds_the_word_vectors_of_means() -> None:
+    """If the vectors of texts are means of word vectors, the regression returns these."""
+    rng = np.random.default_rng(0)
+    words = rng.normal(size=(30, SIZE)).astype(np.float32)
+    texts = [rng.integers(30, size=length).tolist() for length in rng.integers(1, 9, size=400)]
+    vectors = np.stack([words[text].mean(0) for text in texts])
+    assert regress_words(texts, vectors, 30, 1e-6) == pytest.approx(words, abs=1e-2)
+
+
+@pytest.fixture(scope="module")
+def teacher(sources: list[Source]) -> tuple[BertModel, Tokenizer]:
+    """A random encoder with words of the standard library, in place of MiniLM."""
+    names = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
+    text = "".join(source.text for source in sources if source.unit in MODULES).lower()
+    common = sorted({word for word in text.split() if word.isalpha()})
+    entries = ["[PAD]", "[UNK]", "[CLS]", *names, *(f"##{name}" for name in names), *common]
+    ids = {token: n for n, token in enumerate(dict.fromkeys(entries))}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(ids),
+        hidden_size=SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=SIZE,
+        initializer_range=0.2,
+    )
+    return BertModel(config, add_pooling_layer=False).eval(), tokenizer
 
 
 @pytest.fixture(scope="module")
 def trained(
-    sources: list[Source], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, Shape]]]:
-    """The folder of a run of every stage with tiny recipes on a few modules, and their shapes."""
+    sources: list[Source],
+    teacher: tuple[BertModel, Tokenizer],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Path]:
+    """The folder of a run of the stages on a few modules, whose training was interrupted."""
     folder = tmp_path_factory.mktemp("towers")
     chosen = [source for source in sources if source.unit in MODULES]
-    examples = read_examples(chosen, CopyFilter([]))
-    (folder / "examples.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
-    tiny = {"lexical_steps": 60, "lexical_batch": 64, "steps": 4, "batch": 32}
-    arm = Recipe(SHAPE, **tiny)
-    query = replace(QUERIES, shape=QUERY_SHAPE, **tiny)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "is_validation", lambda unit: unit == MODULES[0])
-        patch.setitem(train.ARMS, SHIPPED_ARM, arm)
-        patch.setattr(train, "QUERIES", query)
-        train.main(["tokenizer", SHIPPED_ARM, "queries", "--folder", str(folder)])
-        yield folder, {SHIPPED_ARM: SHAPE, "queries": QUERY_SHAPE}
+        patch.setattr(train, "stdlib_sources", lambda held_out=False: [] if held_out else chosen)
+        patch.setattr(train, "package_sources", lambda *_: [])
+        patch.setattr(train, "open_teacher", lambda: teacher)
+        patch.setattr(train, "SHAPE", SHAPE)
+        patch.setattr(train, "RECIPE", replace(train.RECIPE, batch=32, epochs=3, pool=4))
+        patch.setattr(train, "CHECKPOINT_STEPS", 10)
+        train.main(["queries", "teacher", "--folder", str(folder)])
+        run, steps = train.Distillation(folder, seed=1), iter(range(15))
+        step = run._step
+        run._step = lambda *given: (next(steps), step(*given))[1]
+        with pytest.raises(StopIteration):
+            run.run()
+        train.main(["train", "--seed", "1", "--folder", str(folder)])
+        yield folder
 
 
-def test_every_stage_runs_and_losses_fall(trained: tuple[Path, dict[str, Shape]]) -> None:
-    """A tiny run learns: recall on unseen modules is far above chance, and vectors agree."""
-    folder, shapes = trained
-    facts = {name: json.loads((folder / name / FACTS).read_text())["history"] for name in shapes}
-    first, *_, last = facts[SHIPPED_ARM]
-    assert last["training_nats"] < first["training_nats"]
-    assert last["validation_recall"]["5"] > 0.2
-    assert facts["queries"][-1]["validation_cosine"] > 0.5
+def test_an_interrupted_training_continues_and_learns(trained: Path) -> None:
+    """Every checkpoint occurs once, and vectors of unseen queries approach those of the teacher."""
+    history = json.loads((trained / train.FACTS).read_text())["history"]
+    steps = [row["step"] for row in history]
+    assert steps == sorted({*steps}), steps
+    assert steps[:3] == [0, 10, 20]
+    assert history[-1]["training_loss"] < history[1]["training_loss"]
+    assert history[-1]["validation_cosine"] > max(0.4, history[0]["validation_cosine"])
 
 
-def test_the_engine_reads_what_training_writes(trained: tuple[Path, dict[str, Shape]]) -> None:
-    """The engine's vectors are those of the training code, within the rounding of float16."""
-    folder, shapes = trained
-    for name, shape in shapes.items():
-        engine = load_engine(WorkerConfig(model=str(folder / name), threads=1))
-        ids = engine.worker.tokenizer.encode("def readConfig_file(path): return 1")
-        found = np.frombuffer(engine.executor.pooled([ids])[0], "<f4")
-        expected = embed(load(folder / name, shape), [np.array(ids, np.uint16)])[0].numpy()
-        assert found / np.linalg.norm(found) == pytest.approx(expected, abs=1e-4)
+def test_the_engine_reads_what_training_writes(trained: Path) -> None:
+    """The engine's vectors are those of the stored weights in transformers."""
+    engine = load_engine(WorkerConfig(model=str(trained / "tower"), threads=1))
+    model = BertModel.from_pretrained(trained / "tower", add_pooling_layer=False)
+    from safetensors.torch import load_file
+
+    dense = load_file(trained / "tower" / "2_Dense" / "model.safetensors")["linear.weight"].float()
+    ids = engine.worker.tokenizer.encode("Return the configuration of a parser.")
+    with torch.no_grad():
+        states = model.float().eval()(input_ids=torch.tensor([ids])).last_hidden_state
+        expected = (states.mean(1) @ dense.T)[0].numpy()
+    found = np.frombuffer(engine.executor.pooled([ids])[0], "<f4")
+    found, expected = (each / np.linalg.norm(each) for each in (found, expected))
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_cut_vocabulary_has_the_most_frequent_words(
+    teacher: tuple[BertModel, Tokenizer],
+) -> None:
+    """A frequent word stays one token, and a rare one is divided."""
+    texts = ["return the parser"] * 9 + ["a statistics module"]
+    tokenizer = cut_tokenizer(teacher[1], texts, 200)
+    assert tokenizer.encode("Return").tokens == ["[CLS]", "return"]
+    assert "".join(tokenizer.encode("zebra").tokens) == "[CLS]z##e##b##r##a"
 
 
 def test_card_is_rendered_from_its_metrics() -> None:
     """The shipped card has the numbers of metrics.json."""
-    folder = SHIPPED_TOWERS[SHIPPED_DOCUMENTS_ID]
-    metrics = json.loads((folder / METRICS).read_text())
-    assert (folder / CARD).read_text() == render(metrics)
+    metrics = json.loads((SHIPPED_QUERIES / METRICS).read_text())
+    assert (SHIPPED_QUERIES / CARD).read_text() == render(metrics)
     assert set(metrics["corpus"]["held_out"]) >= {"email", "tarfile"}

@@ -1,4 +1,4 @@
-"""The towers' model card, rendered from metrics.json so that its numbers are those of the run."""
+"""The query tower's model card, rendered from metrics.json."""
 
 from __future__ import annotations
 
@@ -6,126 +6,94 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from training.towers.examples import Example
-from training.towers.recipes import ARMS, QUERIES, SHIPPED_ARM
-from training.towers.texts import is_validation, licences, stdlib_sources
-from training.towers.tokenization import VOCAB_SIZE
-
-_SHAPE: Final = "{layers} x {hidden} ({inner})"
+from draftgate.backends.checkpoints import SHIPPED_QUERIES_ID
+from draftgate.backends.model_store.known_models import DOCUMENT_TOWER
+from training.towers.queries import Query
+from training.towers.texts import HELD_OUT_PACKAGES, licences, stdlib_sources
 
 METRICS, CARD = "metrics.json", "MODEL_CARD.md"
 
 _TEMPLATE: Final = """\
-# Draftgate towers
+# Draftgate query tower
 
-The towers are two small BERT-type encoders for retrieval over Python code and documentation.
-`draftgate-documents` embeds documents and queries. `draftgate-queries` embeds queries only, in the
-same space, for about a fifth of the time. Use them to try and measure retrieval offline. Larger
-models with general training, such as E5 or BGE, suit other texts.
+`draftgate-queries` embeds queries in the space of MiniLM (`all-MiniLM-L6-v2`, Apache-2.0), for less
+time. Index documents with `minilm`, which `draftgate pull minilm` downloads, and send queries to
+either model. The tower is distilled from MiniLM with queries about Python code, so use MiniLM for
+queries about other subjects.
 
-| | documents | queries |
+| | `minilm` | `draftgate-queries` |
 | --- | --- | --- |
-| parameters | {documents[parameters]:,} | {queries[parameters]:,} |
-| layers x width (FFN) | {document_shape} | {query_shape} |
-| size of an embedding | {size} | {size} |
-| multiply-adds per query | {document_cost[multiply_adds]:,} | {query_cost[multiply_adds]:,} |
-| mean time per query (engine, one thread) | {document_cost[mean_us]:.0f} us | \
-{query_cost[mean_us]:.0f} us |
-| training time (wall) | {documents[minutes]} min | {queries[minutes]} min |
+| parameters | {large[parameters]:,} | {small[parameters]:,} |
+| layers x width (FFN) | {large[layers]} x {large[hidden_size]} ({large[intermediate_size]}) | \
+{small[layers]} x {small[hidden_size]} ({small[intermediate_size]}) |
+| size of an embedding | {run[size]} | {run[size]} |
+| mean tokens per query | {large_cost[query_tokens]} | {small_cost[query_tokens]} |
+| mean CPU time per query (engine, one thread) | {large_cost[mean_us]:.0f} us | \
+{small_cost[mean_us]:.0f} us |
 
-Both use one WordPiece tokenizer with {vocabulary:,} entries, which divides identifiers at
-underscores and capitals, and ignores case. They read at most 512 tokens, pool the mean, and have no
-prompts. The weights are float16 safetensors in the layout of sentence-transformers. The towers were
-trained on {documents[date]} with seed {documents[seed]}, on {documents[device]} (a CPU shared with
-other work).
+The tokenizer has the {run[words]:,} entries of MiniLM's WordPiece that the training queries use
+most. The tower reads at most {run[max_tokens]} tokens, pools the mean, and has no prompts. The
+weights are float16 safetensors in the layout of sentence-transformers. The tower was trained on
+{run[date]} with seed {run[seed]}, on {run[device]} (a CPU shared with other work).
 
 ## Retrieval
 
-The collection is that of the `rag` workload: {pairs:,} questions, each with the function or section
-that answers it, from modules of the standard library of Python {python} that the towers have not
-seen. The table shows the share of questions whose passage is among the first 1, 5 and 20.
-
-| queries by | documents by | recall@1 | recall@5 | recall@20 |
-| --- | --- | --- | --- | --- |
-{recall}
-
-The query tower keeps {kept[share]:.1%} of the recall@5 of the document tower (95% interval
-{kept[low]:.1%} to {kept[high]:.1%}). The standard error of a recall is at most 1.6 points.
-
-## Training texts
-
-{examples:,} pairs of a query and a passage train the towers: {stdlib:,} from the standard library
-(PSF licence) and {packaged:,} from installed packages. A tenth as many are left out for validation.
-
-| query | passage | pairs |
-| --- | --- | --- |
-| first sentence of a docstring, or heading | code, or section | {kinds[summary]:,} |
-| next sentence of the docstring | code | {kinds[sentence]:,} |
-| first paragraph of a docstring | rest of the docstring | {kinds[detail]:,} |
-| words of a function's name | body of the function | {kinds[name]:,} |
-| comment | lines after it | {kinds[comment]:,} |
-
-Neither towers nor tokenizer saw the held-out modules: {held_out}. Tests of the standard library are
-left out, too, because they name the modules that they test. So are passages of packages that share
-five consecutive lines with a held-out module.
-
-| package | version, licence | pairs |
-| --- | --- | --- |
-{packages}
-
+The tables show the share of questions whose passage is among the first 1, 5 and 20, with 95%
+intervals (bootstrap over the questions). `minilm` embeds the passages. The device was
+{retrieval[device]}, on {retrieval[date]}.
+{collections}
 ## Training
 
-Run `python -m training.towers.train all` to train the towers. `training/towers/recipes.py` contains
-the recipe and the reasons for its constants. The first phase trains the word embeddings alone, as a
-bag of words. The second phase trains all weights. The document tower learns to find the passage of
-a query among those of its batch (InfoNCE). The query tower learns the document tower's vectors of
-queries, and its order of passages (KL).
+Run `python -m training.towers.train all` to train the tower. The queries are {count:,} first
+sentences of docstrings, {stdlib:,} from the standard library of Python {python} (PSF licence) and
+{packaged:,} from installed packages. MiniLM embeds them. The first word vectors are those of a
+ridge regression, whose means are nearest to the vectors of MiniLM. All weights are then trained by
+the squared error and the cosine to these vectors, in {run[cpu_minutes]} minutes of CPU time
+({run[wall_minutes]} minutes of wall time).
 
-The document tower has the weights of step {best[step]:,} of phase `{best[phase]}`, whose loss on
-validation is the lowest. After the phase `lexical`, all layers are still the identity, and the
-vector of a text is the mean of its word embeddings.
-
-| phase | step | training nats | validation nats | validation recall@5 |
+| step | training loss | validation cosine | validation recall@5 | of MiniLM |
 | --- | --- | --- | --- | --- |
 {history}
 
+The tower saw no query that occurs in a held-out module of the standard library ({held_out}) or in a
+held-out package ({held_out_packages}).
+
+| package | version, licence | queries |
+| --- | --- | --- |
+{packages}
+
 ## Limits
 
-The towers know English words that occur in Python projects, and no other language. They match words
-more than meaning. The questions of the collection are docstrings, not questions of users.
+The tower knows English words that occur in Python projects, and no other language. The questions of
+the measurements are docstrings, not questions of users.
+"""
+
+_COLLECTION: Final = """
+{name}: {pairs:,} questions
+
+| queries by | recall@1 | recall@5 | recall@20 |
+| --- | --- | --- | --- |
+{rows}
+
+The query tower keeps {kept} of MiniLM's recall@5. Its recall@5 is {ratio} of that of BM25.
 """
 
 
-def collect(examples: Sequence[Example], folder: Path, facts_file: str) -> dict[str, Any]:
-    """Return the content of metrics.json, except the measurements of the benchmark.
-
-    Args:
-        examples: of training and validation.
-        folder: where the stages have written.
-    """
-    training = [example for example in examples if not is_validation(example.unit)]
-    packages = Counter(example.package for example in training if example.package)
+def corpus_facts(queries: Sequence[Query]) -> dict[str, Any]:
+    """Return what the tower was trained on."""
+    packages = Counter(query.package for query in queries if query.package)
     return {
-        "documents": json.loads((folder / SHIPPED_ARM / facts_file).read_text()),
-        "queries": json.loads((folder / "queries" / facts_file).read_text()),
-        "shapes": {
-            "documents": asdict(ARMS[SHIPPED_ARM].shape),
-            "queries": asdict(QUERIES.shape),
-        },
-        "corpus": {
-            "python": platform.python_version(),
-            "examples": len(training),
-            "stdlib": len(training) - packages.total(),
-            "kinds": dict(Counter(example.kind for example in training)),
-            "held_out": sorted({source.unit for source in stdlib_sources(held_out=True)}),
-            "packages": {
-                name: {"licence": licence, "examples": packages[name]}
-                for name, licence in licences().items()
-            },
+        "python": platform.python_version(),
+        "queries": len(queries),
+        "stdlib": len(queries) - packages.total(),
+        "held_out": sorted({source.unit for source in stdlib_sources(held_out=True)}),
+        "held_out_packages": list(HELD_OUT_PACKAGES),
+        "packages": {
+            name: {"licence": licence, "queries": packages[name]}
+            for name, licence in licences().items()
         },
     }
 
@@ -136,49 +104,56 @@ def render(metrics: dict[str, Any]) -> str:
     Args:
         metrics: the content of metrics.json.
     """
-    corpus, retrieval = metrics["corpus"], metrics["retrieval"]
-    costs = retrieval["query_cost"]
+    run, corpus, retrieval = metrics["run"], metrics["corpus"], metrics["retrieval"]
+    collections = retrieval["collections"].items()
     return _TEMPLATE.format(
-        documents=metrics["documents"],
-        queries=metrics["queries"],
-        document_shape=_SHAPE.format(**metrics["shapes"]["documents"]),
-        query_shape=_SHAPE.format(**metrics["shapes"]["queries"]),
-        size=metrics["shapes"]["queries"]["dense"],
-        vocabulary=VOCAB_SIZE,
-        document_cost=costs["draftgate-documents"],
-        query_cost=costs["draftgate-queries"],
-        pairs=retrieval["pairs"],
+        run=run,
+        retrieval=retrieval,
+        large=retrieval["models"][DOCUMENT_TOWER],
+        small=retrieval["models"][SHIPPED_QUERIES_ID],
+        large_cost=retrieval["query_cost"][DOCUMENT_TOWER],
+        small_cost=retrieval["query_cost"][SHIPPED_QUERIES_ID],
+        collections="".join(_collection(name, found) for name, found in collections),
         python=corpus["python"],
-        recall="\n".join(_recall_row(row) for row in retrieval["rows"]),
-        kept=retrieval["kept_by_queries"],
-        examples=corpus["examples"],
+        count=corpus["queries"],
         stdlib=corpus["stdlib"],
-        packaged=corpus["examples"] - corpus["stdlib"],
-        kinds=corpus["kinds"],
+        packaged=corpus["queries"] - corpus["stdlib"],
+        history="\n".join(map(_history_row, run["history"])),
         held_out=", ".join(f"`{name}`" for name in corpus["held_out"]),
+        held_out_packages=", ".join(corpus["held_out_packages"]),
         packages="\n".join(
-            f"| {name} | {facts['licence']} | {facts['examples']:,} |"
+            f"| {name} | {facts['licence']} | {facts['queries']:,} |"
             for name, facts in corpus["packages"].items()
         ),
-        best=min(metrics["documents"]["history"], key=lambda row: row["validation_nats"]),
-        history="\n".join(_history_row(row) for row in metrics["documents"]["history"]),
     )
 
 
 def write(metrics: dict[str, Any], folder: Path) -> None:
-    """Write metrics.json, and the card if the benchmark has measured the towers."""
+    """Write metrics.json, and the card if the benchmark has measured the tower."""
     (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     if "retrieval" in metrics:
         (folder / CARD).write_text(render(metrics))
 
 
-def _recall_row(row: dict[str, Any]) -> str:
-    by = row["queries_by"]
-    documents = "draftgate-documents" if by == "draftgate-queries" else by
-    shares = " | ".join(f"{share:.1%}" for share in row["recall"].values())
-    return f"| {by} | {documents} | {shares} |"
+def _collection(name: str, found: dict[str, Any]) -> str:
+    return _COLLECTION.format(
+        name=name[0].upper() + name[1:],
+        pairs=found["pairs"],
+        rows="\n".join(
+            f"| {by} | {' | '.join(map(_share, recall.values()))} |"
+            for by, recall in found["recall"].items()
+        ),
+        kept=_share(found["kept_by_queries"]),
+        ratio=_share(found["queries_over_bm25"]),
+    )
+
+
+def _share(found: dict[str, float]) -> str:
+    return f"{found['share']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
 
 
 def _history_row(row: dict[str, Any]) -> str:
-    losses = f"{row['training_nats']:.3f} | {row['validation_nats']:.3f}"
-    return f"| {row['phase']} | {row['step']:,} | {losses} | {row['validation_recall']['5']:.1%} |"
+    loss = "" if row["training_loss"] is None else f"{row['training_loss']:.4f}"
+    recalls = (row["validation_recall_at_5"], row["teacher_recall_at_5"])
+    shares = " | ".join(f"{share:.1%}" for share in recalls)
+    return f"| {row['step']:,} | {loss} | {row['validation_cosine']:.3f} | {shares} |"

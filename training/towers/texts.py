@@ -1,13 +1,13 @@
-"""Training texts of the towers: the standard library and installed packages.
+"""Texts for the query tower: the standard library and installed packages.
 
-The standard library's modules that `is_held_out` selects are the test collection of the `rag`
-workload. No arm of the training reads them, except to drop copies of their code from packages.
+The modules of the standard library that `is_held_out` selects are the test collection of the `rag`
+workload. `HELD_OUT_PACKAGES` are a second collection. The training drops queries that occur there.
 """
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +53,25 @@ PACKAGES: Final = {
 """Distributions of the development environment with over 150 pairs and a permissive licence (MIT,
 BSD, Apache 2.0), and their packages. The licences are in metrics.json."""
 
+HELD_OUT_PACKAGES: Final = {
+    "anyio": "anyio",
+    "attrs": "attr",
+    "click": "click",
+    "filelock": "filelock",
+    "httpcore": "httpcore",
+    "httpx": "httpx",
+    "hypothesis": "hypothesis",
+    "jsonschema": "jsonschema",
+    "prometheus-client": "prometheus_client",
+    "psutil": "psutil",
+    "pyzmq": "zmq",
+    "requests": "requests",
+    "tqdm": "tqdm",
+    "typer": "typer",
+    "urllib3": "urllib3",
+}
+"""Distributions of a second test collection, and their packages."""
+
 SKIPPED_FOLDERS: Final = frozenset({"_vendor", "vendor", "__pycache__"})
 """Folders of copied packages, whose licences may differ."""
 
@@ -64,9 +83,6 @@ STDLIB_SKIPPED: Final = frozenset(
 
 VALIDATION_ONE_IN: Final = 12
 """One of this many units (a module, or a file of a package) is left out to validate recipes."""
-
-COPIED_LINES: Final = 5
-"""Length of a run of lines that marks a copy. Shorter runs also match by imports and idioms."""
 
 
 class Source(NamedTuple):
@@ -111,11 +127,15 @@ def stdlib_sources(*, held_out: bool = False) -> list[Source]:
     return [Source(top_module(n), "", _read(root / n)) for n in chosen]
 
 
-def package_sources(packages: Iterable[str] = PACKAGES) -> Iterator[Source]:
-    """Yield the files of installed distributions."""
+def package_sources(packages: Mapping[str, str] = PACKAGES) -> Iterator[Source]:
+    """Yield the files of installed distributions.
+
+    Args:
+        packages: the package of each distribution.
+    """
     site = Path(sysconfig.get_path("purelib"))
-    for package in packages:
-        folder = site / PACKAGES[package]
+    for package, folder_name in packages.items():
+        folder = site / folder_name
         for path in sorted(folder.rglob("*.py")):
             name = path.relative_to(site).as_posix()
             if not SKIPPED_FOLDERS & set(path.parts):
@@ -126,17 +146,6 @@ def is_validation(unit: str) -> bool:
     """Return whether a unit is left out of training to validate recipes."""
     digest = sha256(f"validation {unit}".encode()).hexdigest()
     return int(digest, 16) % VALIDATION_ONE_IN == 0
-
-
-class CopyFilter:
-    """Recognises texts that share `COPIED_LINES` consecutive lines with other texts."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._known = {run for text in texts for run in _runs(text)}
-
-    def copies(self, text: str) -> bool:
-        """Return whether a text contains a copy."""
-        return any(run in self._known for run in _runs(text))
 
 
 def licences(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -150,11 +159,6 @@ def _licence(facts: metadata.PackageMetadata) -> str:
     texts = (found.get("license_expression"), *classifiers, found.get("license"))
     licence = next((str(t).splitlines()[0] for t in texts if t), "")
     return f"{found['version']}, {licence.rpartition(':: ')[2]}"
-
-
-def _runs(text: str) -> list[int]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [hash(tuple(lines[i : i + COPIED_LINES])) for i in range(len(lines) - COPIED_LINES + 1)]
 
 
 def _read(path: Path) -> str:
