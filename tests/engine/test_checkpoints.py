@@ -416,6 +416,6 @@ def test_checkpoint_hash_depends_on_the_contents(checkpoint_copy: Path) -> None:
 
 
 def test_shipped_models_are_below_25_mb() -> None:
-    """The language models and the towers together are smaller than 25 MB."""
+    """The language models and the query tower together are smaller than 25 MB."""
     files = [path for path in SHIPPED_MODEL.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 25e6

@@ -89,7 +89,7 @@ def test_queries_are_first_sentences_of_docstrings() -> None:
 def test_questions_of_held_out_sources_are_no_queries(sources: list[Source]) -> None:
     """A query that a held-out source contains is dropped, whatever its case and punctuation."""
     copied = Source(
-        "copy", "package", FUNCTION.replace("Read a", "READ a").replace("disk.", "disk")
+        "copy", "package", FUNCTION.replace("Read a", "READ a").replace("disk.", "disk!")
     )
     other = Source("other", "package", FUNCTION.replace("configuration", "picture"))
     found = training_queries([copied, other], [Source("m", "", FUNCTION)], 9)
@@ -179,13 +179,13 @@ def trained(
 
 
 def test_an_interrupted_training_continues_and_learns(trained: Path) -> None:
-    """Every checkpoint occurs once, and vectors of unseen queries approach those of the teacher."""
+    """Every checkpoint occurs once, the loss falls, and unseen queries are near the teacher's."""
     history = json.loads((trained / train.FACTS).read_text())["history"]
     steps = [row["step"] for row in history]
     assert steps == sorted({*steps}), steps
     assert steps[:3] == [0, 10, 20]
     assert history[-1]["training_loss"] < history[1]["training_loss"]
-    assert history[-1]["validation_cosine"] > max(0.4, history[0]["validation_cosine"])
+    assert history[-1]["validation_cosine"] > 0.8
 
 
 def test_the_engine_reads_what_training_writes(trained: Path) -> None:

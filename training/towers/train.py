@@ -67,8 +67,8 @@ MEASURED: Final = ROOT / "bench" / "results" / "retrieval.json"
 SHAPE: Final = Shape()
 
 MOST_QUERIES: Final = 32_768
-"""Training queries with those that validate. The teacher embeds about 350 per CPU second (one busy
-core of a Xeon with AMX, 2026-11-30), which is most of the time of the training."""
+"""Queries with those that validate. The teacher embeds about 400 per CPU second, and a step of the
+training takes 0.5 CPU seconds (one busy core of a Xeon with AMX, 2026-11-30)."""
 
 QUERY_TOKENS: Final = 48
 """Maximum tokens of a training query. Nearly all are shorter."""
