@@ -28,7 +28,7 @@ SPECIAL: Final = (PAD, UNKNOWN, START)
 """Each text begins with `START`, so that no text is empty."""
 
 FILLERS: Final = 32
-"""Hidden dimensions that give all words one mean and one norm (`set_words`), as many as a head."""
+"""Hidden dimensions, one head, that give all words one mean and one norm (`_set_words`)."""
 
 MODULES: Final = (
     ("", "Transformer"),
