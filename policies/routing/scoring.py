@@ -90,18 +90,20 @@ def freeness(request: RouteView, workers: Sequence[Candidate]) -> Sequence[Score
     """Return how much less freeness each worker would have than the freest one, as a share.
 
     The freeness is that after the request has joined (`free_memory`). Unlike `load`, it does not
-    count tokens that requests may generate later, most of which end before. If a worker does not
-    report its memory, the result is that of `load`.
+    count tokens that requests may generate later, most of which end before. The headroom of urgent
+    requests is free for other urgent ones, which therefore share few workers and leave the rest to
+    usual requests. If a worker does not report its memory, the result is that of `load`.
     """
     if not all(worker.load.kv_blocks_total for worker in workers):
         return load(request, workers)
     sequences = [worker.sequences + request.sequences for worker in workers]
+    urgent = request.request.service.priority < 0
     steps = [
         freeness_steps(
             worker.free_tokens
             - request.request.prompt_tokens
             + worker.cached_tokens
-            - headroom_tokens(worker.load),
+            - (0 if urgent else headroom_tokens(worker.load)),
             count,
         )
         for worker, count in zip(workers, sequences, strict=True)

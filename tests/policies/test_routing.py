@@ -14,6 +14,7 @@ from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing.types import Candidates
 from draftgate.policies.testing import check_routing
+from draftgate.policies.types import ServiceLevel
 from tests.policies.routing_workers import (
     REQUEST,
     decide,
@@ -153,6 +154,17 @@ def test_freeness_takes_the_most_free_memory_per_sequence(
     """
     workers = Candidates((worker(0, 9000, **first), worker(1, 0, **second)))
     assert place(routing_policy("freeness"), workers) == chosen
+
+
+def test_urgent_requests_share_the_headroom_of_a_worker() -> None:
+    """An urgent request goes to the worker whose memory is kept free for another one."""
+    workers = Candidates(
+        (worker(0, kv_blocks_free=900, running=1, urgent=1), worker(1, kv_blocks_free=400))
+    )
+    request = replace(REQUEST.request, service=ServiceLevel(priority=-1))
+    policy = routing_policy("freeness")
+    assert place(policy, workers) == 1
+    assert place(policy, workers, replace(REQUEST, request=request)) == 0
 
 
 def test_freeness_counts_leases_and_needs_reported_memory() -> None:
