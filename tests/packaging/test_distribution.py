@@ -169,8 +169,6 @@ def test_module_and_command_print_the_version(core: Environment, tmp_path: Path)
     [
         (("serve", "draftgate-demo", "--port", "0"), "torch", "engine"),
         (("run", "draftgate-demo", "x"), "torch", "engine"),
-        (("load", "http://127.0.0.1:1", "--html", "page.html"), "plotly", "load"),
-        (("simulate", "--html", "page.html"), "plotly", "load"),
         (("plan", "mix", "--tputs", "gpus.json"), "scipy", "plan"),
         (("ray", "status"), "Ray", "ray"),
         (("bench", "engine"), "", ""),
