@@ -89,7 +89,7 @@ class Budgets:
             if budget.hard_usd is not None and usd >= budget.hard_usd:
                 raise self._exceeded(budget)
             if budget.soft_usd is not None and usd >= budget.soft_usd:
-                warning = f"the {budget.owner} has spent {usd:.2f} of {budget.soft_usd:g} USD"
+                warning = f"the {budget.owner} has spent {usd:.4g} of {budget.soft_usd:g} USD"
                 self._warn(budget, warning)
         return warning
 

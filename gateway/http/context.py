@@ -187,7 +187,8 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
         why = f"this node has no worker of the model {name!r} yet"
         raise Starting(why, retry_after_s=RETRY_STARTING_S)
     if model is None:
-        raise ModelNotFound(name, *(one for model in node.models for one in model.listed_names))
+        listed = (one for model in node.models for one in model.listed_names)
+        raise ModelNotFound(name, *filter(request[ACCOUNT].allows, listed))
     return model
 
 

@@ -1,6 +1,6 @@
 /** The session of the browser: who is logged in, and the way out. */
 
-import { getJson, remove } from "/web/client.js";
+import { getJson, logOut } from "/web/client.js";
 import { byId } from "/web/dom.js";
 
 /** Go to the page for logging in, which returns to this page. */
@@ -20,10 +20,7 @@ export async function showAccount() {
     setTimeout(logIn, session.expires_s * 1e3 - Date.now());
     byId("who").textContent = `${session.tenant}, ${session.role}`;
     byId("account").hidden = false;
-    byId("log-out").addEventListener("click", async () => {
-      await remove("/session");
-      location.assign("/login");
-    });
+    byId("log-out").addEventListener("click", logOut);
   }
   return session;
 }

@@ -12,16 +12,21 @@ const NO_KEY = "You are not logged in any more. Reload the page to log in.";
 const SILENT = "The server does not respond.";
 const HEALTH_MS = 5000; // a node responds in milliseconds, also under load
 
+let leaving = false;
+
+/** Fetch, but not while the page for logging in opens, when every request would be refused. */
+const fetched = (path, options) => (leaving ? new Promise(() => {}) : fetch(path, options));
+
 /** Fetch JSON from a path. Throws NodeError. */
 export async function getJson(path) {
-  const response = await reached(fetch(path));
+  const response = await reached(fetched(path));
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
 /** Fetch the text at a path. Throws NodeError. */
 export async function getText(path) {
-  const response = await reached(fetch(path));
+  const response = await reached(fetched(path));
   if (!response.ok) throw await refusal(response);
   return response.text();
 }
@@ -29,20 +34,22 @@ export async function getText(path) {
 /** Post JSON, and return the JSON of the response. Throws NodeError. */
 export async function postJson(path, body) {
   const headers = { "content-type": "application/json" };
-  const response = await reached(fetch(path, { method: "POST", headers, body: JSON.stringify(body) }));
+  const response = await reached(fetched(path, { method: "POST", headers, body: JSON.stringify(body) }));
   if (!response.ok) throw await refusal(response, "");
   return response.json();
 }
 
-/** Delete what a path names. Throws NodeError. */
-export async function remove(path) {
-  const response = await reached(fetch(path, { method: "DELETE" }));
-  if (!response.ok) throw await refusal(response);
+/** End the session, and open the page for logging in, which returns if the node does not respond. */
+export async function logOut() {
+  const ending = fetch("/session", { method: "DELETE" });
+  leaving = true;
+  await ending.catch(() => null);
+  location.assign("/login");
 }
 
 /** Fetch `/health`, which a failed node answers with status 503. Throws NodeError. */
 export async function getHealth() {
-  const response = await reached(fetch("/health", { signal: AbortSignal.timeout(HEALTH_MS) }));
+  const response = await reached(fetched("/health", { signal: AbortSignal.timeout(HEALTH_MS) }));
   if (!response.ok && response.status !== 503) throw await refusal(response);
   return response.json().catch(() => {
     throw new NodeError(`The node responded with status ${response.status}.`, response.status);
@@ -55,7 +62,7 @@ export async function getHealth() {
  */
 export async function send(path, body, signal) {
   const response = await reached(
-    fetch(path, {
+    fetched(path, {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify(body),

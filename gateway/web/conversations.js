@@ -7,13 +7,18 @@
  * of each other, and `chosen` maps a parent to the version that the page shows.
  */
 
-const KEY = "draftgate-chats";
+let key = "draftgate-chats";
 const MOST = 100; // conversations
 const MOST_CHARS = 2_000_000; // half of what browsers keep for a page
 const TITLE_CHARS = 60;
 
 /** The parent of a first message. */
 export const ROOT = -1;
+
+/** Keep the conversations of a tenant apart from those of others who use this browser. */
+export function belongTo(tenant) {
+  key = `draftgate-chats/${tenant}`;
+}
 
 /** Return a conversation without messages. */
 export function create() {
@@ -64,7 +69,7 @@ export function titleOf(conversation) {
 /** Return the kept conversations, latest first. */
 export function kept() {
   try {
-    return JSON.parse(localStorage.getItem(KEY)) ?? [];
+    return JSON.parse(localStorage.getItem(key)) ?? [];
   } catch {
     return []; // the browser keeps no data for this page
   }
@@ -96,7 +101,7 @@ function store(all) {
   let fitting = texts.filter((text, index) => (size += text.length) <= MOST_CHARS || index === 0);
   for (;;) {
     try {
-      return localStorage.setItem(KEY, `[${fitting.join(",")}]`);
+      return localStorage.setItem(key, `[${fitting.join(",")}]`);
     } catch {
       if (!fitting.length) return undefined;
       fitting = fitting.slice(0, -1); // other pages of this origin use the space

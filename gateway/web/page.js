@@ -5,6 +5,7 @@ import * as chat from "/web/chat.js";
 import { getHealth, getJson } from "/web/client.js";
 import * as compare from "/web/compare.js";
 import * as completion from "/web/completion.js";
+import { belongTo } from "/web/conversations.js";
 import { byId } from "/web/dom.js";
 import * as decisions from "/web/decisions.js";
 import * as lanes from "/web/lanes.js";
@@ -87,4 +88,6 @@ function start() {
   check();
 }
 
-if ((await showAccount()).role !== null) start();
+const session = await showAccount();
+if (session.tenant) belongTo(session.tenant);
+if (session.role !== null) start();

@@ -292,6 +292,8 @@ async def test_a_key_uses_only_its_models(tmp_path: Path, scripted: ScriptedBack
         for key, names in (("sk-a", []), ("sk-b", ["scripted"])):
             listed = (await http.get("/v1/models", headers=bearer(key))).json()["data"]
             assert [one["id"] for one in listed] == names
+        unknown = await http.get("/v1/models/none", headers=bearer("sk-a"))
+        assert "scripted" not in unknown.text
         sent = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer("sk-b")))
         scripted.emit(await scripted.submitted.get(), "x", last=True)
         assert (await sent).status_code == 200
