@@ -164,7 +164,10 @@ class _Family(Generic[Policy]):
             return self._built_in[name](argument)
         found = extensions(f"draftgate.policies.{self._kind}")
         if name in found:
-            policy: Policy = found[name].load()(argument)
+            try:
+                policy: Policy = found[name].load()(argument)
+            except (ImportError, AttributeError, TypeError, ValueError) as error:
+                raise ValueError(f"{self._kind} policy {spec!r}: {error}") from error
             return policy
         names = sorted(self._built_in.keys() | found.keys())
         known = ", ".join(self._notations.get(one, one) for one in names)

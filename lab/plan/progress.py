@@ -32,8 +32,8 @@ class SearchProgress:
             disable=self._lines,
         )
         self._task = self._bars.add_task("bounds", total=None)
-        self._text = "computed the bounds"
-        self._printed_s = time.monotonic()
+        self._text = "simulating the most promising deployments"
+        self._began_s = self._printed_s = time.monotonic()
 
     def report(self, what: str, done: int, total: int) -> None:
         """Show how many deployments of a step are done."""
@@ -43,9 +43,11 @@ class SearchProgress:
 
     def tick(self) -> None:
         """Print a line if the last one is old."""
-        if self._lines and time.monotonic() - self._printed_s >= PROGRESS_S:
-            self._printed_s = time.monotonic()
-            self._console.print(self._text, highlight=False, markup=False)
+        now_s = time.monotonic()
+        if self._lines and now_s - self._printed_s >= PROGRESS_S:
+            self._printed_s = now_s
+            text = f"{self._text}, {now_s - self._began_s:.0f} s"
+            self._console.print(text, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         """Show the progress until the search ends."""

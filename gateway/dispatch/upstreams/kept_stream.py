@@ -408,7 +408,10 @@ class KeptStream:
             self.error_passed, self.error = True, None
             return self._error_event
         assert self.error is not None
-        raise self.error if later is None else UpstreamFailed(f"{self.error}; afterwards: {later}")
+        if later is None:
+            raise self.error
+        # The later error may have the address of an upstream, which only operators know.
+        raise UpstreamFailed(f"{self.error}; no other upstream could continue it") from later
 
     def closing(self) -> bytes:
         """Return the last events of a stream whose output is complete."""
