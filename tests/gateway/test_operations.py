@@ -211,6 +211,10 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
         "/v1/responses/{response_id}/input_items", "/openapi.json", "/peer/v1/workers/{number}",
             "/peer/v1/workers/{number}/blocks",
         "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
+        "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
+        "/usage", "/records", "/records/{request_id}", "/session",
+        "/login", "/docs", "/operations", "/requests", "/requests/{request_id}",
     }  # fmt: skip
 
 
