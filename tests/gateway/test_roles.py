@@ -101,7 +101,8 @@ async def test_only_operators_and_scrapers_read_metrics(keys_file: str, path: st
 
 
 @pytest.mark.parametrize(
-    "path", [PATH, "/decisions", "/workers", "/live", "/v1/models", "/", "/nowhere"]
+    "path",
+    [PATH, "/decisions", "/records", "/usage", "/workers", "/live", "/v1/models", "/nowhere"],
 )
 async def test_a_scraper_reads_nothing_but_metrics(keys_file: str, path: str) -> None:
     """A key with the role `metrics` can neither generate text nor read anything else."""

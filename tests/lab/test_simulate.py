@@ -326,7 +326,7 @@ def test_page_shows_policies_side_by_side(text_file) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--workload", "chat"], "give a rate"),
+        (["--workload", "chat"], "needs requests per second (--rate)"),
         (
             ["--workload", "chat", "--rate", "1", "--routing", "nowhere"],
             "unknown routing policy 'nowhere'",
