@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -259,8 +259,3 @@ def distinct_results(lines: Iterable[bytes]) -> Iterator[tuple[Result, bytes]]:
         if found.custom_id not in seen:
             seen.add(found.custom_id)
             yield found, data
-
-
-def as_raw(value: Any) -> Raw:
-    """Return a value as JSON within a result."""
-    return Raw(msgspec.json.encode(value))

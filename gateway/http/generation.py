@@ -103,10 +103,9 @@ class WatchedEndpoint:
                 if len(node.models) > 1 or model.members is not None:
                     model = await requested_model(request, node, self.task)
                     watch.use(model.request_series)
-                if spending.budgets:
+                if spending.budgets or request[ACCOUNT].models is not None:
                     spending.model = await requested_name(request) or model.name
-                if request[ACCOUNT].models is not None:
-                    await _check_model(request, model)
+                    _check_model(request[ACCOUNT], spending.model)
                 if spending.is_limited:
                     await spending.check(request)
                 request[QUOTAS] = model.dispatcher.admission.quotas
@@ -147,14 +146,12 @@ class WatchedEndpoint:
             raise UnsupportedTask(refusal(self.task, offered))
 
 
-async def _check_model(request: Request, model: ModelService) -> None:
-    """Check that the account of a request may use its model.
+def _check_model(account: Account, name: str) -> None:
+    """Check that an account may use a model.
 
     Raises:
         Forbidden: the key is for other models.
     """
-    account = request[ACCOUNT]
-    name = await requested_name(request) or model.name
     if not account.allows(name):
         allowed = ", ".join(map(repr, account.models or ()))
         raise Forbidden(f"this API key may not use the model {name!r}; it may use {allowed}")

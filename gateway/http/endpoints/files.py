@@ -205,8 +205,9 @@ async def list_files(request: web.Request) -> web.Response:
     found = await in_storage(read)
     if order == "asc":
         found.reverse()
-    ids, more = page_of(request, [file.id for file in found], limit)
-    data = [file for file in found if file.id in set(ids)]
+    by_id = {file.id: file for file in found}
+    ids, more = page_of(request, list(by_id), limit)
+    data = [by_id[file_id] for file_id in ids]
     first, last = (ids[0], ids[-1]) if ids else (None, None)
     return json_response(FileList(data, first, last, more))
 
