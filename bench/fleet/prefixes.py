@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import numpy as np
 
 from bench.fleet.nodes import gateway, read_counter
 from bench.harness.processes import free_port
+from bench.harness.streams import event_times_s
 from bench.harness.vllm import MODEL, VllmServer, cores_of, started_together, vllm_server
 
 ARMS: Final = {
@@ -157,7 +157,8 @@ async def run_round(
         async def client() -> None:
             for place in places:
                 url = urls[place % len(urls)]
-                result.ttft_s[place] = await _ttft_s(http, url, prompts[place])
+                times_s = await event_times_s(http, f"{url}/v1/completions", _body(prompts[place]))
+                result.ttft_s[place] = times_s[0]
 
         await asyncio.gather(*(client() for _ in range(clients)))
     after = [one.counters() for one in servers]
@@ -172,23 +173,14 @@ def _tokens(random: Random, number: int) -> list[int]:
     return [random.choice(VOCABULARY) for _ in range(number)]
 
 
-async def _ttft_s(http: httpx.AsyncClient, url: str, prompt: Sequence[int]) -> float:
-    """Return the seconds until the first token of a request, which is then read to its end."""
-    body = {
+def _body(prompt: Sequence[int]) -> dict[str, Any]:
+    return {
         "model": MODEL,
         "prompt": prompt,
         "max_tokens": OUTPUT_TOKENS,
         "ignore_eos": True,
         "temperature": 0,
-        "stream": True,
     }
-    begin_s, first_s = time.perf_counter(), 0.0
-    async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not first_s and line.startswith("data:"):
-                first_s = time.perf_counter() - begin_s
-    return first_s
 
 
 def run_arms(  # noqa: PLR0913 - the options of the study

@@ -230,6 +230,7 @@ BENCHES: Final = {
     "fleet": "bench.fleet.command",
     "moves": "bench.gateway.moves",
     "full-memory": "bench.gateway.full_memory",
+    "batch": "bench.gateway.batch",
     "store": "bench.gateway.store",
 }
 """Benchmarks that measure this machine."""
