@@ -3,8 +3,9 @@
     draftgate bench batch --model smollm2 --json OUT
 
 A server on one core gets chats as a Poisson process. In each round, the same chats arrive once on
-their own, and once while a batch runs, and the order alternates. The batch of a round is cancelled
-at its end. Events of a stream come with steps, so the gaps between them show how long a step takes.
+their own, and once while a batch runs, and the order alternates. A number before each message keeps
+the second run from finding its prompts in the prefix cache. The batch of a round is cancelled at
+its end. Events of a stream come with steps, so the gaps between them show how long a step takes.
 """
 
 from __future__ import annotations
@@ -70,19 +71,16 @@ def input_file(model: str) -> bytes:
     return "\n".join(map(json.dumps, rows)).encode()
 
 
-async def send_chats(url: str, model: str, requests: int, rate: float, seed: int) -> dict[str, Any]:
-    """Send chats as a Poisson process, and return their latencies.
-
-    Args:
-        rate: requests per second.
-    """
-    draw, begin_s, at_s = Random(f"batch/{seed}"), time.perf_counter(), 0.0
+async def send_chats(url: str, options: Any, number: int, arm: str) -> dict[str, Any]:
+    """Send the chats of a round as a Poisson process, and return their latencies."""
+    draw, begin_s, at_s = Random(f"batch/{number}"), time.perf_counter(), 0.0
     tasks = []
     async with httpx.AsyncClient(timeout=600) as http, asyncio.TaskGroup() as group:
-        for message in chats(requests, seed=1000 + seed):
-            at_s -= log(1.0 - draw.random()) / rate
+        for place, message in enumerate(chats(options.requests, seed=1000 + number)):
+            at_s -= log(1.0 - draw.random()) / options.rate
             await asyncio.sleep(begin_s + at_s - time.perf_counter())
-            body = _chat(model, message, CHAT_TOKENS)
+            numbered = f"{2 * place + ARMS.index(arm)}. {message}"
+            body = _chat(options.model, numbered, CHAT_TOKENS)
             send = event_times_s(http, f"{url}/v1/chat/completions", body)
             tasks.append(group.create_task(send))
     streams = [task.result() for task in tasks]
@@ -100,7 +98,7 @@ async def send_chats(url: str, model: str, requests: int, rate: float, seed: int
 
 async def run_arm(url: str, options: Any, number: int, arm: str, file_id: str) -> dict[str, Any]:
     """Run the chats of a round, alone or beside a batch."""
-    send = send_chats(url, options.model, options.requests, options.rate, number)
+    send = send_chats(url, options, number, arm)
     if arm == "alone":
         return await send
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused") as api:
