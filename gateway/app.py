@@ -174,7 +174,8 @@ async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIter
         try:
             node.port = int(server.sockets[0].getsockname()[1])
             async with AsyncExitStack() as stack:
-                await stack.enter_async_context(reloading(node.key_files, node.use_accounts))
+                await stack.enter_async_context(reloading(node.key_files, node.keys.use_file))
+                await stack.enter_async_context(node.keys.syncing())
                 if tls is not None:
                     await stack.enter_async_context(reloading(tls.files, tls.use))
                 stop = partial(answer_last_requests, runner.server, server, connect, context)
