@@ -47,6 +47,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -69,6 +70,9 @@ _DIGITS: Final = 64
 
 _SHOWN_DIGITS: Final = 8
 
+PER_USD: Final = 10**9
+"""The unit of charges is a billionth of a USD, so that no request is too cheap to count."""
+
 
 class Role(StrEnum):
     """What a key may see."""
@@ -83,6 +87,17 @@ class Period(StrEnum):
 
     DAY = "day"
     MONTH = "month"
+
+    def begin(self, now: datetime) -> datetime:
+        """Return the begin of the period that contains a time."""
+        day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        return day if self is Period.DAY else day.replace(day=1)
+
+    def end(self, now: datetime) -> datetime:
+        """Return the begin of the next period."""
+        begin = self.begin(now)
+        # 32 days after the first day of a month are in the next month.
+        return self.begin(begin + timedelta(days=1 if self is Period.DAY else 32))
 
 
 class Budget(NamedTuple):

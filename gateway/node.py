@@ -55,6 +55,7 @@ from draftgate.gateway.telemetry.request_facts import LatestRequests
 from draftgate.gateway.telemetry.request_series import count_flow_event
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.gateway.tracing import Tracing
+from draftgate.gateway.usage import Usage
 from draftgate.policies.registry import speculation_policy
 
 _UNSHARED: Final = "--peer-secret-env is not set"
@@ -77,6 +78,7 @@ class Node:
         requests: the latest requests of clients.
         audit: the audit log, or None.
         budgets: the spending of keys and teams.
+        usage: what keys have used of each model.
         files: the files and batches of clients, or None if the node stores none.
         session_secret: signs the sessions of browsers.
         embeddings: embeddings of earlier texts.
@@ -109,6 +111,7 @@ class Node:
         )
         self.files = None if config.files is None else Files(open_blobs(config.files), time.time)
         self.budgets = Budgets(store, time.time)
+        self.usage = Usage(store, time.time)
         self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
@@ -273,6 +276,8 @@ class Node:
             task.cancel()
         await asyncio.gather(*(model.stop() for model in self.models))
         self._flows.close()
+        with suppress(StoreError):
+            await self.usage.report()
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:

@@ -190,6 +190,7 @@ def _routes() -> list[web.RouteDef]:
         web.get("/workers", live.list_workers),
         web.put(worker_role.PATH, worker_role.set_role),
         web.get(usage.PATH, usage.get_usage),
+        web.get(usage.HISTORY_PATH, usage.get_history),
         web.get(keys.PATH, keys.list_keys),
         web.post(keys.PATH, keys.create_key),
         web.get(keys.KEY_PATH, keys.get_key),

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from typing import Final
 
+from draftgate.gateway.accounts import Period
 from draftgate.gateway.budgets import UsageReply
-from draftgate.gateway.http.endpoints import keys
-from draftgate.gateway.http.endpoints.usage import PATH as USAGE_PATH
-from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query
+from draftgate.gateway.http.endpoints import keys, usage
+from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query, in_query_text
 from draftgate.gateway.http.requests.schemas import KeyBody, RotationBody
 from draftgate.gateway.keys import MOST_CHANGES
+from draftgate.gateway.usage import KEPT, UsageHistory
 
 _NAME: Final = in_path("name")
 
 ADMINISTRATION: Final = (
-    Operation("GET", USAGE_PATH, "Return what keys and teams have spent.", UsageReply),
+    Operation("GET", usage.PATH, "Return what keys and teams have spent.", UsageReply),
+    Operation(
+        "GET",
+        usage.HISTORY_PATH,
+        "Return what keys have used of each model in the latest days or months.",
+        UsageHistory,
+        errors=(400, 503),
+        parameters=(
+            in_query_text("period", "The kind of periods.", enum=list(Period), default="day"),
+            in_query("last", "Number of periods, at most 13 months.", 1, KEPT[Period.DAY]),
+            *(in_query_text(name, f"The name of the {name}.") for name in usage.FILTERS),
+        ),
+    ),
     Operation("GET", keys.PATH, "List the API keys, without their secrets.", keys.KeyList),
     Operation(
         "POST",
