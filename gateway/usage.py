@@ -26,7 +26,7 @@ KEPT: Final = {Period.DAY: 62, Period.MONTH: 13}
 
 _LONGEST_S: Final = {Period.DAY: 86_400.0, Period.MONTH: 31 * 86_400.0}
 
-REPORT_S: Final = 2.0
+REPORT_S: Final = 5.0
 """Seconds for which a gateway collects counts before it writes them. (Chosen, not tuned.)"""
 
 MOST_ROWS: Final = 2000
@@ -89,8 +89,8 @@ class Usage:
         self._clock = clock
         self._source = secrets.token_hex(6)
         self._days: dict[date, _Counts] = {}  # of the present month
-        self._today: _Counts = {}
-        self._day_ends_s = 0.0
+        self._today = date.min  # while a report is due
+        self._new: list[tuple[Account, str, tuple[int, int, int], float | None]] = []
         self._unreported: set[date] = set()
         self._reporting: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()  # later counts must not be written first
@@ -104,20 +104,9 @@ class Usage:
             tokens: of its prompt, of them cached, and of its output.
             usd: its cost, or None without a price.
         """
-        if self._reporting is None or self._clock() >= self._day_ends_s:
+        self._new.append((account, model, tokens, usd))
+        if self._reporting is None:
             self._begin()
-        row = (account.name, account.team or "", model)
-        counts = self._today.get(row)
-        if counts is None:
-            counts = self._add(row)
-        prompt, cached, output = tokens
-        counts[0] += 1
-        counts[1] += prompt
-        counts[2] += cached
-        counts[3] += output
-        if usd is not None:
-            counts[4] += 1
-            counts[5] += round(usd * PER_USD)
 
     async def report(self) -> None:
         """Write the counts that the store does not have yet.
@@ -126,6 +115,7 @@ class Usage:
             StoreError: the store does not respond.
         """
         async with self._writing:
+            self._fold()
             while self._unreported:
                 day = max(self._unreported)
                 self._unreported.discard(day)
@@ -154,24 +144,37 @@ class Usage:
         return found
 
     def _begin(self) -> None:
-        """Begin the counts of the present day, and let a task report them."""
+        """Let a task report the requests until then, at the latest at the end of the day."""
         now = self._now()
-        self._day_ends_s = Period.DAY.end(now).timestamp()
-        self._today = self._days.setdefault(now.date(), {})
-        self._unreported.add(now.date())
-        if self._reporting is None:
-            # An empty context keeps the id of this request out of the log lines of others.
-            self._reporting = asyncio.create_task(self._report_soon(), context=Context())
+        self._today = now.date()
+        wait_s = min(REPORT_S, (Period.DAY.end(now) - now).total_seconds())
+        # An empty context keeps the id of this request out of the log lines of others.
+        self._reporting = asyncio.create_task(self._report_soon(wait_s), context=Context())
 
-    def _add(self, row: _Row) -> list[int]:
-        if len(self._today) >= MOST_ROWS:
-            row = (*row[:2], "")
-        return self._today.setdefault(row, [0] * _NUMBERS)
+    def _fold(self) -> None:
+        """Add the new requests to the counts of their day."""
+        some, self._new = self._new, []
+        if not some:
+            return
+        self._unreported.add(self._today)
+        day = self._days.setdefault(self._today, {})
+        for account, model, (prompt, cached, output), usd in some:
+            row = (account.name, account.team or "", model)
+            if row not in day and len(day) >= MOST_ROWS:
+                row = (*row[:2], "")
+            counts = day.setdefault(row, [0] * _NUMBERS)
+            counts[0] += 1
+            counts[1] += prompt
+            counts[2] += cached
+            counts[3] += output
+            if usd is not None:
+                counts[4] += 1
+                counts[5] += round(usd * PER_USD)
 
-    async def _report_soon(self) -> None:
-        await asyncio.sleep(REPORT_S)
+    async def _report_soon(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        self._fold()
         self._reporting = None  # later requests are reported again
-        self._unreported.add(max(self._days))  # others may have reported the earlier requests
         with suppress(StoreError):  # the report of the next request has these counts, too
             await self.report()
 

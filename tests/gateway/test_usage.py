@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.gateway.accounts import Account, Period
+from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.cli.usage import run_usage
 from draftgate.gateway.state.memory.store import MemoryStore
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.usage import KEPT, REPORT_S, Usage, UsageRow
+from draftgate.lab.sim.virtual_time import run_virtual
 from tests.gateway.harness import ScriptedBackend, client, running
 
 KEYS = """
@@ -71,12 +73,15 @@ def test_days_and_months_are_the_sums_of_all_gateways(events) -> None:
     """Each request counts once in its day and its month, whichever gateway ran it."""
 
     async def check() -> None:
-        clock, store = Clock(), MemoryStore(lambda: clock.now_s)
+        def clock() -> float:
+            return NOON + loop_time_s()
+
+        store = MemoryStore(clock)
         gateways = [Usage(store, clock), Usage(store, clock)]
         days, months = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
         for gateway, account, model, seconds in events:
-            clock.now_s += seconds
-            now = datetime.fromtimestamp(clock.now_s, UTC)
+            await asyncio.sleep(seconds)
+            now = datetime.fromtimestamp(clock(), UTC)
             gateways[gateway].count(account, model, (7, 3, 5), None)
             days[f"{now:%Y-%m-%d}", account.name, model] += 5
             months[f"{now:%Y-%m-01}", account.name, model] += 5
@@ -86,7 +91,7 @@ def test_days_and_months_are_the_sums_of_all_gateways(events) -> None:
             assert totals(await usage.rows(Period.DAY, KEPT[Period.DAY])) == days
             assert totals(await usage.rows(Period.MONTH, KEPT[Period.MONTH])) == months
 
-    asyncio.run(check())
+    run_virtual(check())
 
 
 async def test_usage_is_kept_for_a_bounded_time() -> None:
@@ -105,7 +110,7 @@ async def test_usage_is_kept_for_a_bounded_time() -> None:
     assert not await usage.rows(Period.MONTH, 13)
 
 
-async def test_a_gateway_reports_by_itself_and_again_after_an_outage() -> None:
+def test_a_gateway_reports_by_itself_and_again_after_an_outage() -> None:
     """Counts that the store did not get are part of the next report."""
     responds = False
 
@@ -115,18 +120,20 @@ async def test_a_gateway_reports_by_itself_and_again_after_an_outage() -> None:
                 raise StoreError("no response")
             return self.apply(command)
 
-    clock = Clock()
-    store = Silent(clock)
-    ours, theirs = Usage(store, clock), Usage(store, clock)
-    ours.count(A, "m", (1, 0, 1), None)
-    with pytest.raises(StoreError):
-        await ours.report()
-    responds = True
-    ours.count(A, "m", (1, 0, 1), None)
-    await ours._reporting
-    (row,) = await theirs.rows(Period.DAY, 1)
-    assert (row.requests, row.cost_usd, row.unpriced_requests) == (2, None, 2)
-    assert REPORT_S < 10
+    async def check() -> None:
+        nonlocal responds
+        store = Silent(lambda: NOON)
+        ours, theirs = Usage(store, lambda: NOON), Usage(store, lambda: NOON)
+        ours.count(A, "m", (1, 0, 1), None)
+        with pytest.raises(StoreError):
+            await ours.report()
+        responds = True
+        ours.count(A, "m", (1, 0, 1), None)
+        await asyncio.sleep(2 * REPORT_S)
+        (row,) = await theirs.rows(Period.DAY, 1)
+        assert (row.requests, row.cost_usd, row.unpriced_requests) == (2, None, 2)
+
+    run_virtual(check())
 
 
 async def generate(
