@@ -245,6 +245,7 @@ class Accounts:
 
     Attributes:
         required: whether requests need a key.
+        prices: the prices by name of the model. An empty name means all other models.
     """
 
     def __init__(
@@ -257,14 +258,13 @@ class Accounts:
         """Index the accounts by key.
 
         Args:
-            prices: prices by name of the model. An empty name means all other models.
             further_keys: other keys of the accounts, by digest.
 
         Raises:
             ValueError: two accounts or teams have the same name or key, an account is malformed or
                 names an unknown team, or no key is for clients.
         """
-        self._prices = prices
+        self.prices = prices
         self._teams = {team.name: team for team in teams}
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
@@ -300,7 +300,7 @@ class Accounts:
         }
         teams = {one.team: Team(one.team) for one in added if one.team} | self._teams
         keys = {digest: account for account, digests in added.items() for digest in digests}
-        return Accounts([*self, *added], teams.values(), self._prices, keys)
+        return Accounts([*self, *added], teams.values(), self.prices, keys)
 
     @property
     def team_names(self) -> Collection[str]:
@@ -325,7 +325,7 @@ class Accounts:
 
     def price(self, model: str) -> TokenPrice | None:
         """Return the price of a model, or None without one."""
-        return self._prices.get(model) or self._prices.get("")
+        return self.prices.get(model) or self.prices.get("")
 
     def _budgets_of(self, account: Account) -> tuple[Budget, ...]:
         """Return the budgets of an account.
@@ -343,7 +343,7 @@ class Accounts:
             Budget(owner, one.budget_usd, one.soft_budget_usd, one.budget_period)
             for owner, one in owners
         ]
-        return tuple(one for one in budgets if one.is_limited or self._prices)
+        return tuple(one for one in budgets if one.is_limited or self.prices)
 
     def find(self, key: str) -> Account | None:
         """Return the account of a key, or None if the key is unknown."""

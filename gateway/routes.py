@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -31,9 +30,9 @@ from draftgate.gateway.http.connections import (
 from draftgate.gateway.http.content_encoding import DECODING
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    BUDGET_WARNING,
     ERROR_CODE,
     NODE,
+    NOTES,
     READERS,
     REQUEST_ID,
     SESSION,
@@ -105,9 +104,6 @@ DIRECT: Final[Mapping[str, WatchedEndpoint]] = {
     for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, embeddings.EMBEDDINGS)
 }
 """The endpoints with most requests, by path, which connections read themselves."""
-
-BUDGET_HEADER: Final = "x-draftgate-budget-warning"
-"""The header of responses beyond a soft budget."""
 
 METRICS_PATH: Final = "/metrics"
 
@@ -297,9 +293,8 @@ class Entrance:
         add_headers(request, response)
         if self._browsers.origins:
             self._browsers.add_headers(request, response)
-        if (warning := request.get(BUDGET_WARNING)) is not None:
-            # Names of tenants may contain any character.
-            response.headers[BUDGET_HEADER] = re.sub("[^ -~]", "?", warning)
+        if (notes := request.get(NOTES)) is not None:
+            response.headers.update(notes)
         return add_rate_limits(request, response)
 
     def _check_browser(self, request: web.Request) -> web.Response | None:

@@ -24,16 +24,19 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    BUDGET_WARNING,
+    BUDGET_HEADER,
     JSON_HEADERS,
     NODE,
     READERS,
     REQUEST_ID,
+    add_note,
     fingerprint,
     new_id,
+    note_priority,
     read_body,
     requested_model,
     requested_name,
+    requested_priority,
 )
 from draftgate.gateway.http.direct import Request, Response, of_headers
 from draftgate.gateway.http.forwarding import forward
@@ -192,7 +195,7 @@ class Spending:
         budgets = [budget for budget in self.budgets if budget.is_limited]
         warning = await self._node.budgets.check(budgets)
         if warning is not None:
-            request[BUDGET_WARNING] = warning
+            add_note(request, BUDGET_HEADER, warning)
 
     def charge(self, watch: RequestWatch) -> None:
         """Charge and count the tokens of the request, if it has run."""
@@ -301,6 +304,8 @@ async def parse_request(
     parsed = work() if short else await offload(work)
     if flow is not None:
         parsed = replace(parsed, job=replace(parsed.job, flow=flow))
+    if account.first_priority is not None and b'"priority"' in body:
+        note_priority(request, requested_priority(body), parsed.job.service.priority)
     watch.parsed(parsed.job, parsed.served.name, stream=parsed.stream)
     return parsed
 
