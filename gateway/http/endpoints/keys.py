@@ -10,8 +10,15 @@ import msgspec
 from aiohttp import web
 from msgspec import structs
 
-from draftgate.gateway.accounts import Account, KeySettings, Role, similar_name
+from draftgate.gateway.accounts import (
+    Account,
+    KeySettings,
+    Role,
+    fingerprint_of_key,
+    similar_name,
+)
 from draftgate.gateway.errors import Forbidden, invalid
+from draftgate.gateway.http.authentication import key_of
 from draftgate.gateway.http.context import (
     ACCOUNT,
     NODE,
@@ -191,8 +198,12 @@ def _decoded(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _actor(request: web.Request) -> Actor:
-    account = request[ACCOUNT]
-    fingerprint = account.fingerprint if request.app[NODE].accounts.required else ""
+    account, key = request[ACCOUNT], key_of(request.headers)
+    fingerprint = ""
+    if key is not None:
+        fingerprint = fingerprint_of_key(key)
+    elif account.name:  # a session of a browser
+        fingerprint = account.fingerprint
     return Actor(account.name, fingerprint, request.remote or "")
 
 
