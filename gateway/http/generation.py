@@ -204,10 +204,12 @@ class Spending:
             return
         node, account = self._node, self._account
         model = watch.model or self.model or node.models[0].name
-        usd = watch.cost_usd
-        if usd is None and (price := node.accounts.price(self.model or model)) is not None:
-            watch.cost_usd = usd = price.usd(prompt, cached, output)
-            node.metrics.add(metric.COST, usd, account.name, model)
+        usd, accounts = watch.cost_usd, node.accounts
+        if usd is None and accounts.prices:
+            price = accounts.price(self.model or model)
+            if price is not None:
+                watch.cost_usd = usd = price.usd(prompt, cached, output)
+                node.metrics.add(metric.COST, usd, account.name, model)
         if usd is not None and self.budgets:
             node.budgets.charge(self.budgets, usd)
         node.usage.count(account, model, (prompt, cached, output), usd)

@@ -275,7 +275,7 @@ async def test_keys_of_the_file_cannot_be_changed(operator: httpx.AsyncClient, m
     [
         ({"name": "a", "budget": 3}, "did you mean 'budget_usd'"),
         ({"name": "a", "share": 0}, "share"),
-        ({"name": "a", "team": "reserch"}, "did you mean 'research'"),
+        ({"name": "a", "team": "researchh"}, "did you mean 'research'"),
         ({"name": "a/b"}, "name"),
         ({"name": "a", "role": "admin"}, "tenant, operator, metrics"),
         ({"name": "a", "expires_in_s": -1}, "expires_in_s"),
