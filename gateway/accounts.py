@@ -68,6 +68,8 @@ Count = Annotated[int, Meta(ge=1)]
 _DIGITS: Final = 64
 """Length of a SHA-256 in hex."""
 
+_DIGEST: Final = re.compile(f"[0-9a-f]{{{_DIGITS}}}")
+
 _SHOWN_DIGITS: Final = 8
 
 PER_USD: Final = 10**9
@@ -173,7 +175,7 @@ class Account(KeySettings, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{self.name}: the key is empty")
             return digest_of_key(self.key)
         digest = (self.key_sha256 or "").lower()
-        if len(digest) != _DIGITS or any(c not in "0123456789abcdef" for c in digest):
+        if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{self.name}: key_sha256 must be {_DIGITS} hexadecimal digits")
         return digest
 
@@ -293,14 +295,15 @@ class Accounts:
         Args:
             further: accounts, each with the digests of further keys.
         """
-        added = {
-            account: digests
+        added = [
+            (account, digests)
             for account, digests in further
             if account.name not in self._by_name and account.digest not in self._by_digest
-        }
-        teams = {one.team: Team(one.team) for one in added if one.team} | self._teams
-        keys = {digest: account for account, digests in added.items() for digest in digests}
-        return Accounts([*self, *added], teams.values(), self.prices, keys)
+        ]
+        teams = {one.team: Team(one.team) for one, _ in added if one.team} | self._teams
+        keys = {digest: account for account, digests in added for digest in digests}
+        accounts = [*self, *(account for account, _ in added)]
+        return Accounts(accounts, teams.values(), self.prices, keys)
 
     @property
     def team_names(self) -> Collection[str]:
