@@ -46,7 +46,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -67,7 +68,12 @@ Count = Annotated[int, Meta(ge=1)]
 _DIGITS: Final = 64
 """Length of a SHA-256 in hex."""
 
+_DIGEST: Final = re.compile(f"[0-9a-f]{{{_DIGITS}}}")
+
 _SHOWN_DIGITS: Final = 8
+
+PER_USD: Final = 10**9
+"""The unit of charges is a billionth of a USD, so that no request is too cheap to count."""
 
 
 class Role(StrEnum):
@@ -83,6 +89,17 @@ class Period(StrEnum):
 
     DAY = "day"
     MONTH = "month"
+
+    def begin(self, now: datetime) -> datetime:
+        """Return the begin of the period that contains a time."""
+        day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        return day if self is Period.DAY else day.replace(day=1)
+
+    def end(self, now: datetime) -> datetime:
+        """Return the begin of the next period."""
+        begin = self.begin(now)
+        # 32 days after the first day of a month are in the next month.
+        return self.begin(begin + timedelta(days=1 if self is Period.DAY else 32))
 
 
 class Budget(NamedTuple):
@@ -114,15 +131,12 @@ class Team(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_period: Period = Period.MONTH
 
 
-class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tenant of a key, with its limits.
+class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The role and the limits of a key.
 
     The docstring of the module describes the fields. A limit of None means no limit.
     """
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
-    key: str | None = None
-    key_sha256: str | None = None
     share: Positive = 1.0
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
@@ -139,6 +153,14 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     soft_budget_usd: Positive | None = None
     budget_period: Period = Period.MONTH
 
+
+class Account(KeySettings, frozen=True, forbid_unknown_fields=True):
+    """The tenant of a key, with its settings."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    key: str | None = None
+    key_sha256: str | None = None
+
     @property
     def digest(self) -> str:
         """The SHA-256 of the key, in hex.
@@ -151,9 +173,9 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.key is not None:
             if not self.key:
                 raise ValueError(f"{self.name}: the key is empty")
-            return _sha256(self.key)
+            return digest_of_key(self.key)
         digest = (self.key_sha256 or "").lower()
-        if len(digest) != _DIGITS or any(c not in "0123456789abcdef" for c in digest):
+        if not _DIGEST.fullmatch(digest):
             raise ValueError(f"{self.name}: key_sha256 must be {_DIGITS} hexadecimal digits")
         return digest
 
@@ -225,6 +247,7 @@ class Accounts:
 
     Attributes:
         required: whether requests need a key.
+        prices: the prices by name of the model. An empty name means all other models.
     """
 
     def __init__(
@@ -232,35 +255,60 @@ class Accounts:
         accounts: Iterable[Account] = (),
         teams: Iterable[Team] = (),
         prices: Mapping[str, TokenPrice] = MappingProxyType({}),
+        further_keys: Mapping[str, Account] = MappingProxyType({}),
     ) -> None:
         """Index the accounts by key.
 
         Args:
-            prices: prices by name of the model. An empty name means all other models.
+            further_keys: other keys of the accounts, by digest.
 
         Raises:
             ValueError: two accounts or teams have the same name or key, an account is malformed or
                 names an unknown team, or no key is for clients.
         """
-        self._prices = prices
+        self.prices = prices
         self._teams = {team.name: team for team in teams}
         self._by_digest: dict[str, Account] = {}
         for account in accounts:
             digest = account.digest
-            if digest in self._by_digest:
-                raise ValueError(f"{account.name}: another account has the same key")
+            if (other := self._by_digest.get(digest)) is not None:
+                raise ValueError(f"{account.name}: {other.name} has the same key")
             self._by_digest[digest] = account
         self.required = bool(self._by_digest)
-        self._by_name = {account.name: account for account in self}
+        self._by_name = {account.name: account for account in self._by_digest.values()}
         if len(self._by_name) < len(self._by_digest):
             raise ValueError("two accounts have the same name")
         if self.required and all(one.role is Role.METRICS for one in self):
             raise ValueError("keys with the role metrics need an API key for clients")
+        self._by_digest = {**further_keys, **self._by_digest}
         self._budgets = {one.name: found for one in self if (found := self._budgets_of(one))}
 
     def __iter__(self) -> Iterator[Account]:
         """Yield the accounts."""
-        return iter(self._by_digest.values())
+        return iter(self._by_name.values())
+
+    def with_further(self, further: Iterable[tuple[Account, Iterable[str]]]) -> Accounts:
+        """Return these accounts and further ones, of which a name or key in use is left out.
+
+        Teams that the further accounts name and that do not exist have no budget.
+
+        Args:
+            further: accounts, each with the digests of further keys.
+        """
+        added = [
+            (account, digests)
+            for account, digests in further
+            if account.name not in self._by_name and account.digest not in self._by_digest
+        ]
+        teams = {one.team: Team(one.team) for one, _ in added if one.team} | self._teams
+        keys = {digest: account for account, digests in added for digest in digests}
+        accounts = [*self, *(account for account, _ in added)]
+        return Accounts(accounts, teams.values(), self.prices, keys)
+
+    @property
+    def team_names(self) -> Collection[str]:
+        """The names of the teams."""
+        return self._teams.keys()
 
     @property
     def quotas(self) -> dict[str, Quota]:
@@ -280,7 +328,7 @@ class Accounts:
 
     def price(self, model: str) -> TokenPrice | None:
         """Return the price of a model, or None without one."""
-        return self._prices.get(model) or self._prices.get("")
+        return self.prices.get(model) or self.prices.get("")
 
     def _budgets_of(self, account: Account) -> tuple[Budget, ...]:
         """Return the budgets of an account.
@@ -298,12 +346,12 @@ class Accounts:
             Budget(owner, one.budget_usd, one.soft_budget_usd, one.budget_period)
             for owner, one in owners
         ]
-        return tuple(one for one in budgets if one.is_limited or self._prices)
+        return tuple(one for one in budgets if one.is_limited or self.prices)
 
     def find(self, key: str) -> Account | None:
         """Return the account of a key, or None if the key is unknown."""
         # The time of a search by digest reveals nothing about a key.
-        return self._by_digest.get(_sha256(key))
+        return self._by_digest.get(digest_of_key(key))
 
     def named(self, name: str) -> Account | None:
         """Return the account of a tenant, or None if no account has this name."""
@@ -353,17 +401,21 @@ def _with_hint(message: str) -> str:
         return message
     kinds = {"keys": Account, "teams": Team, "prices": TokenPrice}
     kind = kinds.get((found[2] or "").partition("[")[0], _File)
-    near = get_close_matches(found[1], kind.__struct_fields__, n=1)
-    known = ", ".join(kind.__struct_fields__)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {known}"
     where = f" in {found[2]}" if found[2] else ""
-    return f"unknown field {found[1]!r}{where}; {hint}"
+    return f"unknown field {found[1]!r}{where}; {similar_name(found[1], kind.__struct_fields__)}"
+
+
+def similar_name(unknown: str, known: Collection[str]) -> str:
+    """Return a question for the known name that an unknown one probably means, or all of them."""
+    near = get_close_matches(unknown, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 def fingerprint_of_key(key: str) -> str:
     """Return the first 8 digits of the SHA-256 of a key, which identify the key in records."""
-    return _sha256(key)[:_SHOWN_DIGITS]
+    return digest_of_key(key)[:_SHOWN_DIGITS]
 
 
-def _sha256(key: str) -> str:
+def digest_of_key(key: str) -> str:
+    """Return the SHA-256 of a key, in hex."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

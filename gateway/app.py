@@ -40,6 +40,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.connections import Connection, connection_factory
 from draftgate.gateway.http.last_requests import answer_last_requests
 from draftgate.gateway.http.other_listeners import accepting_for_others
+from draftgate.gateway.key_advice import use_accounts, warn_about_accounts
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.node import Node
@@ -174,7 +175,10 @@ async def listening(node: Node, inherited: Inherited | None = None) -> AsyncIter
         try:
             node.port = int(server.sockets[0].getsockname()[1])
             async with AsyncExitStack() as stack:
-                await stack.enter_async_context(reloading(node.key_files, node.use_accounts))
+                await stack.enter_async_context(
+                    reloading(node.key_files, partial(use_accounts, node))
+                )
+                await stack.enter_async_context(node.keys.syncing())
                 if tls is not None:
                     await stack.enter_async_context(reloading(tls.files, tls.use))
                 stop = partial(answer_last_requests, runner.server, server, connect, context)
@@ -245,6 +249,7 @@ async def start_workers(node: Node) -> None:
     """
     try:
         await node.start()
+        warn_about_accounts(node)
     except ImportError as error:
         raise _failed(node, _missing_package(node.config.backend, error)) from error
     except (BackendError, ValueError, OSError) as error:

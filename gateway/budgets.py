@@ -12,19 +12,16 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
 
-from draftgate.gateway.accounts import Budget, Period
+from draftgate.gateway.accounts import PER_USD, Budget, Period
 from draftgate.gateway.errors import QuotaExceeded
 from draftgate.gateway.logs import log
 from draftgate.gateway.state.commands import ExchangeSpending
 from draftgate.gateway.state.store import Store
-
-PER_USD: Final = 10**9
-"""The unit of charges is a billionth of a USD, so that no request is too cheap to count."""
 
 KEPT_S: Final = 86_400.0
 """Time for which the store keeps the spending of a period after its end."""
@@ -112,8 +109,8 @@ class Budgets:
             OwnerUsage(
                 budget.owner,
                 budget.period,
-                _begin(budget.period, now),
-                _end(budget.period, now),
+                budget.period.begin(now),
+                budget.period.end(now),
                 spent / PER_USD,
                 budget.hard_usd,
                 budget.soft_usd,
@@ -148,25 +145,25 @@ class Budgets:
 
     def _account(self, budget: Budget) -> str:
         """Return the name of a budget in the store, which differs for each period."""
-        return f"{budget.period}:{_begin(budget.period, self._now()):%Y-%m-%d}:{budget.owner}"
+        return f"{budget.period}:{budget.period.begin(self._now()):%Y-%m-%d}:{budget.owner}"
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._clock(), UTC)
 
     def _resets_in_s(self, budget: Budget) -> float:
         now = self._now()
-        return (_end(budget.period, now) - now).total_seconds()
+        return (budget.period.end(now) - now).total_seconds()
 
     def _forget(self) -> None:
         """Forget periods that have ended."""
         now = self._now()
-        begins = {f"{period}:{_begin(period, now):%Y-%m-%d}:" for period in Period}
+        begins = {f"{period}:{period.begin(now):%Y-%m-%d}:" for period in Period}
         for known in (self._own, self._others):
             for name in [one for one in known if not any(map(one.startswith, begins))]:
                 del known[name]
 
     def _exceeded(self, budget: Budget) -> QuotaExceeded:
-        end = _end(budget.period, self._now())
+        end = budget.period.end(self._now())
         return QuotaExceeded(
             f"the budget of the {budget.owner} of {budget.hard_usd:g} USD per {budget.period} is "
             f"used up; it resets at {end:%Y-%m-%dT%H:%M:%SZ}",
@@ -184,16 +181,3 @@ class Budgets:
 
 def _ignore(_owner: str, _usd: float) -> None:
     """Ignore the spending of a budget."""
-
-
-def _begin(period: Period, now: datetime) -> datetime:
-    """Return the begin of a period."""
-    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
-    return day if period is Period.DAY else day.replace(day=1)
-
-
-def _end(period: Period, now: datetime) -> datetime:
-    """Return the begin of the next period."""
-    begin = _begin(period, now)
-    # 32 days after the first day of a month are in the next month.
-    return _begin(period, begin + timedelta(days=1 if period is Period.DAY else 32))

@@ -9,7 +9,7 @@ import platform
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from draftgate import __version__
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.proof import secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
-from draftgate.gateway.accounts import Accounts, read_accounts
+from draftgate.gateway.accounts import Accounts
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.batches.blobs import open_blobs
 from draftgate.gateway.batches.files import Files
@@ -36,17 +36,16 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.embedding_cache import EmbeddingCache
-from draftgate.gateway.file_safety import check_writers
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
 from draftgate.gateway.json_lines import JsonLinesFile
+from draftgate.gateway.keys import Keys, key_files
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
 from draftgate.gateway.process import SECRET_ENV
-from draftgate.gateway.reloading import WatchedFiles
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded.store import open_response_store
-from draftgate.gateway.state.store import Store
+from draftgate.gateway.state.store import Store, StoreError
 from draftgate.gateway.state.values import FORGET_S, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
@@ -56,6 +55,7 @@ from draftgate.gateway.telemetry.request_facts import LatestRequests
 from draftgate.gateway.telemetry.request_series import count_flow_event
 from draftgate.gateway.telemetry.worker_list import ProcessStreams, process_streams
 from draftgate.gateway.tracing import Tracing
+from draftgate.gateway.usage import Usage
 from draftgate.policies.registry import speculation_policy
 
 _UNSHARED: Final = "--peer-secret-env is not set"
@@ -73,9 +73,12 @@ class Node:
     Attributes:
         models: the models, `MODEL` first. A node of a pool also has the models of other nodes.
         key_files: the file of API keys, which may change while the node runs.
+        keys: these keys, and those that operators have created.
+        accounts: the accounts of all keys that are accepted now.
         requests: the latest requests of clients.
         audit: the audit log, or None.
         budgets: the spending of keys and teams.
+        usage: what keys have used of each model.
         files: the files and batches of clients, or None if the node stores none.
         session_secret: signs the sessions of browsers.
         embeddings: embeddings of earlier texts.
@@ -108,6 +111,7 @@ class Node:
         )
         self.files = None if config.files is None else Files(open_blobs(config.files), time.time)
         self.budgets = Budgets(store, time.time)
+        self.usage = Usage(store, time.time)
         self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
@@ -116,8 +120,10 @@ class Node:
         self.decisions = Decisions(decisions_file, time.time)
         self.requests = LatestRequests()
         self.audit = None if audit_file is None else AuditLog(audit_file, time.time)
-        self.key_files = _key_files(config)
-        self.accounts = self.key_files.read()
+        self.key_files = key_files(config)
+        self.keys = Keys(self.key_files.read(), store, time.time)
+        self.accounts = self.keys.accounts
+        self.keys.on_change = self._use_accounts
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.session_secret = _session_secret(config)
         self.port = config.port
@@ -270,6 +276,8 @@ class Node:
             task.cancel()
         await asyncio.gather(*(model.stop() for model in self.models))
         self._flows.close()
+        with suppress(StoreError):
+            await self.usage.report()
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
@@ -288,14 +296,8 @@ class Node:
         for model in self.models:
             await model.heartbeat.leave()
 
-    def use_accounts(self, accounts: Accounts) -> None:
-        """Use other API keys, with their quotas and limits, for all further requests.
-
-        Raises:
-            ValueError: the node would begin or cease to require keys, which needs a restart.
-        """
-        if accounts.required != self.accounts.required:
-            raise ValueError("a node cannot begin or cease to require API keys while it runs")
+    def _use_accounts(self, accounts: Accounts) -> None:
+        """Use other API keys, with their quotas and limits, for all further requests."""
         self.accounts = accounts
         for model in self.models:
             model.dispatcher.admission.quotas.change(accounts.quotas)
@@ -361,6 +363,8 @@ class Node:
     async def _join_store(self) -> None:
         """Prepare the store for the first requests, and learn how many nodes share the quotas."""
         await self.store.warm_up()
+        with suppress(StoreError):  # `Keys.syncing` tries again
+            await self.keys.sync()
         for model in self.models:
             await model.dispatcher.admission.quotas.renew()
 
@@ -432,15 +436,3 @@ def _file(setting: str, path: str | None) -> JsonLinesFile | None:
         ValueError: the file cannot be written.
     """
     return None if path is None else JsonLinesFile(Path(path), setting)
-
-
-def _key_files(config: ServeConfig) -> WatchedFiles[Accounts]:
-    """Return the file of API keys, if one is configured, with the keys of the environment."""
-    path = None if config.api_keys_file is None else Path(config.api_keys_file)
-    paths = [] if path is None else [path]
-
-    def read() -> Accounts:
-        check_writers(paths, strict=config.strict)
-        return read_accounts(path, config.api_keys, config.metrics_keys)
-
-    return WatchedFiles("the API keys", paths, read)

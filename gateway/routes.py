@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -31,9 +30,9 @@ from draftgate.gateway.http.connections import (
 from draftgate.gateway.http.content_encoding import DECODING
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    BUDGET_WARNING,
     ERROR_CODE,
     NODE,
+    NOTES,
     READERS,
     REQUEST_ID,
     SESSION,
@@ -57,6 +56,7 @@ from draftgate.gateway.http.endpoints import (
     files,
     health,
     input_tokens,
+    keys,
     live,
     models,
     page,
@@ -104,9 +104,6 @@ DIRECT: Final[Mapping[str, WatchedEndpoint]] = {
     for endpoint in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, embeddings.EMBEDDINGS)
 }
 """The endpoints with most requests, by path, which connections read themselves."""
-
-BUDGET_HEADER: Final = "x-draftgate-budget-warning"
-"""The header of responses beyond a soft budget."""
 
 METRICS_PATH: Final = "/metrics"
 
@@ -189,6 +186,13 @@ def _routes() -> list[web.RouteDef]:
         web.get("/workers", live.list_workers),
         web.put(worker_role.PATH, worker_role.set_role),
         web.get(usage.PATH, usage.get_usage),
+        web.get(usage.HISTORY_PATH, usage.get_history),
+        web.get(keys.PATH, keys.list_keys),
+        web.post(keys.PATH, keys.create_key),
+        web.get(keys.KEY_PATH, keys.get_key),
+        web.delete(keys.KEY_PATH, keys.revoke_key),
+        web.post(keys.ROTATE_PATH, keys.rotate_key),
+        web.get(keys.AUDIT_PATH, keys.list_changes),
         web.get("/records", records.list_records),
         web.get(records.PATH, records.get_record),
         web.get(session.PATH, session.get_session),
@@ -289,9 +293,8 @@ class Entrance:
         add_headers(request, response)
         if self._browsers.origins:
             self._browsers.add_headers(request, response)
-        if (warning := request.get(BUDGET_WARNING)) is not None:
-            # Names of tenants may contain any character.
-            response.headers[BUDGET_HEADER] = re.sub("[^ -~]", "?", warning)
+        if (notes := request.get(NOTES)) is not None:
+            response.headers.update(notes)
         return add_rate_limits(request, response)
 
     def _check_browser(self, request: web.Request) -> web.Response | None:

@@ -88,6 +88,13 @@ class UpstreamModels:
                 return True
         return False
 
+    def is_declared(self, name: str) -> bool:
+        """Return whether an upstream lists a model, or has it in its settings."""
+        return any(
+            name in (one.models or ()) or name in one.aliases or name in one.declared
+            for one in self._upstreams
+        )
+
     def own_names(self, name: str) -> Collection[str]:
         """Return the upstreams' own names of a model that has this alias at some of them."""
         return self._own_names.get(name, ())

@@ -75,8 +75,21 @@ class BatchErrors(Struct):
     object: str = "list"
 
 
+class BatchWait(Struct):
+    """The reason why the lines of a batch wait, and the Unix time of their next attempt."""
+
+    code: str
+    message: str
+    until: int
+
+
 class Batch(Struct, kw_only=True):
-    """A batch. All times are Unix times in seconds."""
+    """A batch. All times are Unix times in seconds.
+
+    Attributes:
+        waits: why lines wait although the batch is in progress, such as for the budget of its key,
+            or None.
+    """
 
     id: str
     object: str = "batch"
@@ -98,6 +111,7 @@ class Batch(Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
     metadata: dict[str, str] | None = None
+    waits: BatchWait | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
-from msgspec import Raw
+import msgspec
+from msgspec import Raw, Struct
 
 from draftgate.gateway.batches.batch import (
     Batch,
     BatchErrors,
+    BatchWait,
     Checker,
     Failure,
     Line,
@@ -81,8 +84,9 @@ class Answer(NamedTuple):
     retry_after_s: float | None = None
 
 
-Send = Callable[[str, Line], Awaitable[Answer]]
-"""A function that sends the line of a tenant as a request, and returns the response or an error."""
+Send = Callable[[str, str, Line], Awaitable[Answer]]
+"""A function that sends the line of a tenant and a batch as a request, and returns the response or
+an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,22 @@ class Limits:
     flush_s: float = 1.0
     scan_s: float = 5.0
     lease_s: float = 30.0
+
+
+class _Error(Struct):
+    """The error in the body of a response."""
+
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorBody(Struct):
+    """The body of a response that is an error."""
+
+    error: _Error = msgspec.field(default_factory=_Error)
+
+
+_error_body: Final = msgspec.json.Decoder(_ErrorBody)
 
 
 class LostSlot(Exception):
@@ -144,6 +164,7 @@ class BatchRun:
         self._new_bytes = self._parts = 0
         self._storing = asyncio.Lock()
         self._held_s = _now_s()
+        self._shown_wait: BatchWait | None = None
         self._batch: Batch
 
     async def run(self) -> None:
@@ -283,6 +304,7 @@ class BatchRun:
             if isinstance(error, Exception):
                 raise error
         self._batch.status, self._batch.finalizing_at = Status.FINALIZING, self._now()
+        self._batch.waits = None
         await self._call(self._save)
 
     async def _watch(self) -> None:
@@ -296,6 +318,7 @@ class BatchRun:
             await self._renew()
             try:
                 await self._store()
+                await self._show_wait()
                 cancelled_at = await self._call(self._files.cancelled_at, self._tenant, self._id)
             except OSError as error:  # the results are kept, and written later
                 reason = str(error)
@@ -308,6 +331,12 @@ class BatchRun:
                 return
             await asyncio.sleep(self._limits.flush_s)
         raise Stopped
+
+    async def _show_wait(self) -> None:
+        """Store why lines wait, if that has changed."""
+        if self._batch.waits != self._shown_wait:
+            self._shown_wait = self._batch.waits
+            await self._call(self._save)
 
     async def _renew(self) -> None:
         """Renew the slot of the batch, if a third of its time has passed."""
@@ -345,14 +374,19 @@ class BatchRun:
         """Return the response to a line, or the error after the last attempt."""
         failures, delay_s = 0, FIRST_DELAY_S
         while True:
-            answer = await self._runner.send(self._tenant, line)
+            answer = await self._runner.send(self._tenant, self._id, line)
             if answer.status not in _RETRIED:
+                self._batch.waits = None
                 return answer
             failures += answer.status not in _BUSY or answer.code == _NOT_BUSY
             if failures >= MOST_FAILURES:
                 return answer
-            wait_s = max(answer.retry_after_s or 0.0, delay_s)
-            await asyncio.sleep(min(wait_s, LONGEST_WAIT_S))
+            wait_s = min(max(answer.retry_after_s or 0.0, delay_s), LONGEST_WAIT_S)
+            if answer.status in _BUSY:
+                error = _error_of(answer.body)
+                until = self._now() + math.ceil(wait_s)
+                self._batch.waits = BatchWait(error.code or "", error.message, until)
+            await asyncio.sleep(wait_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     # --- end --------------------------------------------------------------------------------------
@@ -397,6 +431,14 @@ class BatchRun:
                     result_id = f"batch_req_{secrets.token_hex(12)}"
                     error = Failure("batch_expired", text)
                     yield encode_result(Result(result_id, line.custom_id, error=error))
+
+
+def _error_of(body: bytes) -> _Error:
+    """Return the error in the body of a response, as far as it has one."""
+    try:
+        return _error_body.decode(body).error
+    except (ValueError, RecursionError):
+        return _Error()
 
 
 def _requests(lines: Iterable[bytes]) -> Iterator[Line]:

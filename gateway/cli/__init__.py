@@ -17,6 +17,7 @@ import typer
 import draftgate
 from draftgate.backends.model_store.known_models import CHAT_MODEL
 from draftgate.extensions import extensions
+from draftgate.gateway.accounts import Period
 from draftgate.gateway.cli.options import (
     BAD_USAGE,
     ModelSettingsCommand,
@@ -323,11 +324,16 @@ def usage(
         str, typer.Argument(help="The address of a server.", metavar="SERVER")
     ] = "http://127.0.0.1:8000",
     api_key: ApiKey = "",
+    by: Annotated[
+        Period | None,
+        typer.Option(help="Print the usage of each key and model by day or by month."),
+    ] = None,
+    last: Annotated[int, typer.Option(help="Number of days or months.", min=1)] = 1,
 ) -> None:
     """Print what keys and teams have spent in the present period, as CSV."""
     from draftgate.gateway.cli.usage import run_usage
 
-    run_usage(server, api_key)
+    run_usage(server, api_key, by, last)
 
 
 @app.command("collect-env")

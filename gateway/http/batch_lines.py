@@ -82,9 +82,12 @@ class LineSender:
         self._direct = direct
         self._endpoints = endpoints
 
-    async def __call__(self, tenant: str, line: Line) -> Answer:
-        """Send the line of a tenant, and return the response or an error in OpenAI's format."""
-        request_id = new_id()
+    async def __call__(self, tenant: str, batch_id: str, line: Line) -> Answer:
+        """Send the line of a tenant, and return the response or an error in OpenAI's format.
+
+        The id of the request begins with the id of the batch.
+        """
+        request_id = f"{batch_id}-{new_id()}"
         with AboutRequest(id=request_id):
             try:
                 return await self._send(request_id, self._account(tenant), line)

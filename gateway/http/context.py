@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from typing import Final
 
 import msgspec
@@ -53,8 +54,15 @@ BODY: Final = web.RequestKey("body", bytes)
 ERROR_CODE: Final = web.RequestKey("error_code", str)
 """The code of the error that a request got. Only such requests have this key."""
 
-BUDGET_WARNING: Final = web.RequestKey("budget_warning", str)
-"""A warning about a soft budget, for a header. Only requests beyond one have this key."""
+NOTES: Final = web.RequestKey("notes", dict[str, str])
+"""Further headers of the response, by name. Only requests with one have this key."""
+
+BUDGET_HEADER: Final = "x-draftgate-budget-warning"
+"""The header of responses beyond a soft budget."""
+
+PRIORITY_HEADER: Final = "x-draftgate-priority"
+"""The header with the priority of a request that has asked for a more urgent one than its key
+permits."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 
@@ -67,6 +75,12 @@ _MODELS_PATH: Final = "/v1/models"
 _ANTHROPIC_HEADERS: Final = ("anthropic-version", "x-api-key")
 
 
+class _Priority(msgspec.Struct):
+    """The priority in the body of a request."""
+
+    priority: int | None = None
+
+
 class _Naming(msgspec.Struct):
     """The name of the model in the body of a request."""
 
@@ -74,6 +88,7 @@ class _Naming(msgspec.Struct):
 
 
 _naming: Final = msgspec.json.Decoder(_Naming)
+_priority: Final = msgspec.json.Decoder(_Priority)
 JSON_HEADERS: Final = {"Content-Type": "application/json"}
 LONGEST_ID: Final = 128
 """Maximum characters of the id of a request."""
@@ -108,6 +123,17 @@ def is_anthropic(request: web.BaseRequest | DirectRequest) -> bool:
 def error_format(request: web.BaseRequest | DirectRequest) -> ErrorFormat:
     """Return the format of the errors of a request."""
     return ErrorFormat.ANTHROPIC if is_anthropic(request) else ErrorFormat.OPENAI
+
+
+def add_note(request: Request, name: str, text: str) -> None:
+    """Add a header to the response. Characters other than ASCII, as in names, become `?`."""
+    request.setdefault(NOTES, {})[name] = re.sub("[^ -~]", "?", text)
+
+
+def note_priority(request: Request, wanted: int | None, priority: int) -> None:
+    """Add a header if a request has a less urgent priority than the client has asked for."""
+    if wanted is not None and wanted < priority:
+        add_note(request, PRIORITY_HEADER, str(priority))
 
 
 def new_id() -> str:
@@ -202,6 +228,14 @@ async def requested_name(request: Request) -> str | None:
         return _naming.decode(await read_body(request)).model
     except (ValueError, RecursionError):
         return None  # the endpoint explains what is wrong
+
+
+def requested_priority(body: bytes) -> int | None:
+    """Return the priority in a body, or None without one."""
+    try:
+        return _priority.decode(body).priority
+    except (ValueError, RecursionError):
+        return None
 
 
 def query_number(request: web.Request, name: str, default: int, most: int) -> int:

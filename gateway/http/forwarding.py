@@ -35,6 +35,7 @@ from draftgate.gateway.http.context import (
     error_format,
     fingerprint,
     new_id,
+    note_priority,
     request_id_of,
 )
 from draftgate.gateway.http.direct import DirectRequest, Request, Response, of_headers
@@ -126,6 +127,8 @@ async def forward(
     if prompt is not None and prompt.blocks is not None:
         fields = replace(fields, prompt_tokens=len(prompt.blocks.token_ids))
     entry = _entry(account, received, fields, stated)
+    if fields.sent_priority is not None:
+        note_priority(request, fields.priority, entry.service.priority)
     service, choices = entry.service, entry.needs[0].sequences
     stream, outputs = fields.stream, choices if generates else 0
     watch.forwarding(fields.model or "", entry.tenant, service, outputs, stream=stream)

@@ -24,16 +24,19 @@ from draftgate.gateway.errors import (
 from draftgate.gateway.http.answer import Answer, StoreReply
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    BUDGET_WARNING,
+    BUDGET_HEADER,
     JSON_HEADERS,
     NODE,
     READERS,
     REQUEST_ID,
+    add_note,
     fingerprint,
     new_id,
+    note_priority,
     read_body,
     requested_model,
     requested_name,
+    requested_priority,
 )
 from draftgate.gateway.http.direct import Request, Response, of_headers
 from draftgate.gateway.http.forwarding import forward
@@ -50,6 +53,7 @@ from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served_model import ServedModel
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.ending import FINISHED, Ending
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.gateway.tracing import NO_SPAN, Span, Tracing
@@ -98,26 +102,30 @@ class WatchedEndpoint:
         watch.sent(request[REQUEST_ID], request[ACCOUNT].name)
         node.requests.add(watch)
         try:
-            with node.models[0].dispatcher.counted():
-                model = node.models[0]
-                if len(node.models) > 1 or model.members is not None:
-                    model = await requested_model(request, node, self.task)
-                    watch.use(model.request_series)
-                if spending.budgets or request[ACCOUNT].models is not None:
-                    spending.model = await requested_name(request) or model.name
-                    _check_model(request[ACCOUNT], spending.model)
-                if spending.is_limited:
-                    await spending.check(request)
-                request[QUOTAS] = model.dispatcher.admission.quotas
-                if model.forwards:
-                    generates = self.task is Task.GENERATE
-                    response = await forward(
-                        request, model, watch, generates=generates, translate=self.translate
-                    )
-                else:
-                    self._check_task(model)
-                    response = await self.respond(request, model, watch)
-                spending.succeeded = True
+            try:
+                with node.models[0].dispatcher.counted():
+                    model = node.models[0]
+                    if len(node.models) > 1 or model.members is not None:
+                        model = await requested_model(request, node, self.task)
+                        watch.use(model.request_series)
+                    if spending.budgets or request[ACCOUNT].models is not None:
+                        watch.model = spending.model = await requested_name(request) or model.name
+                        _check_model(request[ACCOUNT], spending.model)
+                    if spending.is_limited:
+                        await spending.check(request)
+                    request[QUOTAS] = model.dispatcher.admission.quotas
+                    if model.forwards:
+                        generates = self.task is Task.GENERATE
+                        response = await forward(
+                            request, model, watch, generates=generates, translate=self.translate
+                        )
+                    else:
+                        self._check_task(model)
+                        response = await self.respond(request, model, watch)
+                    spending.succeeded = True
+            finally:
+                if spending.is_counted:
+                    spending.charge(watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -125,9 +133,6 @@ class WatchedEndpoint:
             shown = as_gateway_error(error)
             watch.end(_ending(shown), shown.status, error)
             raise
-        finally:
-            if spending.budgets:
-                spending.charge(watch)
         watch.end(FINISHED, response.status)
         return response
 
@@ -158,12 +163,13 @@ def _check_model(account: Account, name: str) -> None:
 
 
 class Spending:
-    """The budgets of a request.
+    """What a request costs and uses.
 
     Attributes:
         budgets: the budgets of its key and team.
+        is_counted: whether the request has a key, to which its usage counts.
         succeeded: whether the request has ended without an error.
-        model: the name of the model for its price.
+        model: the name of the model for its price, if the request needs one before it runs.
     """
 
     succeeded = False
@@ -171,7 +177,9 @@ class Spending:
 
     def __init__(self, node: Node, account: Account) -> None:
         self.budgets = node.accounts.budgets(account)
+        self.is_counted = bool(account.name)
         self._node = node
+        self._account = account
 
     @property
     def is_limited(self) -> bool:
@@ -187,17 +195,24 @@ class Spending:
         budgets = [budget for budget in self.budgets if budget.is_limited]
         warning = await self._node.budgets.check(budgets)
         if warning is not None:
-            request[BUDGET_WARNING] = warning
+            add_note(request, BUDGET_HEADER, warning)
 
     def charge(self, watch: RequestWatch) -> None:
-        """Charge the tokens of the request, if it has run."""
-        if not (self.succeeded or watch.output_tokens):
+        """Charge and count the tokens of the request, if it has run."""
+        prompt, cached, output = watch.prompt_tokens, watch.cached_tokens, watch.output_tokens
+        if not (output or (self.succeeded and prompt)):
             return
-        usd, price = watch.cost_usd, self._node.accounts.price(self.model)
-        if usd is None and price is not None:
-            usd = price.usd(watch.prompt_tokens, watch.cached_tokens, watch.output_tokens)
-        if usd is not None:
-            self._node.budgets.charge(self.budgets, usd)
+        node, account = self._node, self._account
+        model = watch.model or self.model or node.models[0].name
+        usd, accounts = watch.cost_usd, node.accounts
+        if usd is None and accounts.prices:
+            price = accounts.price(self.model or model)
+            if price is not None:
+                watch.cost_usd = usd = price.usd(prompt, cached, output)
+                node.metrics.add(metric.COST, usd, account.name, model)
+        if usd is not None and self.budgets:
+            node.budgets.charge(self.budgets, usd)
+        node.usage.count(account, model, (prompt, cached, output), usd)
 
 
 class Endpoint(WatchedEndpoint):
@@ -291,6 +306,8 @@ async def parse_request(
     parsed = work() if short else await offload(work)
     if flow is not None:
         parsed = replace(parsed, job=replace(parsed.job, flow=flow))
+    if account.first_priority is not None and b'"priority"' in body:
+        note_priority(request, requested_priority(body), parsed.job.service.priority)
     watch.parsed(parsed.job, parsed.served.name, stream=parsed.stream)
     return parsed
 

@@ -280,7 +280,21 @@ class ReadLevels(StoreCommand[Levels], frozen=True):
     tenant: str
 
 
-# --- budgets --------------------------------------------------------------------------------------
+# --- keys, budgets and usage ----------------------------------------------------------------------
+
+
+class ReadKeys(StoreCommand[tuple[str, str | None]], frozen=True):
+    """Return the revision of the keys, or an empty one, and the keys unless it is the given one."""
+
+    revision: str
+
+
+class WriteKeys(StoreCommand[bool], frozen=True):
+    """Replace the keys of a revision. The result is False if the keys have another revision."""
+
+    expected: str
+    revision: str
+    keys: str
 
 
 class ExchangeSpending(StoreCommand[tuple[int, ...] | None], frozen=True):
@@ -299,6 +313,21 @@ class ExchangeSpending(StoreCommand[tuple[int, ...] | None], frozen=True):
 
     source: str
     totals: tuple[tuple[str, int, float], ...]
+
+
+class PutUsage(StoreCommand[None], frozen=True):
+    """Replace what a gateway has counted in a period, which is kept for `ttl_s` from now on."""
+
+    source: str
+    period: str
+    counts: str
+    ttl_s: float
+
+
+class ListUsage(StoreCommand[tuple[str, ...]], frozen=True):
+    """Return what the gateways have counted in a period."""
+
+    period: str
 
 
 # --- flows ----------------------------------------------------------------------------------------

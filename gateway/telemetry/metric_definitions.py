@@ -201,8 +201,8 @@ PREFILL_CALLS: Final = _histogram(
 )
 COST: Final = _counter(
     "draftgate_cost_usd",
-    "Cost of the responses of upstreams with prices, by tenant (empty without API keys) and by the "
-    "upstream's name of the model",
+    "Cost of responses by the prices of upstreams or models, by tenant (empty without API keys) and"
+    " by model, which is the name at the upstream if the price is that of an upstream",
     labels=("tenant", "model"),
 )
 UNKNOWN_COSTS: Final = _counter(

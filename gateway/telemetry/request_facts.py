@@ -48,7 +48,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
         status: the HTTP status, or None while it runs.
         ttft_s, tpot_s: its latencies in seconds, or None without them.
         saved_s: seconds that drafts saved, or lost if negative.
-        cost_usd: the cost of an upstream's response, or None without a known cost.
+        cost_usd: the cost of the response, or None without a known price.
         error: the type of its error, or empty.
         reason: the message of its error, or empty if that may quote the request.
         trace_id: id of its trace, or None without one.
@@ -152,7 +152,7 @@ class RequestFacts:
         plan: the speculation plan of its first prompt.
         outcome: the outcome of speculation, summed over the choices that have finished, and after
             the end over all choices.
-        cost_usd: the cost of an upstream's response in USD, or None without a known cost.
+        cost_usd: the cost of the response in USD, or None without a known price.
         arrival_s, waited_s: its arrival, and the seconds until it got its first worker.
         phases: the phases of each choice, on each of its workers.
         ending: how it has ended, or None.
@@ -300,7 +300,7 @@ class RequestFacts:
             "resumes": self.resumes or None,
             "preemptions": self.preemptions or None,
             "fallback": self.fallback and self.fallback.reason,
-            "model": self.fallback and self.fallback.model,
+            "model": self._logged_model(error),
             "tenant": self.tenant,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -317,6 +317,12 @@ class RequestFacts:
                 # The message of a rejection may quote the request, which no log may contain.
                 fields["reason"] = str(error)
         log_fields(level, "request", fields)
+
+    def _logged_model(self, error: BaseException | None) -> str | None:
+        """Return the model that replaced the requested one, or the model of a failed request."""
+        if self.fallback is not None:
+            return self.fallback.model
+        return None if error is None else self.model or None
 
 
 class LatestRequests:

@@ -79,6 +79,7 @@ class RequestWatch(RequestFacts):
     def sent(self, client_id: str, account: str) -> None:
         """Record the `x-request-id` of the request, and the account that sent it."""
         self.client_id, self.account = client_id, account
+        self.tenant = account or None
 
     def use(self, series: RequestSeries) -> None:
         """Record the request in the metrics of its model."""

@@ -90,7 +90,7 @@ function usage(samples, hasKeys) {
     .map(([name, { tokens, cost, unknown, saved, refused: rejected }]) => [
       name || ALL,
       whole(tokens),
-      cost === null ? "–" : `${cost.toFixed(4)} USD${unknown ? ` and ${whole(unknown)} unknown` : ""}`,
+      cost === null ? "no price" : `${cost.toFixed(4)} USD${unknown ? ` and ${whole(unknown)} unknown` : ""}`,
       saved ? `${saved < 0 ? "−" : ""}${duration(Math.abs(saved))}` : "–",
       whole(rejected),
     ]);

@@ -25,6 +25,9 @@ const endingOf = ({ ending, status, error }) => [ending, ...(status >= 400 ? [`(
 const draftsOf = ({ drafted_tokens: drafted, accepted_tokens: accepted }) =>
   drafted ? `${accepted} of ${drafted} (${percent(accepted / drafted)})` : "–";
 
+/** The id of the batch to whose lines a request belongs, or null. */
+const batchOf = ({ client_id: name }) => /^(batch_[0-9a-f]{24})-/.exec(name)?.[1] ?? null;
+
 // --- The list ------------------------------------------------------------------------------------
 
 function row(record) {
@@ -32,7 +35,7 @@ function row(record) {
     clock(record.started_s),
     link(record.request_id),
     record.model || "–",
-    record.tenant || "–",
+    (record.tenant || "–") + (batchOf(record) ? " (batch)" : ""),
     record.workers.join(", ") || "–",
     endingOf(record),
     milliseconds(record.ttft_s),
@@ -94,6 +97,7 @@ function facts(record) {
   return {
     Ending: endingOf(record),
     Model: record.model || null,
+    Batch: batchOf(record),
     Tenant: record.tenant || null,
     Workers: record.workers.join(", ") || null,
     Endpoint: record.endpoint,

@@ -33,6 +33,17 @@ async def test_a_key_opens_the_page_until_the_logout(browser) -> None:
         await expect(page).to_have_url(f"{gateway.url}/requests?ending=failed")
 
 
+async def test_a_node_without_keys_asks_for_none(browser) -> None:
+    """The page for logging in says that no key is needed, and has no form."""
+    async with running() as gateway:
+        context = await browser.new_context()
+        page = await context.new_page()
+        await page.goto(f"{gateway.url}/login")
+        await expect(page.get_by_text("This node has no API keys")).to_be_visible()
+        await expect(page.get_by_label("API key")).to_be_hidden()
+        await context.close()
+
+
 async def test_an_unknown_key_is_refused(browser) -> None:
     """The login shows the server's error if the key is unknown, and does not leave the node."""
     async with running(api_keys=(KEY,)) as gateway:

@@ -8,8 +8,11 @@ from draftgate.gateway.state.commands import (
     ExchangeSpending,
     FreeSlots,
     HoldSlots,
+    ListUsage,
     ListWorkers,
     PublishReport,
+    PutUsage,
+    ReadKeys,
     ReadTotals,
     ReleaseLeases,
     RenewLeases,
@@ -17,6 +20,7 @@ from draftgate.gateway.state.commands import (
     ReserveQuota,
     SettleQuotas,
     WithdrawWorker,
+    WriteKeys,
 )
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.state.values import FORGET_S, STALE_S, Lease, Refusal, Reservation
@@ -477,6 +481,27 @@ class StoreContract:
         assert await spent("one", b=8) == (8,)
         await timed.pass_time(9.9)
         assert await spent("two", b=1) == (9,)
+
+    async def test_keys_are_replaced_only_at_the_expected_revision(self, store: Store) -> None:
+        """Of two changes of one revision, the second has no effect."""
+        assert await store.call(ReadKeys("")) == ("", None)
+        assert not await store.call(WriteKeys("1-a", "2-a", "wrong"))
+        assert await store.call(WriteKeys("", "1-a", "first ä"))
+        assert not await store.call(WriteKeys("", "1-b", "late"))
+        assert await store.call(ReadKeys("")) == ("1-a", "first ä")
+        assert await store.call(ReadKeys("1-a")) == ("1-a", None)
+        assert await store.call(WriteKeys("1-a", "2-a", "second"))
+        assert await store.call(ReadKeys("1-a")) == ("2-a", "second")
+
+    async def test_usage_of_a_period_is_that_of_all_gateways(self, store: Store) -> None:
+        """A gateway replaces its own counts, and each period has its own."""
+        await store.call(PutUsage("one", "day", "[1]", 10.0))
+        await store.call(PutUsage("two", "day", "[2]", 10.0))
+        await store.call(PutUsage("two", "other", "[5]", 10.0))
+        await store.call(PutUsage("one", "day", "[3]", 10.0))
+        assert sorted(await store.call(ListUsage("day"))) == ["[2]", "[3]"]
+        assert await store.call(ListUsage("other")) == ("[5]",)
+        assert await store.call(ListUsage("unknown")) == ()
 
     async def test_a_released_claim_ends(self, store: Store) -> None:
         """A release ends a claim as well as a lease."""

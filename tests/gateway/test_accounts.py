@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -14,6 +15,7 @@ from draftgate.gateway.accounts import ANONYMOUS, Account, Accounts, read_accoun
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.quotas import quota_account
+from draftgate.gateway.key_advice import use_accounts
 from draftgate.gateway.state.commands import ReadTotals
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.clients import openai_client
@@ -189,7 +191,7 @@ async def test_unused_quota_is_refunded(guarded: Listening, scripted: ScriptedBa
         ("keys: [{name: a}]", "give either key or key_sha256"),
         ("keys: [{name: a, key: x, key_sha256: y}]", "give either"),
         ("keys: [{name: a, key_sha256: xyz}]", "64 hexadecimal digits"),
-        ("keys: [{name: a, key: x}, {name: b, key: x}]", "same key"),
+        ("keys: [{name: a, key: x}, {name: b, key: x}]", "b: a has the same key"),
         ("keys: [{name: a, key: x}, {name: a, key: y}]", "same name"),
         ("keys: [{name: a, key: x, speed: 3}]", "unknown field 'speed'"),
         ("keys: [{name: a, key: x, share: 0}]", "share"),
@@ -274,6 +276,73 @@ async def test_defaults_of_a_key_apply_to_requests_that_state_none(
         stated = {"x-slo-ttft-ms": "9000"}
         assert await service({**BODY, "priority": 1}, stated) == ServiceLevel(9.0, 0.7, 1)
         assert (await service({**BODY, "priority": 0}, {})).priority == 0
+
+
+async def test_a_key_sees_only_the_workers_of_its_models(
+    tmp_path: Path, scripted: ScriptedBackend
+) -> None:
+    """`/workers` leaves out the workers of models that the key may not use."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(
+        "keys: [{name: a, key: sk-a, models: [other]}, {name: b, key: sk-b, models: [scripted]},"
+        " {name: c, key: sk-c}]"
+    )
+    settings = {"backends": [scripted], "further": {"other": ScriptedBackend()}}
+    async with running(**settings, api_keys_file=str(path)) as gateway, client(gateway) as http:
+        for key, models in (("sk-a", ["other"]), ("sk-b", ["scripted"]),
+                            ("sk-c", ["scripted", "other"])):  # fmt: skip
+            found = (await http.get("/workers", headers=bearer(key))).json()["workers"]
+            assert [one["model"] for one in found] == models
+
+
+PRICED = """
+keys: [{name: a, key: x, models: [scripted], budget_usd: 3}]
+prices: {scripted: {input: 1, output: 1}, '': {input: 1, output: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("keys: [{name: a, key: x, budget_usd: 3}]", {"budgets": "key a"}),
+        ("keys: [{name: a, key: x, models: [scriptd]}]",
+         {"model": "scriptd", "hint": "did you mean 'scripted'?", "where": "models of the key a"}),
+        ("keys: [{name: a, key: x}]\nprices: {zzz: {input: 1, output: 1}}",
+         {"model": "zzz", "hint": "known: scripted", "where": "prices"}),
+        (PRICED, None),
+    ],
+)  # fmt: skip
+async def test_settings_of_keys_without_an_effect_cause_a_warning(
+    tmp_path: Path,
+    scripted: ScriptedBackend,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    fields: dict[str, str] | None,
+) -> None:
+    """The node warns at its start, and again when the file changes."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    async with running(backends=[scripted], api_keys_file=str(path)) as gateway:
+        gateway.node.key_files.request()
+        await gateway.node.key_files.check(partial(use_accounts, gateway.node))
+    found = [one.draftgate_fields for one in caplog.records if one.levelname == "WARNING"]
+    assert len(found) == (0 if fields is None else 2)
+    for one in found:
+        assert one | fields == one
+
+
+async def test_a_response_states_a_priority_that_differs_from_the_requested_one(
+    guarded: Listening, scripted: ScriptedBackend
+) -> None:
+    """A request that asks for a more urgent priority than its key permits runs with the most urgent
+    one, and the response says so."""
+    async with client(guarded) as http:
+        for wanted, noted in ((-9, "-1"), (-1, None), (2, None)):
+            body = {**BODY, "priority": wanted}
+            headers = bearer("sk-search")
+            sent = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+            scripted.emit(await scripted.submitted.get(), "x", last=True)
+            assert (await sent).headers.get("x-draftgate-priority") == noted
 
 
 async def test_a_key_uses_only_its_models(tmp_path: Path, scripted: ScriptedBackend) -> None:

@@ -61,7 +61,7 @@ class KilledBlobs(LocalBlobs):
             raise OSError("killed")
 
 
-async def answer(tenant: str, line: Line) -> Answer:
+async def answer(tenant: str, batch_id: str, line: Line) -> Answer:
     """Respond to a line, or refuse it if it is the failing one."""
     await asyncio.sleep(0.001 * (int(line.custom_id[-1]) % 3))
     failed = line.custom_id == FAILING
@@ -93,7 +93,7 @@ def new_batch(files: Files, *, lines: int = LINES, window_s: int = 3600) -> Batc
 async def running(
     blobs: Blobs,
     store: MemoryStore | None = None,
-    send: Callable[[str, Line], Awaitable[Answer]] = answer,
+    send: Callable[[str, str, Line], Awaitable[Answer]] = answer,
     limits: Limits = LIMITS,
 ) -> AsyncIterator[BatchRunner]:
     """Run the batches in some blobs."""
@@ -197,10 +197,10 @@ async def test_only_one_of_two_gateways_runs_a_batch(tmp_path: Path) -> None:
     store, files = MemoryStore(), Files(LocalBlobs(tmp_path), time.time)
     batch, sent = new_batch(files), Counter[str]()
 
-    async def counted(tenant: str, line: Line) -> Answer:
+    async def counted(tenant: str, batch_id: str, line: Line) -> Answer:
         sent[line.custom_id] += 1
         await asyncio.sleep(0.02)
-        return await answer(tenant, line)
+        return await answer(tenant, batch_id, line)
 
     first = running(LocalBlobs(tmp_path), store, counted)
     second = running(LocalBlobs(tmp_path), store, counted)
@@ -233,9 +233,9 @@ async def test_another_gateway_continues_a_batch_whose_slot_is_not_renewed(tmp_p
                 return self.held
             return None
 
-    async def never(tenant: str, line: Line) -> Answer:
+    async def never(tenant: str, batch_id: str, line: Line) -> Answer:
         if line.custom_id == "line-0":
-            return await answer(tenant, line)
+            return await answer(tenant, batch_id, line)
         first.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -252,13 +252,13 @@ async def test_a_refusal_is_retried_and_a_failure_is_not_retried_for_ever(tmp_pa
     files = Files(LocalBlobs(tmp_path), time.time)
     batch, sent = new_batch(files), Counter[str]()
 
-    async def refusing(tenant: str, line: Line) -> Answer:
+    async def refusing(tenant: str, batch_id: str, line: Line) -> Answer:
         sent[line.custom_id] += 1
         if line.custom_id == FAILING:
             return Answer(503, b'{"of":"line-3"}', "r", "worker_failed", 0.0)
         if line.custom_id == "line-1" and sent["line-1"] <= 8:
             return Answer(429, b"{}", "r", "overloaded", 0.0)
-        return await answer(tenant, line)
+        return await answer(tenant, batch_id, line)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draftgate.gateway.batches.run.FIRST_DELAY_S", 0.0)
@@ -282,10 +282,10 @@ async def test_results_wait_for_a_full_disk(tmp_path: Path) -> None:
                 raise OSError("no space left on device")
             super().put(name, chunks)
 
-    async def counted(tenant: str, line: Line) -> Answer:
+    async def counted(tenant: str, batch_id: str, line: Line) -> Answer:
         sent[line.custom_id] += 1
         await asyncio.sleep(0.1)
-        return await answer(tenant, line)
+        return await answer(tenant, batch_id, line)
 
     until_s = time.monotonic() + 0.2
     limits = Limits(concurrency=2, most_lines=100, flush_s=0.01, scan_s=0.01)
@@ -301,12 +301,12 @@ async def test_a_batch_expires_with_an_error_for_each_line_that_did_not_run(tmp_
     files = Files(LocalBlobs(tmp_path), lambda: now_s)
     batch = new_batch(files, window_s=3600)
 
-    async def some(tenant: str, line: Line) -> Answer:
+    async def some(tenant: str, batch_id: str, line: Line) -> Answer:
         nonlocal now_s
         if line.custom_id not in {"line-0", "line-1"}:
             now_s += 3601
             await asyncio.Event().wait()
-        return await answer(tenant, line)
+        return await answer(tenant, batch_id, line)
 
     runner = BatchRunner(files, MemoryStore(), some, LIMITS)
     task = asyncio.create_task(runner.run())

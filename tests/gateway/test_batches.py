@@ -67,6 +67,35 @@ async def content(api: AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, 
     return found
 
 
+async def test_a_batch_says_that_it_waits_for_the_budget_of_its_key(tmp_path: Path) -> None:
+    """The object of the batch has the error, and the records name the batch of each line."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(
+        "prices: {'': {input: 1000000, output: 1000000}}\n"
+        "keys: [{name: a, key: sk-a, budget_usd: 0.1}, {name: r, key: sk-r, role: operator}]"
+    )
+    files = {"files": str(tmp_path / "files"), "batch_concurrency": 1}
+    settings = {**files, "api_keys_file": str(keys)}
+    async with running(**settings) as gateway, client_of(gateway, "sk-a") as api:
+        batch = await begin(api, [chat(f"line-{number}") for number in range(4)])
+
+        async def waits() -> bool:
+            found = await api.batches.retrieve(batch.id)
+            return getattr(found, "waits", None) is not None
+
+        await eventually(waits)
+        found = await api.batches.retrieve(batch.id)
+        assert found.status == "in_progress"
+        assert found.waits["code"] == "rate_limit_exceeded"
+        assert found.waits["message"].startswith("the budget of the key a of 0.1 USD per month")
+        async with client(gateway) as http:
+            headers = {"authorization": "Bearer sk-r"}
+            query = {"q": batch.id}
+            records = (await http.get("/records", params=query, headers=headers)).json()["records"]
+        assert len(records) >= 2
+        assert all(one["client_id"].startswith(f"{batch.id}-") for one in records)
+
+
 async def test_openai_client_runs_a_batch_with_results_and_errors(tmp_path: Path) -> None:
     """Each line gets the response of an online request, or its error in the error file. Files and
     batches can be listed, retrieved and deleted."""

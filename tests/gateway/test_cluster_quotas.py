@@ -86,7 +86,7 @@ async def test_two_nodes_grant_exactly_one_quota(
             assert await served(second, 3) == 0
             write_keys(keys, 70)
             for gateway in (first, second):
-                await gateway.node.key_files.check(gateway.node.use_accounts)
+                await gateway.node.key_files.check(gateway.node.keys.use_file)
             assert await served(first, 4) + await served(second, 10) == 10
 
     async def settled() -> bool:

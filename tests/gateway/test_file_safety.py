@@ -96,7 +96,7 @@ async def test_a_running_strict_node_keeps_its_keys(keys: Path) -> None:
     async with running(api_keys_file=str(keys), strict=True) as gateway, client(gateway) as http:
         await asyncio.to_thread(keys.write_text, KEYS.replace("sk-one", "sk-evil"))
         await asyncio.to_thread(keys.chmod, 0o666)
-        await gateway.node.key_files.check(gateway.node.use_accounts)
+        await gateway.node.key_files.check(gateway.node.keys.use_file)
         for key, status in (("sk-one", 200), ("sk-evil", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert (await http.get("/v1/models", headers=headers)).status_code == status

@@ -44,7 +44,7 @@ async def change(gateway: Listening, keys: Path, text: str) -> None:
     other = keys.with_suffix(".new")
     other.write_text(text)
     other.replace(keys)
-    await gateway.node.key_files.check(gateway.node.use_accounts)
+    await gateway.node.key_files.check(gateway.node.keys.use_file)
 
 
 async def test_keys_change_under_load(gateway: Listening, keys: Path) -> None:
@@ -137,7 +137,7 @@ async def test_invalid_files_leave_the_keys_as_they_are(
     """The node keeps its keys if the file becomes invalid or has no keys, and logs the reason once.
     It never becomes open."""
     await change(gateway, keys, text)
-    await gateway.node.key_files.check(gateway.node.use_accounts)
+    await gateway.node.key_files.check(gateway.node.keys.use_file)
     async with client(gateway) as http:
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/models", headers=bearer("sk-stable"))).status_code == 200
@@ -148,7 +148,7 @@ async def test_invalid_files_leave_the_keys_as_they_are(
 async def test_a_missing_file_leaves_the_keys_as_they_are(gateway: Listening, keys: Path) -> None:
     """The node keeps its keys while the file is missing, and reads the file when it is back."""
     await asyncio.to_thread(keys.unlink)
-    await gateway.node.key_files.check(gateway.node.use_accounts)
+    await gateway.node.key_files.check(gateway.node.keys.use_file)
     async with client(gateway) as http:
         assert (await http.get("/v1/models", headers=bearer("sk-stable"))).status_code == 200
         await change(gateway, keys, "keys:\n  - {name: new, key: sk-new}\n")

@@ -213,7 +213,8 @@ async def test_all_endpoints_are_routed(sim: Listening) -> None:
         "/v1/messages", "/v1/messages/count_tokens",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
         "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
-        "/usage", "/records", "/records/{request_id}", "/session",
+        "/keys", "/keys/{name}", "/keys/{name}/rotate", "/audit",
+        "/usage", "/usage/history", "/records", "/records/{request_id}", "/session",
         "/login", "/docs", "/operations", "/requests", "/requests/{request_id}",
     }  # fmt: skip
 

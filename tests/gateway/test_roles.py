@@ -102,8 +102,11 @@ async def test_only_operators_and_scrapers_read_metrics(keys_file: str, path: st
 
 @pytest.mark.parametrize(
     "path",
-    [PATH, "/decisions", "/records", "/usage", "/workers", "/live", "/v1/models", "/nowhere"],
-)
+    [
+        PATH, "/decisions", "/records", "/usage", "/usage/history", "/keys", "/audit", "/workers",
+        "/live", "/v1/models", "/nowhere",
+    ],
+)  # fmt: skip
 async def test_a_scraper_reads_nothing_but_metrics(keys_file: str, path: str) -> None:
     """A key with the role `metrics` can neither generate text nor read anything else."""
     async with running(api_keys_file=keys_file) as gateway, client(gateway) as http:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,28 @@ async def test_a_model_that_no_upstream_lists_is_not_found(path: str) -> None:
             assert error["code"] == "model_not_found"
             assert all(name in error["message"] for name in ("'w'", "x", "y", "z"))
             assert sent(a, b) == [0, 0]
+
+
+async def test_an_unknown_model_is_not_found_unless_a_server_that_is_down_may_have_it() -> None:
+    """An upstream that has never sent its list may have any model, or those of its settings. The
+    error says so. The list of an upstream that fails later stays known."""
+    async with upstream(whole) as a, AsyncExitStack() as stack:
+        a.models = ("x",)
+        b = await stack.enter_async_context(upstream(whole))
+        await stack.aclose()  # it is down from the start
+        for only, status in ((), 503), (("y",), 404):
+            b.settings["models"] = only
+            async with forwarding(a, b) as gateway, client(gateway) as http:
+                refused = await http.post(PATH, json={"prompt": "q", "model": "w"})
+                assert refused.status_code == status
+                if status == 503:
+                    assert "'w', and another one is down" in refused.json()["error"]["message"]
+                assert await send(http, model="x") == {200}
+        b = await stack.enter_async_context(upstream(whole))
+        async with forwarding(a, b) as gateway, client(gateway) as http:
+            await stack.aclose()
+            await probe_all(gateway)
+            assert await send(http, model="w") == {404}
 
 
 async def test_models_are_listed_together() -> None:

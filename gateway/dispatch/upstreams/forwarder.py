@@ -334,7 +334,12 @@ class Forwarder:
         if all(pause is not None and pause.denied for pause in pauses):
             return denied_access(next(pause.denied for pause in pauses if pause is not None))
         if any(pause is not None and pause.status == UNAVAILABLE for pause in pauses):
-            return UpstreamUnavailable("no upstream is available", retry_after_s=retry_after_s)
+            problem = "no upstream is available"
+            if model and not self.fleet.upstream_models.is_declared(model):
+                problem = (
+                    f"no upstream that has sent its models has {model!r}, and another one is down"
+                )
+            return UpstreamUnavailable(problem, retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
     def retry_after_s(self, model: str) -> int:

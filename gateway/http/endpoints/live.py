@@ -13,10 +13,12 @@ import msgspec
 from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT
+from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.sending import of_aiohttp
 from draftgate.gateway.http.stream import EventStream
+from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.live import SAMPLE_S
 from draftgate.gateway.telemetry.recent_drafts import DecisionList
@@ -58,14 +60,25 @@ async def live(request: web.Request) -> web.StreamResponse:
 async def list_workers(request: web.Request) -> web.Response:
     """List the workers of the pool, the streams of this node, and their latest moves.
 
-    Tenants see only their own streams and moves. Those of the other processes of the node are up to
-    a second late.
+    Tenants see only their own streams and moves, and the workers of the models that their key may
+    use. The streams of the other processes of the node are up to a second late.
     """
-    node = request.app[NODE]
+    node, account = request.app[NODE], request[ACCOUNT]
     others = [] if node.siblings is None else await node.siblings.streams()
-    processes, tenant = [node.streams(), *others], request[ACCOUNT].sees_tenant
-    workers = [(worker, model.name) for model, worker in node.workers()]
+    processes, tenant = [node.streams(), *others], account.sees_tenant
+    workers = [
+        (worker, model.name)
+        for model, worker in node.workers()
+        if account.models is None or any(_has(model, worker, name) for name in account.models)
+    ]
     return json_response(worker_list(time.time(), workers, processes, tenant))
+
+
+def _has(model: ModelService, worker: FleetWorker, name: str) -> bool:
+    """Return whether requests for a model or adapter of this name may run on a worker."""
+    if model.forwards and not model.config.served_model_name:
+        return worker.offers(name)
+    return name in model.names or name in model.fleet.adapters()
 
 
 async def list_decisions(request: web.Request) -> web.Response:

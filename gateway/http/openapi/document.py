@@ -13,7 +13,13 @@ from draftgate import __version__
 from draftgate.backends.header_numbers import positive_pattern
 from draftgate.gateway.errors import NotOffered, Unavailable
 from draftgate.gateway.http.authentication import COOKIE
-from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
+from draftgate.gateway.http.context import (
+    BUDGET_HEADER,
+    NODE,
+    PRIORITY_HEADER,
+    REQUEST_ID_HEADER,
+    json_response,
+)
 from draftgate.gateway.http.openapi.operation import Operation
 from draftgate.gateway.http.openapi.operations import OPERATIONS
 from draftgate.gateway.http.openapi.schemas import components
@@ -223,6 +229,8 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
             "schema": _last_or(event) if operation.generates else _event(event)
         }
     found = {"200": _response(operation.summary, content)}
+    if operation.generates:
+        found["200"]["headers"] |= _NOTES
     if operation.unready:
         found["503"] = _response("The same body if the check fails.", content)
     error = {JSON: {"schema": refs[operation.error]}}
@@ -231,6 +239,20 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
         if status in {429, 503}:
             found[str(status)]["headers"] |= _RETRY_HEADERS
     return found
+
+
+_NOTES: Final = {
+    PRIORITY_HEADER: {
+        "description": "The priority of the request, if the client has asked for a more urgent one "
+        "than its API key permits.",
+        "schema": {"type": "integer"},
+    },
+    BUDGET_HEADER: {
+        "description": "A warning about a soft budget, if the key or its team has exceeded it.",
+        "schema": {"type": "string"},
+    },
+}
+"""Headers that only some responses have."""
 
 
 def _last_or(data: Mapping[str, Any]) -> dict[str, Any]:

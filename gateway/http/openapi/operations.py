@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from draftgate.gateway.budgets import UsageReply
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.http.context import LONGEST_ID, MESSAGES_PATH
 from draftgate.gateway.http.endpoints.anthropic import COUNT_PATH
@@ -22,7 +21,7 @@ from draftgate.gateway.http.endpoints.stored_responses import (
     ORDERS,
     PATH,
 )
-from draftgate.gateway.http.endpoints.usage import PATH as USAGE_PATH
+from draftgate.gateway.http.openapi.administration import ADMINISTRATION
 from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query, in_query_text
 from draftgate.gateway.http.openapi.storage import STORAGE_OPERATIONS
 from draftgate.gateway.http.replies.anthropic_shapes import (
@@ -380,7 +379,7 @@ OPERATIONS: Final = (
         open=True,
         errors=(403,),
     ),
-    Operation("GET", USAGE_PATH, "Return what keys and teams have spent.", UsageReply),
+    *ADMINISTRATION,
     *(
         Operation(
             "GET", path, summary, ("text/html",), open=True, errors=(403, 404), parameters=names

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -14,7 +15,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.unlisted import only_listed
-from draftgate.policies.types import Role, SpeculationMode
+from draftgate.policies.types import SpeculationMode
 
 T = TypeVar("T")
 
@@ -37,7 +38,6 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "messages.content.content.type": ("text",),
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
-    "role": tuple(Role),  # of a worker
 }
 """The allowed values of fields whose messages from msgspec do not list them, by path without
 indexes."""
@@ -69,7 +69,7 @@ def decode(
         body = only_listed(body, kind, kind.lists if lists is None else lists, within)
         return _decode_whole_numbers(body, decoder)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(str(error), decoder.type) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
@@ -105,17 +105,23 @@ def _reader(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
     return attrgetter(*names)
 
 
-def _named(message: str) -> InvalidRequest:
+def _named(message: str, kind: Any) -> InvalidRequest:
     match = _PATH.match(message)
     reason, path = (match["reason"], match["path"]) if match else (message, "")
     if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
         path = missing[1]
     reason = reason.replace("`", "")
-    known = _KNOWN.get(_INDEX.sub("", path), ())
+    known = _KNOWN.get(_INDEX.sub("", path)) or _values_of_enum(kind, path)
     if known and reason.startswith("Invalid"):
         reason += f"; known: {', '.join(known)}"
     where = path or "the body"
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
+
+
+def _values_of_enum(kind: Any, path: str) -> tuple[str, ...]:
+    """Return the values of a field of a struct whose type is an enum, or nothing."""
+    found = get_type_hints(kind).get(path) if isinstance(kind, type) else None
+    return tuple(found) if isinstance(found, type) and issubclass(found, StrEnum) else ()
 
 
 class RenamedParams:

@@ -6,10 +6,11 @@ fields that the structs do not have.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from draftgate.gateway.accounts import KeySettings
 from draftgate.gateway.http.requests.inventory import (
     EMBEDDING,
     GENERATION,
@@ -22,6 +23,11 @@ from draftgate.policies.types import Role, SpeculationMode
 
 ToolMode = Literal["none", "auto", "required"]
 
+KEY_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@:-]{0,63}$"
+"""Names of created keys, which need no escapes in a path."""
+
+MOST_LIFE_S: Final = 100 * 366 * 86_400
+MOST_GRACE_S: Final = 30 * 86_400
 
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 """A text that separates the cached prefixes of a tenant."""
@@ -392,6 +398,21 @@ class WorkerRoleBody(Body):
     """Body of `PUT /workers/{worker_id}/role`."""
 
     role: Role
+
+
+class KeyBody(KeySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /keys`. The key expires after `expires_in_s` seconds, or never."""
+
+    lists: ClassVar[FieldLists] = NONE
+
+    name: Annotated[str, Meta(pattern=KEY_NAME)]
+    expires_in_s: Annotated[float, Meta(gt=0, le=MOST_LIFE_S)] | None = None
+
+
+class RotationBody(Body):
+    """Body of `POST /keys/{name}/rotate`. The present secret ends after `grace_s` seconds."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=MOST_GRACE_S)] = 0.0
 
 
 class SessionBody(Body):

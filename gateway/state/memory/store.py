@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Final
 
 from draftgate.gateway.state import commands
+from draftgate.gateway.state.memory.accounting import MemoryAccounting
 from draftgate.gateway.state.memory.exchange import MemoryExchange
 from draftgate.gateway.state.memory.flows import MemoryFlows
 from draftgate.gateway.state.memory.lease_table import LeaseTable
@@ -77,7 +78,6 @@ class MemoryStore(InMemory):
         self._number = 0
         self._expired_claims = 0
         self._slots: dict[str, tuple[str, float]] = {}  # holder of each slot, and until when
-        self._spending: dict[str, tuple[float, dict[str, int]]] = {}  # end, totals by gateway
         self._exchange = MemoryExchange(clock)
         self.handlers = {
             commands.PublishReport: self.publish,
@@ -89,10 +89,10 @@ class MemoryStore(InMemory):
             commands.ReleaseLeases: self.release,
             commands.HoldSlots: self.hold_slots,
             commands.FreeSlots: self.free_slots,
-            commands.ExchangeSpending: self.exchange_spending,
             commands.ExchangeNews: self.exchange,
             **self.quotas.handlers,
             **self.flows.handlers,
+            **MemoryAccounting(clock).handlers,
         }
 
     def publish(self, command: commands.PublishReport) -> bool:
@@ -210,17 +210,6 @@ class MemoryStore(InMemory):
             return False
         self._slots.update(dict.fromkeys(command.names, (holder, now_s + command.ttl_s)))
         return True
-
-    def exchange_spending(self, command: commands.ExchangeSpending) -> tuple[int, ...]:
-        """Keep the totals of a gateway, and return the sums."""
-        now_s, sums = self._clock(), []
-        self._spending = {name: kept for name, kept in self._spending.items() if kept[0] > now_s}
-        for name, total, ttl_s in command.totals:
-            _, of_gateways = self._spending.get(name, (0.0, {}))
-            of_gateways[command.source] = max(total, of_gateways.get(command.source, 0))
-            self._spending[name] = now_s + ttl_s, of_gateways
-            sums.append(sum(of_gateways.values()))
-        return tuple(sums)
 
     def free_slots(self, command: commands.FreeSlots) -> None:
         """Free slots."""

@@ -251,6 +251,15 @@ def _spending(command: commands.ExchangeSpending, _caller: Caller) -> Iterable[A
     return args
 
 
+def _usage(command: commands.PutUsage, _caller: Caller) -> Iterable[Argument]:
+    return command.source, command.period, command.counts, _us(command.ttl_s)
+
+
+def _keys(_command: commands.ReadKeys, found: Sequence[str | None]) -> tuple[str, str | None]:
+    revision, keys = found
+    return revision or "", keys
+
+
 # --- flows ----------------------------------------------------------------------------------------
 
 
@@ -331,6 +340,10 @@ SCRIPTS: Final[Mapping[commands.CommandType, Script]] = {
     commands.ExchangeSpending: Script(
         "exchange_spending", ("pool",), lambda _, found: tuple(found), _spending
     ),
+    commands.ReadKeys: Script("read_keys", ("pool",), _keys),
+    commands.WriteKeys: Script("write_keys", ("pool",), _as_bool),
+    commands.PutUsage: Script("put_usage", ("pool",), arguments=_usage),
+    commands.ListUsage: Script("list_usage", ("pool",), lambda _, found: tuple(found)),
     commands.BeginHop: Script("begin_hop", _FLOWS, _hop, _begin_hop),
     commands.EndHop: Script("end_hop", _FLOWS, _nothing, _end_hop),
     commands.CancelFlow: Script("cancel_flow", _FLOWS, _as_bool, _flow),
