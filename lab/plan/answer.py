@@ -119,6 +119,11 @@ class PlanAnswer:
                 f"searches that did not converge within {MOST_REQUESTS} requests: {doubtful} of"
                 f" {len(self.search.measured)}. Raise --precision, or use their intervals."
             )
+        if self.search.unlikely:
+            console.print(
+                f"not simulated, because their estimated rates are far lower:"
+                f" {len(self.search.unlikely)} deployments"
+            )
         if self.search.interrupted:
             console.print("the search was interrupted, so a better deployment may exist")
         elif not self.search.complete:
@@ -196,6 +201,14 @@ def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
         "complete": search.complete,
         "interrupted": search.interrupted,
         "dominated": search.dominated,
+        "unlikely": [
+            {
+                "deployment": str(one.deployment),
+                "bound_rps": one.bound_rps,
+                "expected_rps": one.expected_rps,
+            }
+            for one in search.unlikely
+        ],
         "measured": [
             {
                 "deployment": str(one.candidate.deployment),
