@@ -45,7 +45,7 @@ POOLS: Final = {**dict.fromkeys(Layout, "splitwise"), Layout.TOGETHER: "together
 CHECKED: Final = 2000
 """Requests of the simulation that tests a plan."""
 
-TESTED, LEAST_TESTED = 200, 100
+TESTED, LEAST_TESTED = 160, 100
 """Most and least requests of a short simulation. Chosen, not tuned, 2026-11-30."""
 
 TEST_DISPERSION: Final = 2.0

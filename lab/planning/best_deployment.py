@@ -363,10 +363,9 @@ def _serving(found: list[Measured], indices: Iterable[int], value: float, test: 
 
 def _limited(measured: Measured) -> DeploymentCandidate:
     """Return a candidate with its range as the bound and the estimate of its rate."""
-    known = {"bound_rps": measured.high_rps}
-    if measured.low_rps:
-        known["expected_rps"] = measured.low_rps
-    return replace(measured.candidate, **known)
+    known = measured.candidate
+    expected_rps = measured.low_rps or known.expected_rps
+    return replace(known, bound_rps=measured.high_rps, expected_rps=expected_rps)
 
 
 def _expected_value(candidate: DeploymentCandidate) -> float:

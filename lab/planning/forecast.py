@@ -100,13 +100,18 @@ class Forecast:
     def output_s(self, deployment: Deployment, rate_rps: float) -> float:
         """Return the estimated seconds of a mean output at a rate, at most those of the TPOT.
 
-        Machines of one role get outputs by their number.
+        Machines get prompts and outputs by their number.
         """
-        groups = [group for group in deployment.groups if group.role is not Role.PREFILL]
-        total, longest_s = sum(group.count for group in groups), 0.0
-        for group in groups:
-            outputs_rps = rate_rps * group.count / total
-            prompts_rps = outputs_rps if group.role is Role.ANY else 0.0
+        counts = {role: 0 for role in Role}
+        counts |= {group.role: group.count for group in deployment.groups}
+        longest_s = 0.0
+        for group in deployment.groups:
+            if group.role is Role.PREFILL:
+                continue
+            outputs_rps = rate_rps * group.count / (counts[Role.ANY] + counts[Role.DECODE])
+            prompts_rps = 0.0
+            if group.role is Role.ANY:
+                prompts_rps = rate_rps * group.count / (counts[Role.ANY] + counts[Role.PREFILL])
             step_s = self._step_s(group, prompts_rps, outputs_rps)
             load = prompts_rps / group.count * float(self._prompt_s(group.profile).mean())
             mean_s = self.targets.tpot_s if step_s is None else step_s / (1.0 - load)
