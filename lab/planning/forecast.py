@@ -102,7 +102,7 @@ class Forecast:
 
         Machines get prompts and outputs by their number.
         """
-        counts = {role: 0 for role in Role}
+        counts = dict.fromkeys(Role, 0)
         counts |= {group.role: group.count for group in deployment.groups}
         longest_s = 0.0
         for group in deployment.groups:
