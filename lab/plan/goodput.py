@@ -117,7 +117,7 @@ class Simulation:
             beat_rps: a rate to compare with. The search begins there, and ends without an estimate
                 when the rate of the deployment is certainly lower.
         """
-        start_rps = beat_rps or candidate.expected_rps or _START * candidate.bound_rps
+        start_rps = beat_rps or _START * candidate.bound_rps
         search = RateSearch(replace(goal, start_rps=start_rps))
         found = search.result()
         while (probe := search.propose()) is not None:

@@ -193,21 +193,20 @@ class Planner:
 
     def test(self, candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         """Return whether a candidate serves a rate, by a short simulation."""
-        goal = self._goal(candidate, rate_rps)
+        goal = self._goal_of_test(candidate, rate_rps)
         with without_full_gc():
             return self.simulation.test(candidate.deployment, goal, rate_rps)
 
     def measure(self, candidate: DeploymentCandidate, beat_rps: float = 0.0) -> Measured:
         """Return the goodput of a candidate (`Simulation.measure`)."""
-        goal = self._goal(candidate, beat_rps or candidate.bound_rps)
         with without_full_gc():
-            return self.simulation.measure(candidate, goal, beat_rps)
+            return self.simulation.measure(candidate, self.goal, beat_rps)
 
-    def _goal(self, candidate: DeploymentCandidate, rate_rps: float) -> SearchGoal:
+    def _goal_of_test(self, candidate: DeploymentCandidate, rate_rps: float) -> SearchGoal:
         """Return the goal, whose warm-up is that of a deployment at a rate.
 
-        A machine that begins empty has all its sequences after the time of an output. Drafts change
-        this time, so a deployment with drafts has that of the TPOT.
+        Measurements keep the warm-up of the TPOT, which is longer. A machine that begins empty has
+        all its sequences after the time of an output. Drafts change this time, so a deployment with drafts has that of the TPOT.
         """
         if candidate.deployment.drafts or not math.isfinite(self.targets.tpot_s):
             return self.goal

@@ -362,10 +362,8 @@ def _serving(found: list[Measured], indices: Iterable[int], value: float, test: 
 
 
 def _limited(measured: Measured) -> DeploymentCandidate:
-    """Return a candidate with its range as the bound and the estimate of its rate."""
-    known = measured.candidate
-    expected_rps = measured.low_rps or known.expected_rps
-    return replace(known, bound_rps=measured.high_rps, expected_rps=expected_rps)
+    """Return a candidate with the upper end of its range as its bound."""
+    return replace(measured.candidate, bound_rps=measured.high_rps)
 
 
 def _expected_value(candidate: DeploymentCandidate) -> float:
