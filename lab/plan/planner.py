@@ -206,7 +206,8 @@ class Planner:
         """Return the goal, whose warm-up is that of a deployment at a rate.
 
         Measurements keep the warm-up of the TPOT, which is longer. A machine that begins empty has
-        all its sequences after the time of an output. Drafts change this time, so a deployment with drafts has that of the TPOT.
+        all its sequences after the time of an output. Drafts change this time, so a deployment
+        with drafts has that of the TPOT.
         """
         if candidate.deployment.drafts or not math.isfinite(self.targets.tpot_s):
             return self.goal
