@@ -1,14 +1,15 @@
 """The costs of two workers on a machine, as a profile for the simulator.
 
-A worker in a process of its own measures its steps, as it does when it starts. Streams and prompts
-on a running worker give the time of the host between two steps. Both workers share the memory and
-perhaps the arithmetic of the cores, so the same requests on two workers at once give the factor by
-which a busy worker delays the other one.
+A worker measures its steps when it starts, and learns from the steps of its requests. Streams on a
+running worker give the time of the host between two steps. The same requests on two workers at once
+show whether a busy worker delays the other one. A worker copies KV blocks between its steps, at a
+rate that is measured by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,23 +21,26 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, Final
 
-from bench.engine.profile import without_pairs
+from msgspec import convert, to_builtins
+
 from bench.gateway.moved_streams import Observed, job_of, run_job
 from bench.harness.processes import on_core, pin, process_tree, two_cores
 from bench.harness.provenance import commit, cpu_name
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.runner import Runner
-from draftgate.backends.engine.warmup import TOKEN_BUCKETS, measure_step_cost
 from draftgate.backends.kv_transfer.exchange import ExportBlocks
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.kv_transfer.transfer import Transfer, TransferEnd
+from draftgate.backends.recorded_run import RecordedCost
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
+from draftgate.cache import cache_directory
 from draftgate.gateway.assembly import WaitingRules, loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.lab.simulate.cluster import ADMIT_ALL, running_dispatcher, send_jobs
@@ -73,14 +77,79 @@ async def running_workers(
         yield dispatcher
 
 
-async def measure_costs() -> dict[str, Any]:
-    """Return the costs of two workers that share this machine.
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Costs of a worker without a host.
 
-    Returns:
-        The `profile` of a worker, the `link` between them, and the times from which both are made.
+    Attributes:
+        token_bytes: bytes of the keys and values of a token.
+        prompt_s: seconds of the steps of a prompt.
+        copy_bytes_s: bytes per second at which the worker exports blocks.
     """
+
+    token_bytes: int
+    prompt_s: float
+    copy_bytes_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs of two workers that share this machine.
+
+    Attributes:
+        before: step costs that a worker measures when it starts.
+        steps: further costs of a worker without a host.
+        timed: seconds of requests to running workers, by kind.
+        transfer_bytes_s: bytes per second between two idle workers.
+    """
+
+    before: StepCost
+    steps: Steps
+    timed: dict[str, Any]
+    transfer_bytes_s: float
+
+    def results(self, learned: StepCost) -> dict[str, Any]:
+        """Return the profile, the link, and the times from which both are made.
+
+        Args:
+            learned: the costs that a worker has learned during the points.
+        """
+        context = STREAM[0] + STREAM[1] // 2
+        beyond_s = [
+            (batch, gap_s - self.before.seconds(batch, batch * context, batch))
+            for batch, gap_s in self.timed["stream_s"]
+        ]
+        step_s, sequence_s = line_through(beyond_s)
+        profile = {
+            "format": "profile/2",
+            "device": cpu_name(),
+            "model": SHIPPED_MODEL_ID,
+            "dtype": "float32",
+            "source": f"measured: draftgate bench phases, commit {commit()}",
+            "token_buckets": learned.token_buckets,
+            "step_s": learned.step_s,
+            "kv_token_s": learned.kv_token_s,
+            "sequence_s": learned.sequence_s,
+            "prefill_attention_s": learned.pair_s,
+            "sample_s": learned.sample_s,
+            "host": {"step_s": step_s, "sequence_s": sequence_s},
+            "kv_token_bytes": self.steps.token_bytes,
+            "kv_copy_bytes_s": self.steps.copy_bytes_s,
+        }
+        return {
+            "profile": profile,
+            "link": KvLink(self.transfer_bytes_s, 0.0)._asdict(),
+            "step_cost_before": to_builtins(RecordedCost.from_cost(self.before)),
+            "prompt_steps_s": self.steps.prompt_s,
+            "timed": self.timed,
+        }
+
+
+async def measure_costs() -> Costs:
+    """Measure a worker beside an idle and a busy one. The next workers start from its costs."""
     with on_core(two_cores().servers), ProcessPoolExecutor(1, get_context("spawn")) as child:
         steps = child.submit(measure_steps).result()
+    before = learned_cost()
     async with running_workers([CONFIG]) as alone:
         await send(alone, [STREAM, PROMPT])  # the first steps allocate memory
         streams = [(batch, await stream_gap_s(alone, batch)) for batch in BATCHES]
@@ -91,28 +160,14 @@ async def measure_costs() -> dict[str, Any]:
         timed["both_streams_s"] = [(n, await stream_gap_s(both, 2 * n)) for n in BATCHES]
         timed["both_prompts_s"] = await prompt_s(both, 2)
         timed["prompt_beside_stream_s"] = await prompt_beside_stream(both)
-        transfer_s = await transfer_bytes_s(both)
-    timed |= {"prompt_steps_s": steps.prompt_s, "copy_bytes_s": steps.copy_bytes_s}
-    timed["transfer_bytes_s"] = transfer_s
-    profile = profile_of(steps.cost, steps.token_bytes, timed)
-    return {"profile": profile, "link": link_of(timed)._asdict(), "timed": timed}
+        return Costs(before, steps, timed, await transfer_bytes_s(both))
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Costs of a worker without a host.
-
-    Attributes:
-        cost: the costs that the worker measures when it starts.
-        token_bytes: bytes of the keys and values of a token.
-        prompt_s: seconds of the steps of a prompt.
-        copy_bytes_s: bytes per second at which the worker exports blocks.
-    """
-
-    cost: StepCost
-    token_bytes: int
-    prompt_s: float
-    copy_bytes_s: float
+def learned_cost() -> StepCost:
+    """Return the costs that the last worker has left in the cache of start-up measurements."""
+    (entry,) = cache_directory().glob("startup-*.json")
+    content = json.loads(entry.read_text(encoding="utf-8"))["content"]
+    return convert(content["costs"], RecordedCost).cost
 
 
 def measure_steps() -> Steps:
@@ -123,10 +178,6 @@ def measure_steps() -> Steps:
     assert isinstance(engine.executor, Runner)
     assert form is not None
     assert exchange is not None
-    limits = CONFIG.step_limits("cpu")
-    cost = measure_step_cost(
-        engine.executor, CONFIG.max_model_len or 0, limits.sequences, TOKEN_BUCKETS
-    )
     prompts_s, rates = list[float](), list[float]()
     for seed in range(ROUNDS):
         prompt_ids = job_of(PROMPT[0], seed, 1).prompts[0]
@@ -139,7 +190,7 @@ def measure_steps() -> Steps:
         began_s = time.perf_counter()
         chunks = [exchange.run(ExportBlocks((one,)), 0.0) for one in hashes]
         rates.append(len(chunks) * form.block_bytes / (time.perf_counter() - began_s))
-    return Steps(cost, form.token_bytes, median(prompts_s), median(rates))
+    return Steps(form.token_bytes, median(prompts_s), median(rates))
 
 
 def hashes_of(request: GenerationRequest, form: KvFormat) -> list[bytes]:
@@ -211,36 +262,6 @@ async def prompt_beside_stream(dispatcher: Dispatcher) -> dict[str, float]:
         found.append((ttft_s(prompt) or 0.0, gap_s))
     prompts_s, gaps_s = zip(*found, strict=True)
     return {"prompt_s": median(prompts_s), "stream_s": median(gaps_s)}
-
-
-def profile_of(cost: StepCost, token_bytes: int, timed: dict[str, Any]) -> dict[str, Any]:
-    """Return the profile of a worker."""
-    context = STREAM[0] + STREAM[1] // 2
-    host_s = [
-        (batch, gap_s - cost.seconds(batch, batch * context, batch))
-        for batch, gap_s in timed["stream_s"]
-    ]
-    step_s, sequence_s = line_through(host_s)
-    return {
-        "format": "profile/2",
-        "device": cpu_name(),
-        "model": "draftgate-demo",
-        "dtype": "float32",
-        "source": f"measured: draftgate bench phases, commit {commit()}",
-        "token_buckets": cost.token_buckets,
-        "step_s": [round(seconds, 7) for seconds in without_pairs(cost)],
-        "kv_token_s": cost.kv_token_s,
-        "sequence_s": cost.sequence_s,
-        "prefill_attention_s": cost.pair_s,
-        "sample_s": cost.sample_s,
-        "host": {"step_s": step_s, "sequence_s": sequence_s},
-        "kv_token_bytes": token_bytes,
-    }
-
-
-def link_of(timed: dict[str, Any]) -> KvLink:
-    """Return the link between two workers. A chunk has no latency besides its time."""
-    return KvLink(timed["transfer_bytes_s"], 0.0)
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -10,8 +10,10 @@ Each policy has two engines in their own processes, with one torch thread each, 
 gateway and the generator are this process, which is not pinned and shares the cores with the
 engines. Only one policy has requests at a time, and idle engines take no CPU time.
 
-The simulator gets the same requests. Its costs are measured in the same run (`phase_costs`). A
-point counts for a metric if the best two policies on the real workers differ by more than 10%.
+The simulator gets the same requests. Its costs are measured in the same run (`phase_costs`), and
+its step times are those that a worker of `together` has learned during the points. A point counts
+for a metric if the best two policies on the real workers differ by more than 10% in the mean of all
+rounds. `auto` has no place where it has moved no request, because it then decides as `together`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from dataclasses import replace as changed
 from itertools import combinations, pairwise, product, takewhile
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any, Final
 from unittest.mock import patch
 
 from bench.gateway.moved_streams import job_of
-from bench.gateway.phase_costs import CONFIG, measure_costs, running_workers
+from bench.gateway.phase_costs import CONFIG, learned_cost, measure_costs, running_workers
 from bench.harness.provenance import bench_parser, provenance, require_quiet, write_results
 from draftgate.backends.sim.kv_link import KvLink
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
@@ -61,15 +64,19 @@ CHAT_TOKENS: Final = 100
 OUTPUT_TOKENS: Final = {CHAT: (100, 200), LONG: (32, 32)}
 """Least and most output tokens of a class."""
 
-RATES_RPS: Final = (1.0, 2.0, 3.0, 4.5)
+RATES_RPS: Final = (1.0, 2.5, 4.5)
 BURSTS: Final = ((1000, 2), (2000, 2), (4000, 1), (4000, 2))
 """Tokens and number of the prompts of a burst."""
 
 EVERY_S: Final = 4.0
 """Interval of the bursts. The first arrives after half of it."""
 
-SECONDS: Final = 12.0
-"""Seconds of arrivals of a point."""
+SECONDS: Final = 8.0
+"""Seconds of arrivals of a point in a round."""
+
+ROUNDS: Final = 2
+"""Rounds of all points, each with its own requests. Machines in a cloud change their speed within
+minutes, so a round compares the policies of a point within a minute."""
 
 MOST_REQUESTS: Final = 100_000
 """More requests than a point has, so that all seeds differ."""
@@ -77,6 +84,7 @@ MOST_REQUESTS: Final = 100_000
 COMPARED: Final = (("chat_gap_s", "p99"), ("chat_ttft_s", "mean"), ("long_ttft_s", "mean"))
 """Metrics by which policies are compared. A point has too few requests for a P99 of their TTFT."""
 
+SIDES: Final = ("real", "simulated")
 LEAST_LEAD: Final = 0.1
 """Relative difference of the best two policies at which a point has a winner."""
 
@@ -99,7 +107,7 @@ class Point:
         """Return the requests of a time interval, in order of arrival.
 
         Args:
-            number: number of the point. The prompts of all points differ.
+            number: number of the plan. The prompts of all plans differ.
         """
         first_seed = (1000 * seed + number) * MOST_REQUESTS
         chats_s = gamma(self.chats_rps, first_seed)
@@ -127,9 +135,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a run: seconds of arrivals of each point, and the seed."""
+    """The settings of a run: seconds of arrivals of each point, rounds of points, and the seed."""
 
     seconds: float = SECONDS
+    rounds: int = ROUNDS
     seed: int = 0
 
 
@@ -172,9 +181,10 @@ def _gaps_within(record: Record, intervals_s: Sequence[tuple[float, float]]) -> 
 def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return by metric how often the simulator agrees with the workers.
 
-    The winner of a point is the policy with the least value. Points whose best two policies differ
-    by less than `LEAST_LEAD` on the workers have no winner. `pairs` counts all pairs of policies
-    that differ by more at a point, and `agreed_pairs` those in the same order in the simulator.
+    The winner of a point is the policy with the least mean over all rounds. Points whose best two
+    policies differ by less than `LEAST_LEAD` on the workers have no winner. A winner is consistent
+    if it is the best policy in each round. `pairs` counts all pairs of policies that differ by more
+    at a point, and `agreed_pairs` those in the same order in the simulator.
 
     Args:
         rows: rows with the number of their `point`, their `policy`, and their metrics `real` and
@@ -185,29 +195,46 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         won, pairs = list[dict[str, Any]](), list[bool]()
         for point in dict.fromkeys(row["point"] for row in rows):
             here = [row for row in rows if row["point"] == point]
-            if any(row["real"][metric] is None for row in here):
+            real, simulated = (_by_policy(here, side, metric, value) for side in SIDES)
+            if len(real) < 2:
                 continue
-            real, simulated = (
-                {row["policy"]: row[side][metric][value] for row in here}
-                for side in ("real", "simulated")
-            )
-            ranking = sorted(real, key=real.__getitem__)
+            means = {policy: fmean(values) for policy, values in real.items()}
+            ranking = sorted(means, key=means.__getitem__)
+            guess = {policy: fmean(simulated[policy]) for policy in ranking}
             pairs += [
-                simulated[better] < simulated[worse]
+                guess[better] < guess[worse]
                 for better, worse in combinations(ranking, 2)
-                if real[worse] / real[better] - 1 > LEAST_LEAD
+                if means[worse] / means[better] - 1 > LEAST_LEAD
             ]
-            lead = real[ranking[1]] / real[ranking[0]] - 1
+            lead = means[ranking[1]] / means[ranking[0]] - 1
             if lead > LEAST_LEAD:
-                best = min(simulated, key=simulated.__getitem__)
-                won.append({"point": point, "real": ranking[0], "simulated": best, "lead": lead})
+                best = min(guess, key=guess.__getitem__)
+                rounds = zip(*(real[policy] for policy in ranking), strict=False)
+                is_consistent = all(first == min(first, *others) for first, *others in rounds)
+                names = {"real": ranking[0], "simulated": best}
+                won.append({"point": point, **names, "lead": lead, "consistent": is_consistent})
+        consistent = [one for one in won if one["consistent"]]
         found[f"{metric}.{value}"] = {
             "points": len(won),
             "agreed": sum(one["real"] == one["simulated"] for one in won),
+            "consistent": len(consistent),
+            "agreed_consistent": sum(one["real"] == one["simulated"] for one in consistent),
             "pairs": len(pairs),
             "agreed_pairs": sum(pairs),
             "winners": won,
         }
+    return found
+
+
+def _by_policy(
+    rows: Sequence[Mapping[str, Any]], side: str, metric: str, value: str
+) -> dict[str, list[float]]:
+    """Return the values of a metric by policy, one for each round that has a value."""
+    found: dict[str, list[float]] = {}
+    moved = any(row["real"].get("moves") for row in rows if row["policy"] == "auto")
+    for row in rows:
+        if row[side][metric] is not None and (moved or row["policy"] != "auto"):
+            found.setdefault(row["policy"], []).append(row[side][metric][value])
     return found
 
 
@@ -246,9 +273,10 @@ def measure_simulated(
 async def measure(
     points: Sequence[Point], settings: Settings, warm: Point = WARM
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yield the rows of each point on real workers, one for each policy.
+    """Yield the rows of each point in each round on real workers, one for each policy.
 
-    The first policy of a point changes in turn.
+    The first policy of a point changes in turn. The workers of `together` end last, so the cache of
+    start-up measurements then has what one of them has learned.
 
     Args:
         warm: requests before the first point.
@@ -261,15 +289,13 @@ async def measure(
             running = running_workers(cluster.configs, cluster.rules)
             pools[policy] = await stack.enter_async_context(running)
             await measure_real(pools[policy], warm, warm.plan(EVERY_S, 0, settings.seed))
-        for number, point in enumerate(points, 1):
-            planned = point.plan(settings.seconds, number, settings.seed)
-            first = number % len(policies)
+        for plan, point in enumerate([*points] * settings.rounds, 1):
+            planned = point.plan(settings.seconds, plan, settings.seed)
+            first = plan % len(policies)
             turns = (*policies[first:], *policies[:first])
             real = {each: await measure_real(pools[each], point, planned) for each in turns}
-            yield [
-                {"point": number, **asdict(point), "policy": each, "real": real[each]}
-                for each in policies
-            ]
+            shape = {"plan": plan, "point": points.index(point) + 1, **asdict(point)}
+            yield [{**shape, "policy": each, "real": real[each]} for each in policies]
 
 
 def add_simulated(results: dict[str, Any]) -> None:
@@ -280,7 +306,7 @@ def add_simulated(results: dict[str, Any]) -> None:
         profile.write_text(json.dumps(results["profile"]), encoding="utf-8")
         for row in results["rows"]:
             point = Point(row["chats_rps"], row["prompt_tokens"], row["burst"])
-            planned = point.plan(settings.seconds, row["point"], settings.seed)
+            planned = point.plan(settings.seconds, row["plan"], settings.seed)
             link = KvLink(**results["link"])
             row["simulated"] = measure_simulated(row["policy"], point, planned, str(profile), link)
             print(_line(row), flush=True)
@@ -292,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = bench_parser("phases", __doc__)
     parser.add_argument("--rates", nargs="+", type=float, default=RATES_RPS, help="chats/s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="arrivals of a point")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=Path, help="simulate the points of this JSON file again")
     parser.add_argument("--allow-busy", action="store_true", help="measure on a busy machine")
@@ -309,18 +336,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measured(args: Namespace) -> dict[str, Any]:
     """Return the costs and the real rows of a run."""
-    facts, settings = provenance(), Settings(args.seconds, args.seed)
+    facts, settings = provenance(), Settings(args.seconds, args.rounds, args.seed)
     require_quiet(facts, allow_busy=args.allow_busy)
     results: dict[str, Any] = {**facts, "settings": asdict(settings), "rows": []}
     points = [Point(rate, *burst) for rate, burst in product(args.rates, BURSTS)]
 
     async def run() -> None:
-        results.update(await measure_costs())
-        print(json.dumps(results["timed"]), flush=True)
+        costs = await measure_costs()
         async for rows in measure(points, settings):
             results["rows"] += rows
-            print(f"point {rows[0]['point']} of {len(points)}", flush=True)
-            write_results(args.json, results)
+            print(f"plan {rows[0]['plan']} of {len(points) * settings.rounds}", flush=True)
+        results.update(costs.results(learned_cost()))
+        write_results(args.json, results)
 
     # A fresh cache, because measurements of an earlier start may come from a busy machine.
     with (
@@ -336,7 +363,7 @@ def _line(row: Mapping[str, Any]) -> str:
     pairs = [
         " / ".join(
             "-" if row[side][metric] is None else f"{1e3 * row[side][metric][value]:.1f}"
-            for side in ("real", "simulated")
+            for side in SIDES
         )
         for metric, value in COMPARED
     ]
