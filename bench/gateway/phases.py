@@ -84,6 +84,9 @@ MOST_REQUESTS: Final = 100_000
 COMPARED: Final = (("chat_gap_s", "p99"), ("chat_ttft_s", "mean"), ("long_ttft_s", "mean"))
 """Metrics by which policies are compared. A point has too few requests for a P99 of their TTFT."""
 
+TIE: Final = 0.01
+"""Relative difference of two policies below which the simulator cannot tell which is better."""
+
 SIDES: Final = ("real", "simulated")
 LEAST_LEAD: Final = 0.1
 """Relative difference of the best two policies at which a point has a winner."""
@@ -183,8 +186,9 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     The winner of a point is the policy with the least mean over all rounds. Points whose best two
     policies differ by less than `LEAST_LEAD` on the workers have no winner. A winner is consistent
-    if it is the best policy in each round. `pairs` counts all pairs of policies that differ by more
-    at a point, and `agreed_pairs` those in the same order in the simulator.
+    if it is the best policy in each round, and decided if the best two policies in the simulator
+    differ by more than `TIE`. `pairs` counts all pairs of policies that differ by more at a point,
+    and `agreed_pairs` those in the same order in the simulator.
 
     Args:
         rows: rows with the number of their `point`, their `policy`, and their metrics `real` and
@@ -208,22 +212,33 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             ]
             lead = means[ranking[1]] / means[ranking[0]] - 1
             if lead > LEAST_LEAD:
-                best = min(guess, key=guess.__getitem__)
+                best, second = sorted(guess, key=guess.__getitem__)[:2]
                 rounds = zip(*(real[policy] for policy in ranking), strict=False)
                 is_consistent = all(first == min(first, *others) for first, *others in rounds)
-                names = {"real": ranking[0], "simulated": best}
-                won.append({"point": point, **names, "lead": lead, "consistent": is_consistent})
-        consistent = [one for one in won if one["consistent"]]
+                won.append(
+                    {
+                        "point": point,
+                        "real": ranking[0],
+                        "simulated": best,
+                        "lead": lead,
+                        "consistent": is_consistent,
+                        "decided": guess[second] / guess[best] - 1 > TIE,
+                    }
+                )
         found[f"{metric}.{value}"] = {
-            "points": len(won),
-            "agreed": sum(one["real"] == one["simulated"] for one in won),
-            "consistent": len(consistent),
-            "agreed_consistent": sum(one["real"] == one["simulated"] for one in consistent),
+            **_counts("points", won),
+            **_counts("consistent", [one for one in won if one["consistent"]]),
+            **_counts("decided", [one for one in won if one["decided"]]),
             "pairs": len(pairs),
             "agreed_pairs": sum(pairs),
             "winners": won,
         }
     return found
+
+
+def _counts(name: str, won: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    agreed = sum(one["real"] == one["simulated"] for one in won)
+    return {name: len(won), f"agreed_{name}": agreed}
 
 
 def _by_policy(

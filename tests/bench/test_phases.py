@@ -38,6 +38,7 @@ def row(point: int, policy: str, real_s: float, simulated_s: float) -> dict[str,
             "chat_gap_s": {"p99": value_s},
             "chat_ttft_s": {"mean": 1.0},
             "long_ttft_s": {"mean": value_s},
+            "moves": {"phases moved": 1},
         }
         for side, value_s in (("real", real_s), ("simulated", simulated_s))
     }
@@ -77,10 +78,40 @@ def test_policies_are_compared_at_points_that_differ() -> None:
     ]
     found = compared(rows)
     gaps = found["chat_gap_s.p99"]
-    assert (gaps["points"], gaps["agreed"]) == (2, 1)
+    assert (gaps["points"], gaps["agreed_points"]) == (2, 1)
     assert [one["real"] for one in gaps["winners"]] == ["apart", "together"]
     assert (gaps["pairs"], gaps["agreed_pairs"]) == (8, 6)
     assert found["chat_ttft_s.mean"]["points"] == 0
+
+
+def test_a_winner_is_the_best_in_the_mean_of_its_rounds() -> None:
+    """Means over the rounds decide, and a winner that loses a round is not consistent."""
+    rounds = [(0.1, 0.2), (0.2, 0.15)]
+    rows = [
+        one
+        for together_s, apart_s in rounds
+        for one in (row(1, "together", together_s, 0.1), row(1, "apart", apart_s, 0.2))
+    ]
+    found = compared(rows)["long_ttft_s.mean"]
+    assert (found["points"], found["agreed_points"], found["consistent"]) == (1, 1, 0)
+    found = compared(rows[:2])["long_ttft_s.mean"]
+    assert (found["points"], found["consistent"], found["agreed_consistent"]) == (1, 1, 1)
+
+
+def test_a_tie_in_the_simulator_decides_nothing() -> None:
+    """A comparison is decided if the simulated policies differ by more than 1%."""
+    for apart_s, decided in ((0.1005, 0), (0.102, 1)):
+        rows = [row(1, "together", 0.1, 0.1), row(1, "apart", 0.2, apart_s)]
+        found = compared(rows)["long_ttft_s.mean"]
+        assert (found["points"], found["decided"], found["agreed_decided"]) == (1, decided, decided)
+
+
+def test_auto_without_moves_is_together() -> None:
+    """Where `auto` has moved nothing, it is not compared with the policy that it repeats."""
+    rows = [row(1, "together", 0.2, 0.2), row(1, "apart", 0.3, 0.3), row(1, "auto", 0.1, 0.2)]
+    assert compared(rows)["long_ttft_s.mean"]["winners"][0]["real"] == "auto"
+    rows[2]["real"]["moves"] = {}
+    assert compared(rows)["long_ttft_s.mean"]["winners"][0]["real"] == "together"
 
 
 def test_points_without_a_value_are_not_compared() -> None:
