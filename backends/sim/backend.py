@@ -230,11 +230,12 @@ class SimBackend(OperatedBlocks):
             if self._under_way is not None:
                 (plan, result), self._under_way = self._under_way, None
                 self._sinks.deliver(worker.complete(plan, result, now()))
-                transfers.take_busy()
+                if exchange.takes_time:
+                    transfers.take_busy()
             ahead = self._ahead
             following = ahead or worker.plan(now())
             if following is None:
-                copying = transfers.take_idle()
+                copying = exchange.takes_time and transfers.take_idle()
                 self._turn = self._copy_for(exchange.copied_s) if copying else None
                 return
             result = executor.execute(following)

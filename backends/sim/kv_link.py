@@ -36,6 +36,7 @@ class TimedExchange(KvExchange):
     """Runs operations on blocks without bytes, and knows how long their copies would take.
 
     Attributes:
+        takes_time: whether copies take time.
         copied_s: seconds of the copies since the owner set it to 0.
     """
 
@@ -47,12 +48,8 @@ class TimedExchange(KvExchange):
         """
         super().__init__(blocks, NoMemory())
         self._block_s = block_s
+        self.takes_time = block_s > 0.0
         self.copied_s = 0.0
-
-    @property
-    def takes_time(self) -> bool:
-        """Whether copies take time."""
-        return self._block_s > 0.0
 
     def run(self, operation: KvOperation, now_s: float) -> KvResult:
         """See `KvExchange`."""

@@ -253,7 +253,9 @@ def _by_policy(
     return found
 
 
-def cluster_of(policy: str, profile: str = CONFIG.profile, link: KvLink | None = None) -> Any:
+def cluster_of(
+    policy: str, profile: str = CONFIG.profile, link: KvLink | None = None
+) -> SimulatedCluster:
     """Return the workers of a policy, which are also the settings of the real workers."""
     cluster = SimulatedCluster(
         CONFIG,

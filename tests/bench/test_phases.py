@@ -142,7 +142,7 @@ def test_host_times_are_a_line_over_streams() -> None:
 async def test_policies_run_on_real_workers() -> None:
     """Each policy serves all requests of a point on two engines."""
     point = Point(2.0, 1000, 1)
-    (rows,) = [each async for each in measure([point], Settings(3.0), warm=point)]
+    (rows,) = [each async for each in measure([point], Settings(3.0, rounds=1), warm=point)]
     assert [one["policy"] for one in rows] == list(ROLES)
     for one in rows:
         assert (one["real"]["failed_share"], one["real"]["long_prompts"]) == (0.0, 1)
