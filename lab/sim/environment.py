@@ -18,7 +18,6 @@ from msgspec import structs
 from draftgate.backends.core.draft_scores import GRAMMAR
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.steps import StepPlan
-from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.assembly import (
     BLOCK_TOKENS,
@@ -28,6 +27,7 @@ from draftgate.backends.sim.assembly import (
     kv_format_of,
     make_scheduler,
     sim_numerics_class,
+    timed_exchange,
 )
 from draftgate.backends.sim.device_model import ProfileDevice
 from draftgate.backends.sim.engine_costs import HostCost
@@ -198,7 +198,7 @@ class SimEnvironment:
         )
         parts = scheduler, shipped_tokenizer(), max_model_len
         worker = TokenWorker(*parts) if self.delivers_tokens else TextlessWorker(*parts, self.log)
-        exchange = KvExchange(scheduler.blocks, NoMemory())
+        exchange = timed_exchange(scheduler.blocks, profile)
         return SimWorker(worker, SimExecutor(tokens, device), card, exchange)
 
     def _device(self, profile: Profile, index: int) -> ProfileDevice:
