@@ -108,8 +108,10 @@ def reported(
     [
         (
             (1.5, 1.4, 1.6, StopReason.PRECISE),
-            ("At up to 1.5 requests/s (95% interval: 1.4 to 1.6/s), 90% of the requests meet their"
-            " SLO."),
+            (
+                "At up to 1.5 requests/s (95% interval: 1.4 to 1.6/s), 90% of the requests meet"
+                " their SLO."
+            ),
         ),
         (
             (None, 2.0, inf, StopReason.GENERATOR),
