@@ -119,11 +119,18 @@ class PlanAnswer:
                 f"searches that did not converge within {MOST_REQUESTS} requests: {doubtful} of"
                 f" {len(self.search.measured)}. Raise --precision, or use their intervals."
             )
+        if self._missing:
+            console.print(self._missing)
+
+    @property
+    def _missing(self) -> str:
+        """What the search left out."""
         if self.search.interrupted:
-            console.print("the search was interrupted, so a better deployment may exist")
-        elif not self.search.complete:
-            left = len(self.search.unmeasured)
-            console.print(f"--max-simulations ended the search before {left} deployments")
+            return "The search was interrupted, so a better deployment may exist."
+        if self.search.complete:
+            return ""
+        left = len(self.search.unmeasured)
+        return f"--max-simulations ended the search before {left} deployments."
 
     @property
     def _no_deployment(self) -> str:
@@ -162,7 +169,7 @@ class PlanAnswer:
 
     def _body(self, plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"<h1>Plan: {self.question} for {escape(self.load)}</h1>"
-        yield f"<p><strong>{escape(self.sentence)}</strong></p>"
+        yield f"<p><strong>{escape(self.sentence)}</strong> {escape(self._missing)}</p>"
         prices = self.planner.machines.prices
         if self.deployment is not None:
             rows = [

@@ -37,6 +37,7 @@ from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, shipped_t
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.oracle import (
+    INFORMED,
     Knowledge,
     informed_policy,
     informed_scheduler,
@@ -213,7 +214,9 @@ def simulation_policy(spec: str) -> SpeculationPolicy:
     Raises:
         ValueError: the policy is invalid, as in `policies.registry.speculation_policy`.
     """
-    return speculation_policy(spec) if knowledge(spec) is None else informed_policy(spec)
+    if knowledge(spec) is None:
+        return speculation_policy(spec, INFORMED)
+    return informed_policy(spec)
 
 
 def proposer_names(wanted: str | None, profile: Profile, recording: Recording) -> tuple[str, ...]:
