@@ -110,10 +110,13 @@ docs: $(SETUP) ## generate the reference pages
 # Each folder has the manifests of the example with its name.
 CHART := deploy/helm/draftgate
 manifests: ## render the manifests for Kustomize from the Helm chart (needs helm)
+	@mkdir -p build
+	@# helm 4 reports each link of the chart with the level INFO.
 	@for name in gateway-only engine gpu; do \
 	  { echo "# Rendered by make manifests from $(CHART)/examples/$$name.yaml. Change the chart instead."; \
 	    helm template draftgate $(CHART) --namespace draftgate --values $(CHART)/examples/$$name.yaml; \
-	  } > deploy/kubernetes/$$name/manifests.yaml || exit 1; \
+	  } > deploy/kubernetes/$$name/manifests.yaml 2> build/helm.log; status=$$?; \
+	  grep -v '^level=INFO ' build/helm.log >&2; [ $$status -eq 0 ] || exit 1; \
 	done
 
 # For a GPU machine without a network, which has torch, Triton and NumPy.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+_log = logging.getLogger(__name__)
+_reported: set[tuple[str, str, type[Exception]]] = set()
 
 
 def extensions(group: str) -> dict[str, EntryPoint]:
@@ -14,6 +18,23 @@ def extensions(group: str) -> dict[str, EntryPoint]:
     return found | {
         name: EntryPoint(name, value, group) for name, value in _declared().get(group, {}).items()
     }
+
+
+def is_own(entry: EntryPoint) -> bool:
+    """Return whether an entry point is Draftgate's own."""
+    return entry.value.startswith("draftgate.")
+
+
+def report_failure(what: str, method: str, error: Exception) -> None:
+    """Log that an extension failed, once for each method and type of error.
+
+    Args:
+        what: the kind and the name of the extension.
+    """
+    kind = what, method, type(error)
+    if kind not in _reported:
+        _reported.add(kind)
+        _log.warning("%s failed in %s: %r", what, method, error, exc_info=error)
 
 
 def _declared() -> dict[str, dict[str, str]]:

@@ -58,6 +58,7 @@ import msgspec
 from msgspec import Meta
 
 from draftgate.backends.worker_config import TokenPrice
+from draftgate.gateway.decoding_errors import allowed_values, yaml_problem
 from draftgate.policies.quotas import Quota
 from draftgate.policies.types import ServiceLevel
 from draftgate.policies.values import replace
@@ -378,8 +379,10 @@ def read_accounts(
     ]
     if path is None:
         return Accounts(listed)
+    written = b""
     try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=_File)
+        written = path.read_bytes()
+        found = msgspec.yaml.decode(written, type=_File)
         if len({team.name for team in found.teams}) < len(found.teams):
             raise ValueError("two teams have the same name")
         return Accounts([*found.keys, *listed], found.teams, found.prices)
@@ -387,15 +390,17 @@ def read_accounts(
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_with_hint(str(error))}") from None
-    except msgspec.DecodeError as error:  # the message quotes the file, which has keys
-        line = re.search(r"line \d+", str(error))
-        raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {yaml_problem(error.__context__, written)}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def _with_hint(message: str) -> str:
-    """Return an error of msgspec, with the most similar name for an unknown field."""
+    """Return an error of msgspec, with the most similar name or the values that are allowed."""
+    if wrong := re.match("Invalid (?:enum )?value (.*) - at `\\$\\.(.*)`$", message):
+        known = ", ".join(allowed_values(_File, wrong[2]))
+        return f"{wrong[2]}: invalid value {wrong[1]}; known: {known}" if known else message
     found = re.match("Object contains unknown field `(.*?)`(?: - at `\\$\\.?(.*)`)?$", message)
     if found is None:
         return message

@@ -43,13 +43,15 @@ def _chat(where: Listening) -> Iterator[tuple[str, str]]:
 
 
 def _models(node: Node) -> list[tuple[str, str]]:
-    proposers = ", ".join(node.fleet.proposers) or "none"
-    adapters = ", ".join(node.fleet.adapters())
+    known = [model for model in node.models if model.is_known]
+    own = [model for model in known if not model.forwards]
+    proposers = dict.fromkeys(name for model in own for name in model.fleet.proposers)
+    adapters = ", ".join(name for model in own for name in model.fleet.adapters())
     return [
-        *(line for model in node.models if model.is_known for line in _about(model, node)),
+        *(line for model in known for line in _about(model, node, several=len(own) > 1)),
         *([("adapters", adapters)] if adapters else []),
-        *_memory([worker.backend.card for worker in node.fleet.workers]),
-        ("speculation", f"{node.policy.name}; proposers: {proposers}"),
+        *_memory([worker.backend.card for model in own for worker in model.fleet.workers]),
+        ("speculation", f"{node.policy.name}; proposers: {', '.join(proposers) or 'none'}"),
     ]
 
 
@@ -66,15 +68,21 @@ def _chats(node: Node) -> bool:
     return known and first.served.tokenizer.tool_template is not None
 
 
-def _about(model: ModelService, node: Node) -> Iterator[tuple[str, str]]:
-    """Yield the lines about a model, or about the upstreams."""
+def _about(model: ModelService, node: Node, *, several: bool) -> Iterator[tuple[str, str]]:
+    """Yield the lines about a model, or about the upstreams.
+
+    Args:
+        several: whether the node has several models of its own, which the lines then distinguish.
+    """
     if model.forwards:
         yield "upstreams", _addresses(model)
         return
-    yield "model", _described(model, node)
+    first = several and model is node.models[0]
+    yield "model", _described(model, node) + (", the default" if first else "")
     defaults = model.served.defaults().given()
     if defaults:
-        yield "defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        yield "defaults", values + (f" ({model.served.name})" if several else "")
 
 
 def _described(model: ModelService, node: Node) -> str:

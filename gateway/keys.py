@@ -86,8 +86,12 @@ class CreatedKey(msgspec.Struct, frozen=True):
     former: tuple[FormerSecret, ...] = ()
 
     def is_valid(self, now_s: float) -> bool:
-        """Return whether the present secret is accepted."""
-        return self.expires_s is None or now_s < self.expires_s
+        """Return whether the present secret is accepted, which never is one of an operator.
+
+        Otherwise, whoever can write to the store could become an operator.
+        """
+        ends = self.expires_s is not None and self.expires_s <= now_s
+        return not ends and self.account.sees_tenant is not None
 
     def former_at(self, now_s: float) -> tuple[FormerSecret, ...]:
         """Return the earlier secrets that are accepted."""
@@ -227,11 +231,13 @@ class Keys:
 
         Raises:
             KeyConflict: the name exists, there are too many keys, or the node needs no keys.
-            InvalidRequest: the team does not exist.
+            InvalidRequest: the team does not exist, or the role is that of operators.
             Unavailable: the store does not respond.
         """
         name, secret, now_s = account.name, _new_secret(), self._now_s()
         self._check_team(account.team)
+        if account.sees_tenant is None:
+            raise invalid("role", "must be tenant or metrics: operators are in the key file only")
         expires_s = None if expires_in_s is None else now_s + expires_in_s
         key = CreatedKey(_with_secret(account, secret), now_s, expires_s)
 
@@ -416,17 +422,9 @@ def key_files(config: ServeConfig) -> WatchedFiles[Accounts]:
 
 
 def _log_change(done: KeyChange) -> None:
-    log(
-        logging.INFO,
-        "an API key has changed",
-        action=done.action.value,
-        key=done.key,
-        fingerprint=done.fingerprint,
-        by=done.by,
-        by_fingerprint=done.by_fingerprint,
-        client=done.client,
-        grace_s=done.grace_s,
-    )
+    fields = msgspec.to_builtins(done)
+    del fields["at"]  # the log has the time itself
+    log(logging.INFO, "an API key has changed", **fields)
 
 
 def _new_secret() -> str:

@@ -6,17 +6,19 @@ Only this module of `policies` reads files or package metadata.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from draftgate.extensions import extensions
+from draftgate.extensions import extensions, is_own, report_failure
 from draftgate.policies.admission.bounded import Bounded, Unbounded
 from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.batching import FixedBudget, Slack
+from draftgate.policies.guarded import GUARDS
 from draftgate.policies.ordering.fair import Fair
 from draftgate.policies.ordering.single import edf, fcfs
 from draftgate.policies.phases.apart import OneWorker, Separate, Splitwise
@@ -131,7 +133,8 @@ def without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
 class _Family(Generic[Policy]):
     """Policies of one kind, which entry points of `draftgate.policies.KIND` extend.
 
-    An entry point is a factory that takes the argument of the name, or "" without one.
+    An entry point is a factory that takes the argument of the name, or "" without one. Policies of
+    other packages are guarded (`policies.guarded`).
     """
 
     def __init__(
@@ -152,8 +155,11 @@ class _Family(Generic[Policy]):
         self._notations = {re.split(r"\W", text)[0]: text for text in with_argument}
         self._built_in |= dict(zip(self._notations, with_argument.values(), strict=True))
 
-    def build(self, spec: str) -> Policy:
+    def build(self, spec: str, also: Sequence[str] = ()) -> Policy:
         """Return the policy for `NAME` or `NAME:ARGUMENT`.
+
+        Args:
+            also: further names that the caller accepts, for the message about an unknown policy.
 
         Raises:
             ValueError: the argument is invalid, or the policy is unknown (the message lists the
@@ -168,10 +174,15 @@ class _Family(Generic[Policy]):
                 policy: Policy = found[name].load()(argument)
             except (ImportError, AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{self._kind} policy {spec!r}: {error}") from error
-            return policy
-        names = sorted(self._built_in.keys() | found.keys())
+            return policy if is_own(found[name]) else self._guarded(policy, spec)
+        names = sorted(self._built_in.keys() | found.keys() | set(also))
         known = ", ".join(self._notations.get(one, one) for one in names)
         raise ValueError(f"unknown {self._kind} policy {spec!r}; known: {known}")
+
+    def _guarded(self, policy: Policy, spec: str) -> Policy:
+        what = f"{self._kind} policy {spec}"
+        guarded: Policy = GUARDS[self._kind](policy, partial(report_failure, what))
+        return guarded
 
 
 speculation_policy: Final = _Family[SpeculationPolicy](

@@ -18,11 +18,11 @@ from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.generation_defaults import read_generation_defaults
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.kv_transfer.format import KvFormat
 from draftgate.backends.sim.acceptance import ConstantAcceptance
 from draftgate.backends.sim.device_model import DeviceModel, ProfileDevice, ServiceTimeDevice
 from draftgate.backends.sim.grammar_tokens import GrammarTokens
+from draftgate.backends.sim.kv_link import TimedExchange
 from draftgate.backends.sim.model import SimExecutor, SimProposer
 from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary, shipped_tokenizer
@@ -53,7 +53,7 @@ class SimWorker:
     worker: WorkerCore
     executor: SimExecutor
     card: ModelCard
-    exchange: KvExchange
+    exchange: TimedExchange
 
 
 WorkerBuilder = Callable[[WorkerConfig], SimWorker]
@@ -116,7 +116,7 @@ def serving_worker(config: WorkerConfig) -> SimWorker:
     )
     grammars = LlGrammars(tokenizer, eos_ids)
     worker = WorkerCore(scheduler, tokenizer, max_model_len, grammars)
-    exchange = KvExchange(scheduler.blocks, NoMemory())
+    exchange = timed_exchange(scheduler.blocks, profile)
     return SimWorker(worker, SimExecutor(tokens, device, forms), card, exchange)
 
 
@@ -128,6 +128,11 @@ def sim_numerics_class(profile: Profile) -> str:
 def kv_format_of(profile: Profile) -> KvFormat:
     """Return a format with the profile's bytes per token."""
     return KvFormat(sim_numerics_class(profile), "uint8", BLOCK_TOKENS, 1, profile.kv_token_bytes)
+
+
+def timed_exchange(blocks: KvBlocks, profile: Profile) -> TimedExchange:
+    """Return the access of other workers to the blocks of a worker with a profile."""
+    return TimedExchange(blocks, BLOCK_TOKENS * profile.kv_token_bytes / profile.kv_copy_bytes_s)
 
 
 def num_blocks(config: WorkerConfig, profile: Profile) -> int:

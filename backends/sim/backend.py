@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import Context, copy_context
 from typing import Final
@@ -15,7 +16,6 @@ from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.kv_transfer.exchange import (
     ExportBlocks,
-    KvExchange,
     KvOperation,
     KvResult,
 )
@@ -25,8 +25,9 @@ from draftgate.backends.kv_transfer.transfer import (
     OperatedBlocks,
     blocks_per_chunk,
 )
+from draftgate.backends.kv_transfer.turns import QueuedOperation, TransferTurns
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
-from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
+from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink, TimedExchange
 from draftgate.backends.sim.model import SimExecutor
 from draftgate.backends.streams import DeltaSinks
 from draftgate.backends.tokenizer import Tokenizer
@@ -43,7 +44,8 @@ class SimBackend(OperatedBlocks):
     """Runs requests on a simulated device. All code except the forward pass is production code.
 
     The backend implements `Backend` and `KvEndpoint` of `backends.base`. Its KV blocks have no
-    bytes, and take the time of a link.
+    bytes, and take the time of a link. If the profile has a rate for copies, they also take the
+    turns between steps in which a real worker copies blocks (`TransferTurns`).
     """
 
     recovers = False
@@ -83,7 +85,10 @@ class SimBackend(OperatedBlocks):
         self._worker: WorkerCore
         self._executor: SimExecutor
         self._card: ModelCard
-        self._exchange: KvExchange
+        self._exchange: TimedExchange
+        self._transfers = deque[QueuedOperation]()
+        self._transfer_turns: TransferTurns
+        self._operations = set[asyncio.Future[KvResult]]()  # without a result
 
     @property
     def card(self) -> ModelCard:
@@ -116,14 +121,16 @@ class SimBackend(OperatedBlocks):
         self._now_s = loop.time
         built = self._build(self._config)
         self._worker, self._executor, self._card = built.worker, built.executor, built.card
-        self._exchange = built.exchange
+        exchange = self._exchange = built.exchange
+        self._transfer_turns = TransferTurns(
+            exchange, self._transfers, lambda: loop.time() + exchange.copied_s
+        )
         self._loop, self._context = loop, copy_context()
         self._wake()
 
     async def stop(self) -> None:
         """Stop immediately. Open requests end with `BackendFailed`."""
-        self._failure = self._failure or "the worker was stopped"
-        self._sinks.fail(self._failure)
+        self._fail(self._failure or "the worker was stopped")
         if self._turn is not None:
             self._turn.cancel()
 
@@ -159,12 +166,23 @@ class SimBackend(OperatedBlocks):
         return 0 if form is None else form.block_bytes
 
     def operate(self, operation: KvOperation) -> asyncio.Future[KvResult]:
-        """Run an operation on the KV blocks immediately."""
+        """Run an operation on the KV blocks, between two steps if copies take time."""
         if self._failure is not None or self._loop is None:
             raise BackendFailed(self._failure or "the worker was not started")
-        done: asyncio.Future[KvResult] = self._loop.create_future()
-        done.set_result(self._exchange.run(operation, self._now_s()))
-        return done
+        result: asyncio.Future[KvResult] = self._loop.create_future()
+        if not self._exchange.takes_time:
+            result.set_result(self._exchange.run(operation, self._now_s()))
+            return result
+
+        def done(found: KvResult) -> None:
+            if not result.done():
+                result.set_result(found)
+
+        self._operations.add(result)
+        result.add_done_callback(self._operations.discard)
+        self._transfers.append((operation, done))
+        self._wake()
+        return result
 
     async def pull_blocks(
         self, hashes: Sequence[bytes], *, urgent: bool = False
@@ -184,15 +202,19 @@ class SimBackend(OperatedBlocks):
         if not idle_s and chunks * chunk_s > TOGETHER_S:
             chunks = max(int(TOGETHER_S / chunk_s), 1)
         blocks = chunks * chunk_blocks
+        # Workers copy between their steps, and so chunk by chunk.
+        each = chunk_blocks if self._exchange.takes_time else blocks
         for begin in range(0, len(hashes), blocks):
-            part = tuple(hashes[begin : begin + blocks])
-            chunk = await self.operate(ExportBlocks(part, urgent))
-            assert isinstance(chunk, KvChunk)
+            end = min(begin + blocks, len(hashes))
+            parts = [tuple(hashes[n : min(n + each, end)]) for n in range(begin, end, each)]
+            found = await asyncio.gather(*(self.operate(ExportBlocks(p, urgent)) for p in parts))
+            exported = [one for one in found if isinstance(one, KvChunk) and one.hashes]
+            number = sum(len(one.hashes) for one in exported)
             waited_s = idle_s if begin else link.latency_s
-            await asyncio.sleep(waited_s + len(chunk.hashes) * block_s)
-            if chunk.hashes:
+            await asyncio.sleep(waited_s + number * block_s)
+            for chunk in exported:
                 yield chunk
-            if len(chunk.hashes) < len(part):
+            if number < end - begin:
                 return
 
     def _end(self, request_id: str, cancelled: bool) -> None:
@@ -204,6 +226,14 @@ class SimBackend(OperatedBlocks):
         if self._turn is None and self._loop is not None and self._failure is None:
             self._turn = self._loop.call_soon(self._begin_steps, context=self._context)
 
+    def _fail(self, reason: str) -> None:
+        """End all requests and operations."""
+        self._failure = reason
+        self._sinks.fail(reason)
+        for result in tuple(self._operations):
+            if not result.done():
+                result.set_exception(BackendFailed(reason))
+
     def _begin_steps(self) -> None:
         """Plan the first step after an idle time."""
         self._due_s = self._now_s()
@@ -214,27 +244,32 @@ class SimBackend(OperatedBlocks):
         try:
             self._run_steps()
         except Exception as error:  # noqa: BLE001 - the open requests report it
-            self._failure = f"{type(error).__name__}: {error}"
-            self._sinks.fail(self._failure)
+            self._fail(f"{type(error).__name__}: {error}")
 
     def _run_steps(self) -> None:
         """Run steps until the loop has other work, or the worker is idle."""
         worker, executor, now = self._worker, self._executor, self._now_s
+        transfers, exchange = self._transfer_turns, self._exchange
         while self._failure is None:
+            exchange.copied_s = 0.0
             if self._under_way is not None:
                 (plan, result), self._under_way = self._under_way, None
                 self._sinks.deliver(worker.complete(plan, result, now()))
+                if exchange.takes_time:
+                    transfers.take_busy()
             ahead = self._ahead
             following = ahead or worker.plan(now())
             if following is None:
-                self._turn = None
+                copying = exchange.takes_time and transfers.take_idle()
+                self._turn = self._copy_for(exchange.copied_s) if copying else None
                 return
             result = executor.execute(following)
             # Each step is due a step time after the due time of the last step, so late timers do
             # not add up. But no device compensates for a host that delayed it by more than a step.
             now_s = now()
             waited_s = executor.host_s if ahead is None else executor.host_s - self._overlapped_s
-            started_s = max(self._due_s, now_s - result.step_s) + max(waited_s, 0.0)
+            waited_s = max(waited_s, 0.0) + exchange.copied_s
+            started_s = max(self._due_s, now_s - result.step_s) + waited_s
             self._due_s = started_s + result.step_s
             self._ahead = worker.plan_ahead(following, now_s) if executor.launches_ahead else None
             self._overlapped_s = result.step_s
@@ -243,6 +278,11 @@ class SimBackend(OperatedBlocks):
             if not self._skip_time(seconds):
                 self._turn = self._run_after(seconds)
                 return
+
+    def _copy_for(self, seconds: float) -> asyncio.Handle:
+        """Copy blocks for some seconds while no step is due, and then look for work."""
+        assert self._loop is not None
+        return self._loop.call_later(seconds, self._begin_steps, context=self._context)
 
     def _run_after(self, seconds: float) -> asyncio.Handle:
         assert self._loop is not None

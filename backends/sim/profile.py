@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ DEFAULT_KV_BYTES: Final = 1 << 30
 DEFAULT_RECORDING: Final = "draftgate-demo"
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
+_BytesPerSecond = Annotated[float, msgspec.Meta(gt=0)]
 _Dollars = Annotated[float, msgspec.Meta(ge=0)]
 _Watts = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -57,6 +59,7 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     format: Literal["profile/1", "profile/2"] = "profile/1"
     host: HostCost = HostCost()
     step_host_s: _Seconds | None = None
+    kv_copy_bytes_s: _BytesPerSecond | None = None
     recording: str = DEFAULT_RECORDING
     price_per_hour_usd: _Dollars | None = None
     power_w: _Watts | None = None
@@ -92,6 +95,8 @@ class Profile:
         draft: cost of drafting, by proposer.
         host: cost of planning and accounting.
         step_host_s: seconds of the host that the step times of `cost` include, or None if unknown.
+        kv_copy_bytes_s: bytes per second at which the worker's thread copies KV blocks between two
+            steps, or infinity if copies take no time of the worker.
         kv_token_bytes: KV memory of one token in bytes.
         kv_bytes: memory of the device's KV cache in bytes.
         recording: texts of the model that a simulation replays, a shipped name or a file.
@@ -105,6 +110,7 @@ class Profile:
     draft: Mapping[str, DraftCost] = field(default_factory=dict)
     host: HostCost = field(default_factory=HostCost)
     step_host_s: float | None = None
+    kv_copy_bytes_s: float = math.inf
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
     kv_bytes: int = DEFAULT_KV_BYTES
     recording: str = DEFAULT_RECORDING
@@ -201,6 +207,7 @@ def _profile(name: str, read: _ProfileFile) -> Profile:
         draft,
         read.host,
         read.step_host_s,
+        math.inf if read.kv_copy_bytes_s is None else read.kv_copy_bytes_s,
         read.kv_token_bytes,
         read.kv_bytes,
         read.recording,

@@ -103,6 +103,12 @@ def on_core(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def pin(pid: int, core: int) -> None:
+    """Pin a running process with all its threads to a core."""
+    for thread in (_PROC / str(pid) / "task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
 def start(
     command: Sequence[str], core: int | None, log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:

@@ -24,13 +24,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance
+from bench.harness.study import running_study
 from draftgate.lab.plan.answer import search_as_json
 from draftgate.lab.plan.goodput import PLACEMENT
 from draftgate.lab.plan.machines import MachineTypes
 from draftgate.lab.plan.planner import Planner, link_of, targets_of
 from draftgate.lab.plan.sources import TraceSource
-from draftgate.lab.planning.best_deployment import Measured
+from draftgate.lab.planning.best_deployment import Measured, Report
 from draftgate.lab.planning.deployments import Budget, Deployment, Group, deployments
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.types import Slo
@@ -159,40 +160,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 seed=seed,
             )
 
+        results: dict[str, Any] = {
+            "format": "distserve/1",
+            **facts,
+            "settings": {
+                "ttft_ms": TTFT_MS,
+                "tpot_ms": TPOT_MS,
+                "share": SHARE,
+                "precision": args.precision,
+                "means": MEANS,
+            },
+            "paper_per_gpu": PAPER_RPS,
+            "apart": [],
+            "search": None,
+        }
         paper = Deployment((Group("a100x2", Role.PREFILL, 1), Group("a100x1", Role.DECODE, 1)))
-        apart = []
-        for seed in range(args.seeds):
-            one = planner(1000 * seed)
-            found = one.measure(one.candidate(paper, paper.total(machines.prices)))
-            apart.append({"seed": 1000 * seed, **per_gpu(found, gpus_of)})
-            print(apart[-1], f"DistServe: {PAPER_RPS}", flush=True)
-        began_s, one = cpu_s(), planner(0)
-        budget = Budget({name: float(gpus) for name, gpus in gpus_of.items()}, 4.0)
-        every = list(deployments(machines.names, [budget], 4))
-        search = one.search(one.candidates(every, machines.prices), len(every))
-        assert search.best is not None
-        best = per_gpu(search.best, gpus_of)
-        print(best, f"{len(every)} deployments in {cpu_s() - began_s:.0f} s of CPU time")
-    results = {
-        "format": "distserve/1",
-        **facts,
-        "settings": {
-            "ttft_ms": TTFT_MS,
-            "tpot_ms": TPOT_MS,
-            "share": SHARE,
-            "precision": args.precision,
-            "means": MEANS,
-        },
-        "paper_per_gpu": PAPER_RPS,
-        "apart": apart,
-        "search": {
-            "deployments": len(every),
-            "cpu_s": round(cpu_s() - began_s, 1),
-            "best": best,
-            **search_as_json(search),
-        },
+        with running_study(args.json, results, "deployments") as progress:
+            for number in range(args.seeds):
+                one = planner(1000 * number)
+                found = one.measure(one.candidate(paper, paper.total(machines.prices)))
+                results["apart"].append({"seed": 1000 * number, **per_gpu(found, gpus_of)})
+                print(results["apart"][-1], f"DistServe: {PAPER_RPS}", flush=True)
+                progress.report("DistServe's, by seed", number + 1, args.seeds)
+            results["search"] = searched(planner(0), gpus_of, progress.report)
+
+
+def searched(planner: Planner, gpus: Mapping[str, int], report: Report) -> dict[str, Any]:
+    """Return the search for the best deployment of at most four GPUs.
+
+    Raises:
+        KeyboardInterrupt: the search was interrupted.
+    """
+    began_s, machines = cpu_s(), planner.machines
+    budget = Budget({name: float(count) for name, count in gpus.items()}, 4.0)
+    every = list(deployments(machines.names, [budget], 4))
+    search = planner.search(planner.candidates(every, machines.prices), len(every), report)
+    if search.interrupted:
+        raise KeyboardInterrupt
+    assert search.best is not None
+    best, used_s = per_gpu(search.best, gpus), cpu_s() - began_s
+    print(best, f"{len(every)} deployments in {used_s:.0f} s of CPU time")
+    return {
+        "deployments": len(every),
+        "cpu_s": round(used_s, 1),
+        "best": best,
+        **search_as_json(search),
     }
-    write_results(args.json, results)
 
 
 if __name__ == "__main__":

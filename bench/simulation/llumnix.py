@@ -24,18 +24,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from time import process_time
 from typing import Any, Final
 
-from bench.harness.provenance import bench_parser, cpu_name, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, cpu_name, simulated_provenance
+from bench.harness.study import running_study
 from bench.simulation.autoscaling import Autoscaler
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.profile import Profile, load_profile
@@ -298,13 +299,20 @@ def ratios(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> di
     return result
 
 
-def results_of(experiment: Experiment, size: Size, seeds: Sequence[int]) -> dict[str, Any]:
+def results_of(
+    experiment: Experiment,
+    size: Size,
+    seeds: Sequence[int],
+    report: Callable[[str, int, int], None] = lambda _experiment, _done, _of: None,
+) -> dict[str, Any]:
     """Simulate all variants of an experiment, and compare them with the first one."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for variant in experiment.variants:
-        found[variant.name] = [run(experiment, variant, size, seed) for seed in seeds]
-        for row in found[variant.name]:
-            print(experiment.name, experiment.share, variant.name, _line(row), flush=True)
+    runs = list(product(experiment.variants, seeds))
+    for done, (variant, seed) in enumerate(runs, 1):
+        row = run(experiment, variant, size, seed)
+        found.setdefault(variant.name, []).append(row)
+        print(experiment.name, experiment.share, variant.name, _line(row), flush=True)
+        report(f"{experiment.name} at {experiment.share:g}", done, len(runs))
     base = found[experiment.variants[0].name]
     compared = {name: ratios(rows, base) for name, rows in found.items() if rows is not base}
     return {**asdict(experiment), "rows": found, "ratios": compared}
@@ -329,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", default="0,1")
     args = parser.parse_args(arguments)
     size, seeds = Size(args.instances, args.requests), [int(one) for one in args.seeds.split(",")]
-    results = {
+    results: dict[str, Any] = {
         "format": "llumnix/1",
         **simulated_provenance("llumnix", arguments),
         "machine": cpu_name(),
@@ -339,9 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seeds": seeds,
         "experiments": [],
     }
-    for experiment in _chosen(args.only):
-        results["experiments"].append(results_of(experiment, size, seeds))
-        write_results(args.json, results)  # also if a later experiment is stopped
+    with running_study(args.json, results, "runs") as progress:
+        for experiment in _chosen(args.only):
+            found = results_of(experiment, size, seeds, progress.report)
+            results["experiments"].append(found)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Final
 
-from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance
+from bench.harness.study import running_study
 from draftgate.lab.plan.machines import Rentable, with_engine
 from draftgate.lab.plan.solver import silent_solver
 from draftgate.lab.planning.histogram import PlannedLength
@@ -131,24 +132,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", default="vllm-2024,vllm,draftgate")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args(arguments)
-    facts, started_s = simulated_provenance("melange", arguments), time.process_time()
-    with silent_solver():
-        found = [
-            one for engine in args.engines.split(",") for one in rows(engine, range(args.seeds))
-        ]
-    print("\n".join(table(found)))
-    results = {
+    engines, seeds, started_s = args.engines.split(","), range(args.seeds), time.process_time()
+    total = len(engines) * len(seeds) * len(DATASETS) * len(TARGETS_S) * len(RATES)
+    results: dict[str, Any] = {
         "format": "melange/1",
-        **facts,
-        "cpu_s": round(time.process_time() - started_s, 1),
+        **simulated_provenance("melange", arguments),
+        "cpu_s": None,
         "profiles": {
             name: Rentable.load(name, "ngram").profile.source
-            for engine in args.engines.split(",")
+            for engine in engines
             for name in with_engine(PROFILES, engine)
         },
-        "rows": found,
+        "rows": [],
     }
-    write_results(args.json, results)
+    with running_study(args.json, results, "rates") as progress:
+        with silent_solver():
+            for row in (row for engine in engines for row in rows(engine, seeds)):
+                results["rows"].append(row)
+                progress.report("mixes", len(results["rows"]), total)
+        results["cpu_s"] = round(time.process_time() - started_s, 1)
+    print("\n".join(table(results["rows"])))
 
 
 if __name__ == "__main__":

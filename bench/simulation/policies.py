@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance
+from bench.harness.study import running_study
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.recording import Recording, load_recording
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = recorded.tuning() if args.tuning else recorded.held_out()
     policies = ATTRIBUTED if args.attribute else POLICIES
     study = Study(config, recording, args.requests, args.seeds, policies)
-    results = {
+    results: dict[str, Any] = {
         "format": "policies/1",
         **simulated_provenance("policies", arguments),
         "profile": load_profile(args.profile).source,
@@ -240,11 +241,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "proposer": args.proposer,
             "promised": {name: [slo.ttft_s, slo.tpot_s] for name, slo in SERVICE_LEVELS.items()},
         },
-        "cells": list(
-            cells(study, args.workloads.split(","), [float(x) for x in args.shares.split(",")])
-        ),
+        "cells": [],
     }
-    write_results(args.json, results)
+    workloads, shares = args.workloads.split(","), [float(x) for x in args.shares.split(",")]
+    with running_study(args.json, results, "loads") as progress:
+        for cell in cells(study, workloads, shares):
+            results["cells"].append(cell)
+            done, total = len(results["cells"]), len(workloads) * len(shares)
+            progress.report("simulating", done, total)
 
 
 if __name__ == "__main__":

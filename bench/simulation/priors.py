@@ -21,7 +21,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance
+from bench.harness.study import running_study
 from draftgate.backends.core.drafts import ROOT
 from draftgate.backends.recording import Guess, Text
 from draftgate.lab.sim.recording import Recording, load_recording
@@ -287,25 +288,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench priors`."""
     args = bench_parser("priors", __doc__).parse_args(arguments)
     recordings = {name: load_recording(name) for name in NAMES}
-    fitted = {name: fit_effects(recordings, name) for name in FITTED}
-    results = {
+    results: dict[str, Any] = {
         "format": "priors/1",
         **simulated_provenance("priors", arguments),
         "recordings": {name: one.source for name, one in recordings.items()},
-        "effects": {name: one._asdict() for name, one in fitted.items()},
-        "forecasts": {
-            f"{name}, temperature {temperature:g}": judged(recording, "ngram", temperature)
-            for name, recording in recordings.items()
-            for temperature in sorted({one.temperature for one in _texts(recording, held_out=True)})
-        },
+        "effects": {},
+        "forecasts": {},
     }
-    page = [f"{name}: {one}" for name, one in fitted.items()]
-    for title, one in results["forecasts"].items():
-        page += ["", f"{title}: Brier score of {one['drafts']} drafts after learning from texts"]
-        for name, scores in one["brier"].items():
-            page.append(f"{name:<28}" + "  ".join(f"{n}: {score}" for n, score in scores.items()))
-    print("\n".join(page))
-    write_results(args.json, results)
+    judging = [
+        (name, temperature)
+        for name, one in recordings.items()
+        for temperature in sorted({text.temperature for text in _texts(one, held_out=True)})
+    ]
+    with running_study(args.json, results, "parts") as progress:
+        for done, name in enumerate(FITTED, 1):
+            effects = fit_effects(recordings, name)
+            results["effects"][name] = effects._asdict()
+            print(f"{name}: {effects}")
+            progress.report("effects of proposers", done, len(FITTED))
+        for done, (name, temperature) in enumerate(judging, 1):
+            title = f"{name}, temperature {temperature:g}"
+            one = results["forecasts"][title] = judged(recordings[name], "ngram", temperature)
+            print(f"\n{title}: Brier score of {one['drafts']} drafts after learning from texts")
+            for start, scores in one["brier"].items():
+                print(f"{start:<28}" + "  ".join(f"{n}: {score}" for n, score in scores.items()))
+            progress.report("forecasts", done, len(judging))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from bench.harness.provenance import bench_parser, simulated_provenance, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance
+from bench.harness.study import running_study
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import POOLS, Simulation
 from draftgate.lab.plan.machines import CONFIG
@@ -408,14 +409,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             },
             "clusters": [],
         }
-        for text in args.clusters.split(","):
-            row = study.throughput(Cluster.parse(text))
-            results["clusters"].append(row)
-            write_results(args.json, results)  # a study that is interrupted keeps its clusters
-            print(
-                f"{row['deployment']}, {row['batching']}: {row['throughput_rps']} requests/s"
-                f" ({row['interval_rps']}) for {row['usd_per_hour']:.2f} USD/h"
-            )
+        clusters = [Cluster.parse(text) for text in args.clusters.split(",")]
+        with running_study(args.json, results, "clusters") as progress:
+            for done, cluster in enumerate(clusters, 1):
+                row = study.throughput(cluster)
+                results["clusters"].append(row)
+                print(
+                    f"{row['deployment']}, {row['batching']}: {row['throughput_rps']} requests/s"
+                    f" ({row['interval_rps']}) for {row['usd_per_hour']:.2f} USD/h"
+                )
+                progress.report("simulating", done, len(clusters))
 
 
 if __name__ == "__main__":

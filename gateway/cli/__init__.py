@@ -232,6 +232,7 @@ BENCHES: Final = {
     "moves": "bench.gateway.moves",
     "full-memory": "bench.gateway.full_memory",
     "batch": "bench.gateway.batch",
+    "phases": "bench.gateway.phases",
     "store": "bench.gateway.store",
 }
 """Benchmarks that measure this machine."""

@@ -41,6 +41,7 @@ from draftgate.gateway.config.values import (
     read_url,
     read_urls,
 )
+from draftgate.gateway.decoding_errors import yaml_problem
 
 ENV_PREFIX: Final = "DRAFTGATE_"
 
@@ -302,16 +303,14 @@ def effective_config(
 def _read_file(path: Path, known: set[str]) -> dict[str, object]:
     import yaml
 
+    written = b""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        written = path.read_bytes()
+        content = yaml.safe_load(written.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except yaml.MarkedYAMLError as error:  # its text quotes the file, which may have keys
-        mark = error.problem_mark
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}: not YAML{line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise ConfigError(f"{path}: not YAML") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {yaml_problem(error, written)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

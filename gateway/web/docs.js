@@ -129,8 +129,15 @@ function canTry(method, path, { requestBody, responses: found }) {
   return requestBody ? Object.keys(examples ?? {}).length > 0 : kinds.some((kind) => kind !== "text/event-stream");
 }
 
+/** The only type of an operation's body and its schema, which is undefined without a body. */
+function bodyOf({ requestBody }) {
+  const [kind, media] = Object.entries(requestBody?.content ?? {})[0] ?? [];
+  const schema = media?.schema;
+  return { kind, media, schema: schema?.$ref ? schemas[schema.$ref.slice(REF.length)] : schema };
+}
+
 function operation(method, path, one) {
-  const media = one.requestBody?.content[JSON_TYPE];
+  const { kind, media, schema } = bodyOf(one);
   const given = one.parameters.map(({ name, in: place, required, schema, description }) => ({
     name,
     note: required ? `${place}, required` : place,
@@ -139,7 +146,7 @@ function operation(method, path, one) {
   }));
   return [
     ...(canTry(method, path, one) ? trial(method, path, media) : []),
-    ...(media ? [make("h3", {}, "Body"), ...schemaOf(media.schema.$ref ? schemas[media.schema.$ref.slice(REF.length)] : media.schema)] : []),
+    ...(schema ? [make("h3", {}, kind === JSON_TYPE ? "Body" : `Body (${kind})`), ...schemaOf(schema)] : []),
     make("h3", {}, "Parameters"),
     fields(given),
     make("h3", {}, "Responses"),
@@ -148,10 +155,9 @@ function operation(method, path, one) {
 }
 
 /** The words by which an operation is found: its path, its summary and the fields of its body. */
-function wordsOf(method, path, { summary, requestBody }) {
-  const ref = requestBody?.content[JSON_TYPE]?.schema.$ref;
-  const names = ref ? Object.keys(schemas[ref.slice(REF.length)].properties ?? {}) : [];
-  return [method, path, summary, ...names].join(" ").toLowerCase();
+function wordsOf(method, path, one) {
+  const names = Object.keys(bodyOf(one).schema?.properties ?? {});
+  return [method, path, one.summary, ...names].join(" ").toLowerCase();
 }
 
 function show({ info, paths, components }) {

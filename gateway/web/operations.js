@@ -37,7 +37,7 @@ function stateOf(model, workers) {
 
 async function showServers() {
   const [{ data }, { workers }, health] = await Promise.all([getJson("/v1/models"), getJson("/workers"), getHealth()]);
-  const reasons = new Map(health.workers.map((one) => [one.worker_id, one.reason ?? ""]));
+  const reasons = new Map(health.workers.map((one) => [one.id, one.reason ?? ""]));
   const models = data.map((one) => [
     one.id + (one.simulated ? " (simulator)" : ""),
     ...stateOf(one, workers),

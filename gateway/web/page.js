@@ -45,6 +45,7 @@ async function findOutage() {
   try {
     const { status, reason, workers } = await getHealth();
     if (status === "failed") return { message: `The node has failed: ${reason}`, state: status };
+    if (status === "unavailable") return { message: `No worker serves: ${reason}`, state: "failed" };
     if (status !== "ready") return { message: `The node is ${status}.`, state: status };
     const reasons = workers.map((worker) => worker.reason);
     if (reasons.length && reasons.every(Boolean)) {

@@ -59,7 +59,10 @@ function fitTab() {
 
 /** Offer what the chosen model supports. Models of other servers do not report it. */
 function fitModel() {
-  const { proposers, simulated = false } = model();
+  const { proposers, simulated = false, default_parameters: usual } = model();
+  // An empty field is not sent. A checkpoint without a default has that of the API.
+  byId("temperature").placeholder = usual ? `${usual.temperature ?? 1} by default` : "the server's default";
+  byId("top-p").placeholder = usual ? `${usual.top_p ?? 1} by default` : "the server's default";
   const modes = MODES.filter((mode) => proposers?.includes(mode));
   choices("mode", [["auto", "auto"], ["off", "off"], ...modes.map((mode) => [mode, NAMES[mode]])]);
   if (proposers) ["target", "grammar", ...proposers].forEach(showInLegend);

@@ -121,14 +121,21 @@ class PlanAnswer:
             )
         if self.search.unlikely:
             console.print(
-                f"not simulated, because their estimated rates are far lower:"
-                f" {len(self.search.unlikely)} deployments"
+                f"{len(self.search.unlikely)} deployments were not simulated, because their"
+                f" estimated rates are far lower."
             )
+        if self._missing:
+            console.print(self._missing)
+
+    @property
+    def _missing(self) -> str:
+        """What the search left out."""
         if self.search.interrupted:
-            console.print("the search was interrupted, so a better deployment may exist")
-        elif not self.search.complete:
-            left = len(self.search.unmeasured)
-            console.print(f"--max-simulations ended the search before {left} deployments")
+            return "The search was interrupted, so a better deployment may exist."
+        if self.search.complete:
+            return ""
+        left = len(self.search.unmeasured)
+        return f"--max-simulations ended the search before {left} deployments."
 
     @property
     def _no_deployment(self) -> str:
@@ -167,7 +174,7 @@ class PlanAnswer:
 
     def _body(self, plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"<h1>Plan: {self.question} for {escape(self.load)}</h1>"
-        yield f"<p><strong>{escape(self.sentence)}</strong></p>"
+        yield f"<p><strong>{escape(self.sentence)}</strong> {escape(self._missing)}</p>"
         prices = self.planner.machines.prices
         if self.deployment is not None:
             rows = [

@@ -6,9 +6,10 @@ prompts and for outputs (Splitwise).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,9 +18,7 @@ from draftgate.lab.plan.options import DeploymentFlags, PlanFiles
 
 if TYPE_CHECKING:
     from draftgate.lab.plan.answer import PlanAnswer
-
-INTERRUPTED: Final = 130
-"""Exit status of a search that Ctrl-C or SIGTERM ended, whose plan has what is known."""
+    from draftgate.lab.planning.best_deployment import Measured, Report
 
 
 class Objective(StrEnum):
@@ -52,27 +51,24 @@ def placement(
     from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import PLACEMENT
     from draftgate.lab.plan.planner import planner_of
-    from draftgate.lab.plan.progress import interruptible
     from draftgate.lab.planning.deployments import Budget, deployments
 
-    try:
+    def search(report: Report) -> PlanAnswer:
         planner = planner_of(flags, PLACEMENT)
         prices = planner.machines.prices
         budgets = [] if max_cost is None else [Budget(prices, max_cost)]
         every = deployments(tuple(prices), budgets, max_machines)
-        with interruptible():
-            found = planner.search(planner.candidates(every, prices), flags.max_simulations)
-            answer = PlanAnswer(
-                "placement", planner, found, None, flags.rate, per="USD", load=flags.load
-            )
-            if found.best is not None:
-                answer = replace(answer, deployment=found.best.candidate.deployment)
-                if flags.rate is not None and not found.interrupted:
-                    deployment, records = planner.enough(found.best, flags.rate)
-                    answer = replace(answer, deployment=deployment, records=records)
-        _finish(answer, files)
-    except (OSError, ValueError) as error:
-        fail(error, BAD_USAGE)
+        candidates, most = planner.candidates(every, prices), flags.max_simulations
+        found = planner.search(candidates, most, report)
+        return PlanAnswer("placement", planner, found, None, flags.rate, per="USD", load=flags.load)
+
+    def confirm(answer: PlanAnswer, best: Measured) -> PlanAnswer:
+        if flags.rate is None:
+            return answer
+        deployment, records = answer.planner.enough(best, flags.rate)
+        return replace(answer, deployment=deployment, records=records)
+
+    _answer(search, confirm, files)
 
 
 def pools(
@@ -101,10 +97,9 @@ def pools(
     from draftgate.lab.plan.answer import PlanAnswer
     from draftgate.lab.plan.goodput import POOLS
     from draftgate.lab.plan.planner import planner_of
-    from draftgate.lab.plan.progress import interruptible
     from draftgate.lab.planning.deployments import Budget, deployments, maximal
 
-    try:
+    def search(report: Report) -> PlanAnswer:
         planner, rate, most = planner_of(flags, POOLS), flags.rate, flags.max_simulations
         machines = planner.machines
         budgets = []
@@ -113,35 +108,66 @@ def pools(
         if max_power_kw is not None:
             budgets.append(Budget(machines.powers, 1e3 * max_power_kw))
         every = deployments(machines.names, budgets, max_machines)
-        with interruptible():
-            if objective is Objective.THROUGHPUT:
-                largest = maximal(every, budgets, max_machines)
-                found = planner.search(planner.candidates(largest), most)
-            else:
-                if rate is None:
-                    raise ValueError(f"--objective {objective} needs --rate")
-                each = machines.prices if objective is Objective.COST else machines.powers
-                found = planner.search_least(planner.candidates(every, each), rate, most)
-            answer = PlanAnswer("pools", planner, found, None, rate, load=flags.load)
-            if found.best is not None:
-                answer = replace(answer, deployment=found.best.candidate.deployment)
-                served_rps = rate or found.best.rate_rps
-                if served_rps is not None and not found.interrupted:
-                    records = planner.records(found.best.candidate.deployment, served_rps)
-                    answer = replace(answer, rate_rps=served_rps, records=records)
-        _finish(answer, files)
-    except (OSError, ValueError) as error:
-        fail(error, BAD_USAGE)
+        if objective is Objective.THROUGHPUT:
+            largest = maximal(every, budgets, max_machines)
+            found = planner.search(planner.candidates(largest), most, report)
+        else:
+            if rate is None:
+                raise ValueError(f"--objective {objective} needs --rate")
+            each = machines.prices if objective is Objective.COST else machines.powers
+            found = planner.search_least(planner.candidates(every, each), rate, most, report)
+        return PlanAnswer("pools", planner, found, None, rate, load=flags.load)
+
+    def confirm(answer: PlanAnswer, best: Measured) -> PlanAnswer:
+        served_rps = answer.rate_rps or best.rate_rps
+        if served_rps is None:
+            return answer
+        records = answer.planner.records(best.candidate.deployment, served_rps)
+        return replace(answer, rate_rps=served_rps, records=records)
+
+    _answer(search, confirm, files)
 
 
-def _finish(answer: PlanAnswer, files: PlanFiles) -> None:
-    """Print an answer and write its files, and exit if the search was interrupted.
+def _answer(
+    search: Callable[[Report], PlanAnswer],
+    confirm: Callable[[PlanAnswer, Measured], PlanAnswer],
+    files: PlanFiles,
+) -> None:
+    """Search, and print and write the answer, of which a signal leaves what is known.
 
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: the plan cannot be written in a requested form.
+    Args:
+        confirm: simulates the best deployment, and returns the final answer.
     """
-    answer.show()
-    files.write(answer.as_plan(), answer.page)
+    from draftgate.loadgen.interruption import interruptible
+    from draftgate.loadgen.report.progress import StepProgress
+
+    first = "simulating the most promising deployments"
+    with interruptible() as interruption:
+        try:
+            with StepProgress(first, "deployments") as progress:
+                answer = search(progress.report)
+            best = answer.search.best
+            if best is not None:
+                answer = replace(answer, deployment=best.candidate.deployment)
+                if not answer.search.interrupted:
+                    answer = _confirmed(answer, best, confirm)
+                if answer.search.interrupted and answer.search.least is None:
+                    # The rate of the question was not simulated with this deployment.
+                    answer = replace(answer, rate_rps=None)
+            answer.show()
+            files.write(answer.as_plan(), answer.page)
+        except (OSError, ValueError) as error:
+            fail(error, BAD_USAGE)
+        except KeyboardInterrupt:
+            fail("interrupted before there was an answer", interruption.status)
     if answer.search.interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interruption.status)
+
+
+def _confirmed(
+    answer: PlanAnswer, best: Measured, confirm: Callable[[PlanAnswer, Measured], PlanAnswer]
+) -> PlanAnswer:
+    try:
+        return confirm(answer, best)
+    except KeyboardInterrupt:
+        return replace(answer, search=replace(answer.search, interrupted=True))

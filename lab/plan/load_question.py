@@ -164,7 +164,10 @@ class LoadQuestion:
         )
         attempts += self._single_types(attempts)
         chosen = best_attempt(attempts, self.share)
-        alone = {name: self.mix_at(chosen.factor or factor, name) for name in self.types}
+        alone = {
+            name: self._alone(name, attempts) or self.mix_at(chosen.factor or factor, name)
+            for name in self.types
+        }
         plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
@@ -206,6 +209,16 @@ class LoadQuestion:
                 if tried[-1].attainment < self.share:
                     break
         return tried
+
+    def _alone(self, name: str, attempts: Sequence[Attempt]) -> Mix | None:
+        """Return the fewest machines of one type that met the share in a simulation, if any."""
+        met = [
+            one.mix
+            for one in attempts
+            if one.attainment >= self.share
+            and not any(count for other, count in one.mix.counts.items() if other != name)
+        ]
+        return min(met, key=lambda mix: mix.counts[name], default=None)
 
     def _drafts(self, one: Rentable) -> Any:
         if self.speculation == OFF:

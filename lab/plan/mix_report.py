@@ -74,7 +74,7 @@ def print_counts(
     table.add_row("all", str(sum(counts.values())), f"{total:.2f}")
     Console().print(table)
     if alone:
-        typer.echo("alone: GPUs of one type for the same over-provisioning, not simulated")
+        typer.echo("alone: GPUs of one type, as simulated, or else for the same over-provisioning")
 
 
 def _alone(one: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import active_children, get_context
 from typing import Final, Self, TypeVar
@@ -17,13 +17,13 @@ from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink
 from draftgate.lab.plan.goodput import CHECKED, Simulation
 from draftgate.lab.plan.machines import AUTO, CONFIG, MachineTypes, check_speculation_flag
 from draftgate.lab.plan.options import DeploymentFlags
-from draftgate.lab.plan.progress import PROGRESS_S, SearchProgress
 from draftgate.lab.plan.sources import Source, classes_of, lengths_of, source_of
 from draftgate.lab.planning.best_deployment import (
     DeploymentCandidate,
     DeploymentSearch,
     Measured,
     Outcome,
+    Report,
     find_best,
     find_least,
 )
@@ -157,7 +157,9 @@ class Planner:
             if self.draft_bounds:
                 yield self.candidate(replace(deployment, drafts=True), weight)
 
-    def search(self, candidates: Iterable[DeploymentCandidate], most: int) -> DeploymentSearch:
+    def search(
+        self, candidates: Iterable[DeploymentCandidate], most: int, report: Report
+    ) -> DeploymentSearch:
         """Simulate candidates briefly, and then those that may be the best precisely.
 
         The simulations run in parallel processes.
@@ -166,30 +168,34 @@ class Planner:
             most: most candidates to simulate.
         """
         possible = [one for one in candidates if one.bound_rps > 0.0]
-        with SearchProgress() as progress, _Processes(progress) as processes:
+        with _Processes() as processes:
             return find_best(
                 possible,
                 lambda pairs: processes.results(self.test, pairs),
                 lambda pairs: processes.results(self.measure, pairs),
                 most,
                 width=processes.width,
-                report=progress.report,
+                report=report,
             )
 
     def search_least(
-        self, candidates: Iterable[DeploymentCandidate], rate_rps: float, most: int
+        self,
+        candidates: Iterable[DeploymentCandidate],
+        rate_rps: float,
+        most: int,
+        report: Report,
     ) -> DeploymentSearch:
         """Simulate candidates to find the one with the least weight that serves a rate.
 
         Args:
             most: most candidates to simulate.
         """
-        with SearchProgress() as progress, _Processes(progress) as processes:
+        with _Processes() as processes:
 
             def holds(one: DeploymentCandidate) -> bool:
                 return all(processes.results(self.holds, [(one, rate_rps)]))
 
-            return find_least(candidates, rate_rps, holds, most, progress.report)
+            return find_least(candidates, rate_rps, holds, most, report)
 
     def test(self, candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         """Return whether a candidate serves a rate, by a short simulation."""
@@ -244,8 +250,7 @@ class Planner:
 class _Processes:
     """Processes that simulate, one for each core, until the search ends or is interrupted."""
 
-    def __init__(self, progress: SearchProgress) -> None:
-        self._progress = progress
+    def __init__(self) -> None:
         self.width = len(os.sched_getaffinity(0))
         self._pool = ProcessPoolExecutor(self.width, get_context("spawn"), _ignore_interrupts)
 
@@ -264,11 +269,8 @@ class _Processes:
         function: Callable[[DeploymentCandidate, float], T],
         pairs: Sequence[tuple[DeploymentCandidate, float]],
     ) -> Iterator[T]:
-        """Yield the results of pairs in order, and show the progress while they are computed."""
+        """Yield the results of pairs in order."""
         for future in [self._pool.submit(function, *pair) for pair in pairs]:
-            while not future.done():
-                wait((future,), timeout=PROGRESS_S)
-                self._progress.tick()
             yield future.result()
 
 

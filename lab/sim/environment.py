@@ -18,7 +18,6 @@ from msgspec import structs
 from draftgate.backends.core.draft_scores import GRAMMAR
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.steps import StepPlan
-from draftgate.backends.kv_transfer.exchange import KvExchange, NoMemory
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.assembly import (
     BLOCK_TOKENS,
@@ -28,6 +27,7 @@ from draftgate.backends.sim.assembly import (
     kv_format_of,
     make_scheduler,
     sim_numerics_class,
+    timed_exchange,
 )
 from draftgate.backends.sim.device_model import ProfileDevice
 from draftgate.backends.sim.engine_costs import HostCost
@@ -37,6 +37,7 @@ from draftgate.backends.sim.tokens import SimulatedTokens, TrueTokens, shipped_t
 from draftgate.backends.types import ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.sim.oracle import (
+    INFORMED,
     Knowledge,
     informed_policy,
     informed_scheduler,
@@ -198,7 +199,7 @@ class SimEnvironment:
         )
         parts = scheduler, shipped_tokenizer(), max_model_len
         worker = TokenWorker(*parts) if self.delivers_tokens else TextlessWorker(*parts, self.log)
-        exchange = KvExchange(scheduler.blocks, NoMemory())
+        exchange = timed_exchange(scheduler.blocks, profile)
         return SimWorker(worker, SimExecutor(tokens, device), card, exchange)
 
     def _device(self, profile: Profile, index: int) -> ProfileDevice:
@@ -213,7 +214,9 @@ def simulation_policy(spec: str) -> SpeculationPolicy:
     Raises:
         ValueError: the policy is invalid, as in `policies.registry.speculation_policy`.
     """
-    return speculation_policy(spec) if knowledge(spec) is None else informed_policy(spec)
+    if knowledge(spec) is None:
+        return speculation_policy(spec, INFORMED)
+    return informed_policy(spec)
 
 
 def proposer_names(wanted: str | None, profile: Profile, recording: Recording) -> tuple[str, ...]:

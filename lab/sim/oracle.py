@@ -42,6 +42,9 @@ _NAME: Final = "oracle"
 
 _PREFIX: Final = "auto+"
 
+INFORMED: Final = (_NAME, f"{_PREFIX}KIND")
+"""The names of policies that only simulations have."""
+
 
 class Knowledge(StrEnum):
     """What a simulated worker may know from the beginning.

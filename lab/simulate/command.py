@@ -6,9 +6,7 @@ The command imports heavy modules when it runs, so that `draftgate --help` start
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
@@ -19,12 +17,10 @@ from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.loadgen.command_line import PlainTyper, flag_values, with_groups
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from draftgate.backends.worker_config import WorkerConfig
     from draftgate.lab.sim.exact_replay import ExactReplay
     from draftgate.lab.sim.recorded_run import RecordedRun
-    from draftgate.lab.simulate.experiment import OnRecord, Setup
+    from draftgate.lab.simulate.experiment import OnRecord, Results, Setup
     from draftgate.loadgen.types import Record
 
 app = PlainTyper("")
@@ -37,9 +33,6 @@ EXCLUDED: Final = (
     *("slo_ttft_ms", "slo_tpot_ms"),
 )
 """Flags that describe other requests than those of a recorded run."""
-
-PROGRESS_S: Final = 10.0
-"""Interval between lines of progress, in seconds, if the output is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,47 +188,72 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""
+    from draftgate.loadgen.interruption import interruptible
+
+    with interruptible() as interruption:
+        try:
+            setup = _setup(loaded, cluster, worker, workers, roles, speculation, recording)
+            results = _run(setup, json_out, html_out)
+        except (OSError, ValueError) as error:
+            fail(error, BAD_USAGE)
+        except KeyboardInterrupt:
+            fail("interrupted before the first run was complete", interruption.status)
+    if results.interrupted:
+        raise typer.Exit(interruption.status)
+
+
+app.command()(with_groups(simulate))
+
+
+def _setup(
+    loaded: LoadFlags,
+    cluster: ClusterFlags,
+    worker: WorkerFlags,
+    workers: int | None,
+    roles: str,
+    speculation: list[str] | None,
+    recording: str | None,
+) -> Setup:
+    """Return the experiment that the flags describe.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a flag is wrong.
+    """
     from draftgate.lab.sim.recording import load_recording
     from draftgate.lab.simulate.experiment import Setup, read_roles
     from draftgate.loadgen.planning.plan import Load
     from draftgate.loadgen.types import Slo
 
-    try:
-        trace = loaded.trace
-        replays = loaded.arrival == _RECORDED and trace is None
-        if replays:
-            trace = _recorded_file(recording, loaded)
-        load = Load(
-            workload=loaded.workload,
-            trace=trace,
-            arrival=None if loaded.arrival == _RECORDED else loaded.arrival,
-            rate_rps=loaded.rate,
-            duration_s=loaded.duration,
-            requests=loaded.requests,
-            time_scale=loaded.time_scale,
-            max_tokens=loaded.max_tokens,
-            temperature=loaded.temperature,
-            slo=Slo.of_ms(loaded.slo_ttft_ms, loaded.slo_tpot_ms),
-            seed=loaded.seed,
-        )
-        named = (name for text in speculation or ["auto"] for name in text.split(","))
-        named_roles = read_roles(roles)
-        setup = Setup(
-            load=load,
-            config=worker.config(),
-            policies=tuple(filter(None, named)),
-            workers=workers or max(len(named_roles), 1),
-            recording=None if recording is None else load_recording(recording),
-            replay=_exact_replay(trace) if replays and trace is not None else None,
-            roles=named_roles,
-            **flag_values(cluster),
-        )
-        _run(setup, json_out, html_out)
-    except (OSError, ValueError) as error:
-        fail(error, BAD_USAGE)
-
-
-app.command()(with_groups(simulate))
+    trace = loaded.trace
+    replays = loaded.arrival == _RECORDED and trace is None
+    if replays:
+        trace = _recorded_file(recording, loaded)
+    load = Load(
+        workload=loaded.workload,
+        trace=trace,
+        arrival=None if loaded.arrival == _RECORDED else loaded.arrival,
+        rate_rps=loaded.rate,
+        duration_s=loaded.duration,
+        requests=loaded.requests,
+        time_scale=loaded.time_scale,
+        max_tokens=loaded.max_tokens,
+        temperature=loaded.temperature,
+        slo=Slo.of_ms(loaded.slo_ttft_ms, loaded.slo_tpot_ms),
+        seed=loaded.seed,
+    )
+    named = (name for text in speculation or ["auto"] for name in text.split(","))
+    named_roles = read_roles(roles)
+    return Setup(
+        load=load,
+        config=worker.config(),
+        policies=tuple(filter(None, named)),
+        workers=workers or max(len(named_roles), 1),
+        recording=None if recording is None else load_recording(recording),
+        replay=_exact_replay(trace) if replays and trace is not None else None,
+        roles=named_roles,
+        **flag_values(cluster),
+    )
 
 
 def _recorded_file(recording: str | None, load: LoadFlags) -> Path:
@@ -278,21 +296,28 @@ def _exact_replay(file: Path) -> tuple[RecordedRun, ExactReplay]:
     return run, exact
 
 
-def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
-    """Simulate, print the table, and write the files.
+def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> Results:
+    """Simulate, print the table, and write the files, also after an interruption.
 
     Raises:
+        KeyboardInterrupt: no run is complete.
         OSError: a file cannot be read or written.
         ValueError: a setting is wrong.
     """
     from rich.console import Console
 
-    from draftgate.lab.simulate.experiment import run_experiment
+    from draftgate.lab.simulate.experiment import ExperimentInterrupted, run_experiment
     from draftgate.lab.simulate.report import as_json, render_outcomes, simulation_page
+    from draftgate.loadgen.report.progress import StepProgress
 
     errors = Console(stderr=True)
-    with _progress(errors, setup) as on_record:
-        results = run_experiment(setup, on_record)
+    try:
+        with StepProgress("preparing", "requests") as progress:
+            results = run_experiment(setup, _counting(setup, progress.report))
+    except ExperimentInterrupted as interrupted:
+        results = interrupted.results
+        if not results.outcomes:
+            raise
     if json_out is not None:
         text = json.dumps(as_json(setup, results), indent=1)
         json_out.write_text(text + "\n", encoding="utf-8")
@@ -302,49 +327,23 @@ def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
     rate = results.requests / max(results.cpu_s, 1e-9)
     effort = f"{results.requests} requests in {results.cpu_s:.1f} CPU s: {rate:.0f} per CPU second"
     errors.print(effort, highlight=False)
+    return results
 
 
-@contextmanager
-def _progress(console: Console, setup: Setup) -> Iterator[OnRecord]:
-    """Show the number of finished requests, as bars on a terminal or as lines elsewhere."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
+def _counting(setup: Setup, report: Callable[[str, int, int | None], None]) -> OnRecord:
+    """Return a callback that reports the number of finished requests of each run."""
     total = setup.load.longest  # None if only the duration is known
-    of_total = "" if total is None else f" of {total}"
     runs = [(policy, seed) for seed in setup.seeds for policy in setup.policies]
     ended = dict.fromkeys(runs, 0)
-    columns = TextColumn("{task.description}", markup=False), BarColumn()
-    lines, printed_s = not console.is_terminal, time.monotonic()
-    bars = Progress(
-        *columns,
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=lines,
-    )
-    tasks = {}
+    names = {
+        (policy, seed): f"run {place} of {len(runs)}: {policy}"
+        + ("" if setup.repeat == 1 else f", seed {seed}")
+        for place, (policy, seed) in enumerate(runs, 1)
+    }
 
     def on_record(policy: str, seed: int, _record: Record) -> None:
-        nonlocal printed_s
         run = policy, seed
-        name = policy if setup.repeat == 1 else f"{policy}, seed {seed}"
         ended[run] += 1
-        if run not in tasks:
-            tasks[run] = bars.add_task(name, total=total)
-            line = f"run {len(tasks)} of {len(runs)}: {name}"
-        else:
-            line = f"{name}: {ended[run]}{of_total} requests done"
-        bars.advance(tasks[run])
-        if lines and (ended[run] == 1 or time.monotonic() - printed_s >= PROGRESS_S):
-            printed_s = time.monotonic()
-            console.print(line, highlight=False, markup=False)
+        report(names[run], ended[run], total)
 
-    with bars:
-        yield on_record
+    return on_record

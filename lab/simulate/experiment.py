@@ -200,11 +200,22 @@ class Results:
         outcomes: one outcome per policy, in the order of the policies.
         requests: number of simulated requests.
         cpu_s: CPU time of the simulation, in seconds.
+        interrupted: whether the user ended the simulation. There are then fewer seeds, of which
+            each has all policies, or fewer policies, of which each has the first seed.
     """
 
     outcomes: list[ExperimentOutcome]
     requests: int
     cpu_s: float
+    interrupted: bool = False
+
+
+class ExperimentInterrupted(KeyboardInterrupt):
+    """The end of an experiment by the user, with the results so far."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self.results = results
 
 
 def read_roles(text: str) -> tuple[Role, ...]:
@@ -230,25 +241,35 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
     """Simulate every policy with every seed.
 
     Raises:
+        ExperimentInterrupted: KeyboardInterrupt was raised.
         OSError: the trace or the text cannot be read.
         ValueError: a setting is wrong.
     """
     trace = setup.load.trace if setup.replay is None else None
     rows = () if trace is None else read_trace(trace)
     outcomes = [ExperimentOutcome(policy) for policy in setup.policies]
-    began_s, requests = time.process_time(), 0
+    began_s, requests, interrupted = time.process_time(), 0, False
     # No object is freed before the end, so full collections would scan millions of objects in vain.
     with without_full_gc():
         for seed in setup.seeds:
-            for outcome in outcomes:
-                watch = MoveCounts()
-                run = _run(setup, outcome.policy, seed, rows, on_record, watch)
-                outcome.moves += watch.ends
-                requests += len(run.records)
-                outcome.summaries.append(_without_health(summarize(run)))
-                _add_samples(outcome, run, repeated=setup.repeat > 1)
-                outcome.run = outcome.run or run
-    return Results(outcomes, requests, time.process_time() - began_s)
+            runs = list[tuple[LoadRun, MoveCounts]]()
+            try:
+                for policy in setup.policies:
+                    watch = MoveCounts()
+                    runs.append((_run(setup, policy, seed, rows, on_record, watch), watch))
+            except KeyboardInterrupt:
+                interrupted = True
+            if not interrupted or seed == setup.load.seed:
+                for outcome, (run, watch) in zip(outcomes, runs, strict=False):
+                    requests += len(run.records)
+                    _add_run(outcome, run, watch, repeated=setup.repeat > 1)
+            if interrupted:
+                break
+    complete = [outcome for outcome in outcomes if outcome.run is not None]
+    results = Results(complete, requests, time.process_time() - began_s, interrupted)
+    if interrupted:
+        raise ExperimentInterrupted(results)
+    return results
 
 
 def _run(
@@ -322,7 +343,12 @@ _SEED_METRICS: Final = (
 """Metrics of a summary, whose intervals result from several seeds."""
 
 
-def _add_samples(outcome: ExperimentOutcome, run: LoadRun, *, repeated: bool) -> None:
+def _add_run(
+    outcome: ExperimentOutcome, run: LoadRun, watch: MoveCounts, *, repeated: bool
+) -> None:
+    outcome.moves += watch.ends
+    outcome.summaries.append(_without_health(summarize(run)))
+    outcome.run = outcome.run or run
     if not repeated:
         for metric, value in _REQUEST_METRICS.items():
             outcome.samples[metric] = batch_means([value(record) for record in run.records])

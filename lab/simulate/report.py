@@ -58,6 +58,8 @@ NOTES: Final = (
     " Last column: paired difference of mean latency, with its 95% interval."
 )
 
+CUT_SHORT: Final = "The simulation was interrupted, so policies or seeds are missing."
+
 
 def as_json(setup: Setup, results: Results) -> dict[str, Any]:
     """Return the results for JSON."""
@@ -65,6 +67,7 @@ def as_json(setup: Setup, results: Results) -> dict[str, Any]:
     return {
         "format": "simulation/1",
         "version": __version__,
+        **({"interrupted": True} if results.interrupted else {}),
         "settings": settings_of(setup),
         "profile": load_profile(setup.config.profile).source,
         "acceptance": setup.replayed.source,
@@ -177,7 +180,8 @@ def render_outcomes(results: Results) -> RenderableType:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in _rows(results):
         table.add_row(*row)
-    return Group(table, "", NOTES, *_moves(results))
+    cut_short = (CUT_SHORT,) if results.interrupted else ()
+    return Group(table, "", NOTES, *_moves(results), *cut_short)
 
 
 def _rows(results: Results) -> Iterator[list[str]]:
@@ -233,7 +237,7 @@ def _answer(results: Results) -> str:
     answer = f"{best.policy} has the {lowest}mean latency of {_ms(means[best.policy], 'mean')} ms"
     if best is not first:
         answer += f", {_difference(best, first)} against {first.policy}"
-    return answer + "."
+    return answer + "." + (f" {CUT_SHORT}" if results.interrupted else "")
 
 
 def simulation_page(setup: Setup, results: Results) -> str:

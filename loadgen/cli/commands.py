@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 
 import aiohttp
 import typer
-import uvloop
 from rich.console import Console
 
 from draftgate.addresses import mask_url
@@ -32,9 +31,11 @@ from draftgate.loadgen.command_line import reason
 from draftgate.loadgen.compare import report as compare_report
 from draftgate.loadgen.compare.comparison import compare_runs, parse_threshold
 from draftgate.loadgen.events import read_events
+from draftgate.loadgen.interruption import Interruption, interruptible
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.other_tools import render_as
 from draftgate.loadgen.report.page import run_page
+from draftgate.loadgen.report.progress import StepProgress
 from draftgate.loadgen.report.runs import RunReport, name_of
 from draftgate.loadgen.report.terminal import render_run, render_side_by_side
 from draftgate.loadgen.search import report as search_report
@@ -92,10 +93,10 @@ def run(
     server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up
     or was interrupted. Refused requests (429, 503) without a worse failure give 4.
     """
-    with _exit_on_error(f"cannot load {mask_url(url)}", mask_url(url)):
+    with _exit_on_error(f"cannot load {mask_url(url)}", mask_url(url)) as interruption:
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
         load = schedule.load(request)
-        ran, check = uvloop.run(run_load(load, target, Console(stderr=True)))
+        ran, check = interruption.run(run_load(load, target, Console(stderr=True)))
         _print_reports([RunReport(mask_url(url), ran, check)], output)
     raise typer.Exit(exit_status(ran, check))
 
@@ -173,18 +174,19 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
     """Run every rate against every server and mode (`--speculation off,ngram:4`), interleaved.
 
     Each round has a random order. All targets receive the same requests at the same times for each
-    rate. Ctrl-C keeps the completed cells. The exit status is the worst of all cells, as in `run`.
+    rate. Ctrl-C and SIGTERM keep the completed cells. The exit status is the worst of all cells, as
+    in `run`.
     """
-    with _exit_on_error("cannot sweep"):
+    with _exit_on_error("cannot sweep") as interruption:
         modes = request.speculation.split(",") if request.speculation else []
         targets, at = parse_targets(servers, modes), parse_rates(rates)
         unmoded = replace(request, speculation=None)
         base = unmoded.load(rate_rps=at[0], arrival=arrival, duration_s=duration)
         cells = tuple(shuffled_cells(targets, at, rounds, base.seed))
         planned = Sweep(cells, base, server.target(targets[0].url), warm_up, events_out)
-        done = uvloop.run(run_sweep(planned, Console(stderr=True)))
+        done = interruption.run(run_sweep(planned, Console(stderr=True)))
         if not done:
-            raise ValueError("interrupted before the first cell was done")
+            raise KeyboardInterrupt
         write_json(json_out, report_sweep(planned, done, html_out))
     unfinished = _INVALID if len(done) < len(cells) else 0
     raise typer.Exit(worst([unfinished, *(exit_status(one.run, None) for _, one in done)]))
@@ -198,24 +200,32 @@ def search(
     rate: Annotated[float, typer.Option(help="The first rate to try, in requests/s.")] = 1.0,
     arrival: Annotated[str | None, typer.Option(help="Arrival process as in `run`.")] = None,
     json_out: JsonOut = None,
+    html_out: HtmlOut = None,
 ) -> None:
     """Find the highest rate at which enough requests meet their SLO.
 
     The exit status is 0 on success. An interval wider than requested, or only a bound, gives 1. An
-    unreachable server or a wrong flag gives 2. A generator that cannot send faster gives 3.
+    unreachable server or a wrong flag gives 2. A generator that cannot send faster gives 3. Ctrl-C
+    and SIGTERM keep the result so far, and give 130 and 143.
     """
-    errors = Console(stderr=True)
+    with (
+        _exit_on_error(f"cannot search {mask_url(url)}", mask_url(url)) as interruption,
+        StepProgress("preparing", "requests") as progress,
+    ):
 
-    def print_probe(probed: ProbeResult, result: SearchResult) -> None:
-        line = search_report.describe_probe(probed, result)
-        errors.print(line, markup=False, highlight=False)
+        def print_probe(probed: ProbeResult, result: SearchResult) -> None:
+            progress.print(search_report.describe_probe(probed, result))
 
-    with _exit_on_error(f"cannot search {mask_url(url)}", mask_url(url)):
         load = request.load(rate_rps=rate, arrival=arrival)
-        searching = search_load(load, server.target(url), print_probe, **wanted.goal())
-        found = uvloop.run(searching)
+        target, goal = server.target(url), wanted.goal()
+        found = interruption.run(search_load(load, target, print_probe, progress.report, **goal))
+    with _exit_on_error("cannot write the results"):
         Console().print(search_report.render_search(found))
         write_json(json_out, search_report.search_as_dict(found))
+        if html_out is not None:
+            html_out.write_text(search_report.search_page(found), encoding="utf-8")
+    if found.result.stop is StopReason.INTERRUPTED:
+        raise typer.Exit(interruption.status)
     if found.result.stop is StopReason.GENERATOR:
         raise typer.Exit(_INVALID)
     raise typer.Exit(0 if found.result.stop is StopReason.PRECISE else ONLY_A_BOUND)
@@ -232,9 +242,9 @@ def calibrate(
         verdict = f"not sustained: {probe.reasons[0]}" if probe.reasons else "sustained"
         errors.print(f"{probe.rate_rps:.0f}/s, {probe.open_streams:.0f} open: {verdict}")
 
-    with _exit_on_error("cannot calibrate"):
+    with _exit_on_error("cannot calibrate") as interruption:
         measuring = find_ceilings(processes=processes, probe_s=probe_s, on_probe=print_probe)
-        Console().print(render_ceilings(uvloop.run(measuring)))
+        Console().print(render_ceilings(interruption.run(measuring)))
 
 
 def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
@@ -299,14 +309,18 @@ def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
 
 
 @contextmanager
-def _exit_on_error(what: str, url: str = "") -> Iterator[None]:
+def _exit_on_error(what: str, url: str = "") -> Iterator[Interruption]:
     """Print an expected error on one line, and exit with the status for wrong usage.
 
     Args:
         url: the address of the server, which errors of connections name.
     """
     try:
-        yield
+        with interruptible() as interruption:
+            yield interruption
+    except KeyboardInterrupt:
+        typer.echo(f"{what}: interrupted before there was a result", err=True)
+        raise typer.Exit(interruption.status) from None
     except aiohttp.ClientConnectionError as error:
         typer.echo(f"cannot reach {url or 'the server'}: {reason(error)}", err=True)
         raise typer.Exit(USAGE) from None

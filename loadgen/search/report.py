@@ -1,16 +1,23 @@
-"""Reports the result of a search as text, and as `search/1`."""
+"""Reports the result of a search as text, as `search/1`, and as a page with a plot."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from html import escape
 from math import isinf
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from draftgate.loadgen.measuring.confidence import Interval, wilson
+from draftgate.loadgen.report.charts import GREY, RATE_AXIS, Chart, colour, scatter
 from draftgate.loadgen.report.formatting import number, percent
+from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
 from draftgate.loadgen.search.runner import SearchReport
-from draftgate.loadgen.search.types import ProbeResult, SearchResult
+from draftgate.loadgen.search.types import ProbeResult, ProbeVerdict, SearchResult, StopReason
+
+_HEAD: Final = ("rate/s", "counted", "attainment", "95% interval", "verdict")
 
 
 def search_as_dict(report: SearchReport) -> dict[str, Any]:
@@ -78,9 +85,106 @@ def render_search(report: SearchReport) -> RenderableType:
     dispersion = number(result.dispersion, 1)
     outcome.add_row("dispersion", f"{dispersion} times that of independent requests")
     table = Table(box=None, pad_edge=False)
-    for column in ("rate/s", "counted", "attainment", "verdict"):
+    for column in _HEAD:
         table.add_column(column, justify="right")
-    for probed, _ in sorted(report.probes, key=lambda pair: pair[0].probe.rate_rps):
-        cells = (str(len(probed.met)), percent(probed.share), probed.verdict.value)
-        table.add_row(f"{probed.probe.rate_rps:.3g}", *cells)
+    for row in _rows(report):
+        table.add_row(*row)
     return Group(outcome, "", table)
+
+
+def search_page(report: SearchReport) -> str:
+    """Return an HTML page with the answer, the attainment at each rate, and the probes."""
+    title = f"Highest rate of {report.settings['url']}"
+    return html_page(title, _body(title, report))
+
+
+def answer(report: SearchReport) -> str:
+    """Return the result in one sentence."""
+    goal, result = report.goal, report.result
+    share = f"{goal.share:.0%} of the requests meet their SLO"
+    if result.rate_rps is not None:
+        within = f"{goal.confidence:.0%} interval: {describe_interval(result)}"
+        found = f"At up to {result.rate_rps:.3g} requests/s ({within}), {share}"
+    elif result.low_rps:
+        found = f"At {result.low_rps:.3g} requests/s and perhaps more, {share}"
+    elif not isinf(result.high_rps):
+        found = f"Fewer than {share} at {result.high_rps:.3g} requests/s and above"
+    else:
+        found = "No probe has measured the server"
+    return found + ("." if result.stop is StopReason.PRECISE else f" ({result.stop.value}).")
+
+
+def _rows(report: SearchReport) -> list[list[str]]:
+    """Return the probes by rate."""
+    rows = []
+    for probed in _by_rate(report):
+        low, high = attainment_interval(probed, report.result.dispersion)
+        cells = [f"{probed.probe.rate_rps:.3g}", str(len(probed.met)), percent(probed.share)]
+        rows.append([*cells, f"{low:.1%} to {high:.1%}", probed.verdict.value])
+    return rows
+
+
+def _by_rate(report: SearchReport) -> list[ProbeResult]:
+    return sorted((probed for probed, _ in report.probes), key=lambda one: one.probe.rate_rps)
+
+
+def attainment_interval(probed: ProbeResult, dispersion: float) -> Interval:
+    """Return the 95% Wilson interval of a probe's share, for correlated requests.
+
+    The requests count as independent requests, of which there are fewer by the dispersion.
+    """
+    trials = round(len(probed.met) / dispersion)
+    return wilson(round((probed.share or 0.0) * trials), trials)
+
+
+def _body(title: str, report: SearchReport) -> Iterator[str]:
+    yield f"<h1>{escape(title)}</h1><p><strong>{escape(answer(report))}</strong></p>"
+    chart = attainment_chart(report)
+    if chart.data:
+        yield f'<div class="charts">{html_chart(chart)}</div>'
+    yield "<h2>Probes</h2>" + html_table(_HEAD, _rows(report), words=(4,))
+    goal, result = report.goal, report.result
+    facts = {
+        "share": goal.share,
+        "precision": goal.precision,
+        "requests of all probes": result.requests,
+        "dispersion": number(result.dispersion, 1),
+        "ended": result.stop.value,
+    }
+    yield "<h2>The search</h2>" + html_settings(facts | report.settings)
+
+
+def attainment_chart(report: SearchReport) -> Chart:
+    """Return the share of each probe over its rate, and the interval of the highest rate."""
+    goal, result, data = report.goal, report.result, []
+    for place, verdict in enumerate(ProbeVerdict):
+        probes = [one for one in _by_rate(report) if one.verdict is verdict and one.met]
+        shares = [one.share or 0.0 for one in probes]
+        ends = [attainment_interval(one, result.dispersion) for one in probes]
+        bars = {
+            "type": "data",
+            "symmetric": False,
+            "array": [end.high - share for end, share in zip(ends, shares, strict=True)],
+            "arrayminus": [share - end.low for end, share in zip(ends, shares, strict=True)],
+        }
+        rates = [one.probe.rate_rps for one in probes]
+        marker = {"color": colour(place), "size": 8}
+        if probes:
+            trace = scatter(rates, shares, verdict.value, "markers", marker=marker)
+            data.append(trace | {"error_y": bars | {"thickness": 1, "width": 3}})
+    level = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": goal.share, "y1": goal.share}
+    shapes = [level | {"line": {"width": 1, "dash": "dot", "color": GREY}}]
+    if result.low_rps and not isinf(result.high_rps):
+        band = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}}
+        ends_of_band = {"x0": result.low_rps, "x1": result.high_rps}
+        shapes.append(band | ends_of_band | {"fillcolor": GREY, "opacity": 0.3})
+    layout = {
+        "xaxis": RATE_AXIS,
+        "yaxis": {"title": {"text": "attainment"}, "tickformat": ".0%", "range": [0, 1.03]},
+        "shapes": shapes,
+    }
+    caption = (
+        "share of counted requests that met their SLO, with 95% intervals, by the verdict of the"
+        f" probe; line at {goal.share:.0%}, band: interval of the highest rate"
+    )
+    return Chart("Attainment against rate", caption, data, layout, wide=True)

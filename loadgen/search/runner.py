@@ -61,8 +61,17 @@ class SearchReport:
 OnProbe: TypeAlias = Callable[[ProbeResult, SearchResult], None]
 """Called after each probe, with the result so far."""
 
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Called with the name of a probe, the number of its requests that have ended, and of all."""
 
-async def search_load(load: Load, target: Target, on_probe: OnProbe, **goal: Any) -> SearchReport:
+
+async def search_load(
+    load: Load,
+    target: Target,
+    on_probe: OnProbe,
+    report: Report = lambda _probe, _done, _of: None,
+    **goal: Any,
+) -> SearchReport:
     """Find the highest rate at which enough requests of a load meet their SLO.
 
     Cancelling (Ctrl-C) ends the search with the result so far.
@@ -72,6 +81,7 @@ async def search_load(load: Load, target: Target, on_probe: OnProbe, **goal: Any
         goal: further fields of `SearchGoal`.
 
     Raises:
+        asyncio.CancelledError: the task was cancelled before the first probe.
         aiohttp.ClientError, TimeoutError: the server cannot be reached.
         OSError: a file cannot be read.
         ValueError: the plan cannot be built, or a response during warm-up was not intact.
@@ -87,7 +97,7 @@ async def search_load(load: Load, target: Target, on_probe: OnProbe, **goal: Any
         prober = _Prober(target.client(session, server.model), server, load)
         limit_s, answer_s = await prober.warm_up()
         wanted = SearchGoal(load.rate_rps, limit_s, answer_s, seed=load.seed, **goal)
-        result = await prober.search(RateSearch(wanted), wanted, on_probe)
+        result = await prober.search(RateSearch(wanted), wanted, on_probe, report)
         settings = describe_settings(load, target, server, corpus)
         return SearchReport(wanted, result, tuple(prober.probes), settings)
 
@@ -121,28 +131,37 @@ class _Prober:
         answer_s = sorted(map(latency_s, records))[len(records) // 2]
         return max(slo.ttft_s or 0.0 for slo in slos), answer_s
 
-    async def search(self, search: RateSearch, goal: SearchGoal, on_probe: OnProbe) -> SearchResult:
+    async def search(
+        self, search: RateSearch, goal: SearchGoal, on_probe: OnProbe, report: Report
+    ) -> SearchResult:
         """Send probes until the search ends or is cancelled, and return its result."""
-        while (probe := search.propose()) is not None:
-            result, run, stopped = await self._probe(probe, goal)
-            if stopped:
-                search.interrupt()
-            else:
-                search.observe(result)
-                self.probes.append((result, summarize(run)))
-                on_probe(result, search.result())
-                await self._wait_until_idle()
+        try:
+            while (probe := search.propose()) is not None:
+                result, run, stopped = await self._probe(probe, goal, report)
+                if stopped:
+                    search.interrupt()
+                else:
+                    search.observe(result)
+                    self.probes.append((result, summarize(run)))
+                    on_probe(result, search.result())
+                    await self._wait_until_idle()
+        except asyncio.CancelledError:
+            resume_after_cancel()
+            search.interrupt()
         return search.result()
 
     async def _probe(
-        self, probe: SearchProbe, goal: SearchGoal
+        self, probe: SearchProbe, goal: SearchGoal, report: Report
     ) -> tuple[ProbeResult, LoadRun, bool]:
         """Send a probe until its verdict is clear. Return its run and whether Ctrl-C stopped it."""
         load = replace(self._load, rate_rps=probe.rate_rps, seed=probe.seed, requests=probe.longest)
-        test, enough = SequentialTest(probe, goal), False
+        test, enough, ended = SequentialTest(probe, goal), False, 0
+        name = f"probe {len(self.probes) + 1} at {probe.rate_rps:.3g}/s"
 
         def over(record: Record) -> None:
-            nonlocal enough
+            nonlocal enough, ended
+            ended += 1
+            report(name, ended, probe.longest)
             if record.verdict == Verdict.INTERRUPTED or enough:
                 return
             planned = record.planned

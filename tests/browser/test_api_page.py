@@ -31,3 +31,17 @@ async def test_the_page_describes_and_tries_every_kind_of_operation(browser) -> 
         await expect(one.locator(".response")).to_contain_text("200 OK")
         await expect(one.locator(".response")).to_contain_text("prompt_logprobs")
         visit.check()
+
+
+async def test_the_page_describes_the_fields_of_a_form(browser) -> None:
+    """An upload has the fields of its form, by which it is found."""
+    async with running() as gateway, visiting(browser, gateway.url) as visit:
+        await visit.page.goto(f"{gateway.url}/docs")
+        await visit.page.get_by_label("Find an operation or a field").fill("purpose")
+        one = visit.page.locator("#post_files")
+        await one.locator("summary").first.click()
+        await expect(one.locator("h3").first).to_have_text("Body (multipart/form-data)")
+        await expect(one.locator(".fields").first).to_contain_text(
+            "A file with one request per line"
+        )
+        visit.check()

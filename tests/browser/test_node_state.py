@@ -56,7 +56,7 @@ async def test_failed_node_is_shown_with_its_reason(scene: Scene) -> None:
 
 
 async def test_unreachable_upstream_is_shown(browser) -> None:
-    """The page shows that the only upstream of a node does not respond."""
+    """Both pages of operators show that the only upstream of a node does not respond."""
     async with AsyncExitStack() as stack:
         first = AsyncExitStack()
         engine = await first.enter_async_context(upstream())
@@ -69,6 +69,8 @@ async def test_unreachable_upstream_is_shown(browser) -> None:
         node = visit.page.locator("#node")
         await expect(node).to_have_text(re.compile(r"^No worker serves: \S+: connection refused$"))
         await expect(node).to_have_attribute("data-state", "failed")
+        await visit.page.goto(f"{gateway.url}/operations")
+        await expect(visit.page.locator("#servers")).to_contain_text("connection refused")
 
 
 async def test_only_the_proposers_of_the_node_are_offered(scene: Scene) -> None:

@@ -165,6 +165,17 @@ async def test_settings_reach_the_worker(scene: Scene) -> None:
     await expect(page.locator("#state-completion")).to_have_text(DONE)
 
 
+async def test_parameters_that_the_user_does_not_set_are_those_of_the_model(scene: Scene) -> None:
+    """The page shows the defaults of the model, and sends none of them."""
+    page = scene.page
+    await expect(page.locator("#temperature")).to_have_attribute("placeholder", "1 by default")
+    await expect(page.locator("#top-p")).to_have_attribute("placeholder", "1 by default")
+    async with page.expect_request("**/v1/completions") as sent:
+        await generate(scene)
+    body = json.loads((await sent.value).post_data)
+    assert not {"temperature", "top_p", "seed"} & body.keys()
+
+
 async def test_page_shows_statistics_of_the_run(scene: Scene) -> None:
     """The page shows the tokens, the accepted drafts and the reason of the run."""
     deltas = await generate(scene)

@@ -7,8 +7,10 @@ import re
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from tests.browser.browse import visiting
 from tests.browser.conftest import Scene
 from tests.browser.states import DOCUMENT, chat, generate, say
+from tests.gateway.harness import running
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -57,6 +59,21 @@ async def test_every_cell_of_a_decision_is_visible(scene: Scene, width: int, hei
     await expect(cells).to_have_count(9)
     cut_off = "(all) => all.filter((one) => one.scrollWidth > one.clientWidth).length"
     assert await cells.evaluate_all(cut_off) == 0
+
+
+@pytest.mark.parametrize("path", ["/", "/operations"])
+async def test_a_long_name_of_a_model_fits_a_phone(browser: Browser, path: str) -> None:
+    """No page scrolls sideways because of the name of a model without spaces."""
+    names = ("organisation/" + "Model_With_A_Long_Name_" * 6, "other_model_" * 12)
+    async with running(served_model_name=names) as gateway, visiting(browser, gateway.url) as visit:
+        await visit.page.set_viewport_size({"width": 390, "height": 844})
+        await visit.page.goto(gateway.url + path)
+        place = "#node" if path == "/" else "#models tbody"
+        await expect(visit.page.locator(place)).to_contain_text(names[0])
+        wide = "() => [document.documentElement.scrollWidth, innerWidth]"
+        inner, outer = await visit.page.evaluate(wide)
+        assert inner <= outer
+        visit.check()
 
 
 async def test_decisions_are_cards_on_a_phone(scene: Scene) -> None:

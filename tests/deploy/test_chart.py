@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from draftgate import __version__
+from draftgate.gateway.config import settings
 from draftgate.gateway.telemetry.metric_definitions import DESIRED_WORKERS
 from draftgate.lab.plan.deployment import Deployable, worker_name
 from draftgate.lab.plan.kubernetes import BASE, write_kubernetes
@@ -75,6 +76,8 @@ def test_chart_has_no_warnings(path: Path) -> None:
         (("httpRoute.enabled=true",), "httpRoute.parentRefs is empty"),
         (("worker.autoscalling.kind=none",), "autoscalling"),
         (("worker.autoscaling.kind=vpa",), "must be one of"),
+        (("gateway.config.upstraem=http://vllm:8000",), "upstraem"),
+        (("worker.config.mdl=smollm2",), "mdl"),
     ],
 )
 def test_contradictory_and_unknown_values_are_refused(
@@ -83,6 +86,14 @@ def test_contradictory_and_unknown_values_are_refused(
     """The chart refuses values that install nothing useful, and names what to change."""
     settings = [f"--set={value}" for value in values]
     assert message in run("helm", "template", "draftgate", CHART, *settings, status=1)
+
+
+def test_chart_knows_the_settings_of_nodes() -> None:
+    """The schema of the values has every setting of a node, and no other."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert set(schema["definitions"]["settings"]["properties"]) == {
+        setting.name for setting in settings()
+    }
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])

@@ -240,6 +240,14 @@ def test_requests_are_not_capped_without_keys() -> None:
         ("keys: []\nteams: [{name: t, budget: 1}]", "did you mean 'budget_usd'"),
         ("keys: []\nprices: {m: {input: 1, outputs: 2}}", "did you mean 'output'"),
         ("keys: [{name: a, key: b, team: t}]", "a: unknown team 't'; known: none"),
+        (
+            "keys: [{name: a, key: b, role: nobody}]",
+            r"keys\[0\].role: invalid value 'nobody'; known: .*operator",
+        ),
+        (
+            "keys:\n  - name: a\n    key: *sk-secret\n",
+            "not YAML, line 3: found undefined alias",
+        ),
     ],
 )
 def test_an_unknown_name_in_a_key_file_is_refused_with_a_similar_one(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draftgate.backends.checkpoints import SHIPPED_MODEL_ID, SHIPPED_QUERIES_ID
+from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID, SHIPPED_QUERIES_ID
 from draftgate.gateway.banner import banner
 from draftgate.gateway.cli.server import show_banner
 from draftgate.gateway.config import ServeConfig
@@ -101,6 +102,22 @@ async def test_the_banner_shows_the_memory_of_workers(monkeypatch: pytest.Monkey
         "memory       0.27 GB of weights, up to 2.15 GB of KV cache (93,200 tokens), "
         "up to 2.72 GB in total"
     )
+
+
+async def test_the_banner_distinguishes_several_models(tmp_path: Path) -> None:
+    """The banner marks the model of requests that name none, and names that of the defaults."""
+    other = tmp_path / "other"
+    shutil.copytree(SHIPPED_MODEL, other)
+    (other / "generation_config.json").write_text('{"temperature": 0.2}')
+    async with running(models=(f"other={other}",)) as gateway:
+        name, lines = gateway.node.models[0].name, banner(gateway).splitlines()
+    models = [line.split(maxsplit=1)[1] for line in lines if line.startswith("  model")]
+    assert [(one.split()[0], one.endswith(", the default")) for one in models] == [
+        (name, True),
+        ("other", False),
+    ]
+    (defaults,) = [line for line in lines if line.startswith("  defaults")]
+    assert defaults.endswith("temperature 0.2 (other)")
 
 
 def test_resident_memory_includes_descendants() -> None:

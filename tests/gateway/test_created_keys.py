@@ -21,6 +21,7 @@ from draftgate.gateway.accounts import Account, Accounts, Role
 from draftgate.gateway.app import Listening
 from draftgate.gateway.errors import Unavailable
 from draftgate.gateway.keys import Actor, KeyConflict, KeyNotFound, Keys
+from draftgate.gateway.state.commands import ReadKeys, WriteKeys
 from draftgate.gateway.state.guarded.store import open_store
 from draftgate.gateway.state.memory.store import MemoryStore
 from tests.examples import examples
@@ -184,13 +185,26 @@ async def test_a_change_whose_response_is_lost_is_found_in_the_store() -> None:
     class Losing(MemoryStore):
         async def call(self, command):
             found = self.apply(command)
-            if type(command).__name__ == "WriteKeys":
+            if isinstance(command, WriteKeys):
                 raise module.StoreError("lost")
             return found
 
     keys = Keys(Accounts([OPERATOR]), Losing(), lambda: 0.0)
     _, secret = await keys.create(Account("a"), None, BY)
     assert keys.accounts.find(secret) is not None
+
+
+async def test_the_store_makes_nobody_an_operator() -> None:
+    """A key that gets the role of operators in the store is not accepted any more."""
+    store = MemoryStore()
+    keys = Keys(Accounts([OPERATOR]), store, lambda: 0.0)
+    _, secret = await keys.create(Account("a"), None, BY)
+    revision, text = await store.call(ReadKeys(""))
+    book = json.loads(text)
+    book["keys"]["a"]["account"]["role"] = "operator"
+    assert await store.call(WriteKeys(revision, f"9{revision}", json.dumps(book)))
+    await keys.sync()
+    assert keys.accounts.find(secret) is None
 
 
 @pytest.fixture
@@ -278,6 +292,7 @@ async def test_keys_of_the_file_cannot_be_changed(operator: httpx.AsyncClient, m
         ({"name": "a", "team": "researchh"}, "did you mean 'research'"),
         ({"name": "a/b"}, "name"),
         ({"name": "a", "role": "admin"}, "tenant, operator, metrics"),
+        ({"name": "a", "role": "operator"}, "operators are in the key file only"),
         ({"name": "a", "expires_in_s": -1}, "expires_in_s"),
         ({}, "name"),
         ({"name": "a", "key": "sk-own"}, "key"),

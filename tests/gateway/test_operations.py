@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -235,6 +236,16 @@ async def test_model_says_whether_it_is_simulated(simulated: bool) -> None:
     async with running(backends=backends) as gateway, client(gateway) as http:
         (model,) = (await http.get("/v1/models")).json()["data"]
     assert model["simulated"] is simulated
+
+
+async def test_model_reports_the_parameters_of_requests_that_set_none(tmp_path: Path) -> None:
+    """The entry of a model has its own defaults alone, and not those of the API."""
+    file = tmp_path / "defaults.json"
+    file.write_text('{"temperature": 0.2, "do_sample": true}')
+    for setting, expected in ((str(file), {"temperature": 0.2}), ("none", {})):
+        async with running(generation_config=setting) as gateway, client(gateway) as http:
+            (model,) = (await http.get("/v1/models")).json()["data"]
+        assert model["default_parameters"] == expected
 
 
 async def test_served_model_name_replaces_the_model_id() -> None:

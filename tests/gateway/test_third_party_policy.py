@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -15,32 +16,44 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.registry import speculation_policy
-from draftgate.policies.testing import check_speculation
+from draftgate.policies.protocols import RoutingPolicy, SpeculationPolicy
+from draftgate.policies.registry import routing_policy, speculation_policy
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.testing import check_routing, check_speculation
+from draftgate.policies.types import RequestView
 from tests.gateway.test_cli import COMMAND, draftgate
+from tests.policies.routing_workers import workers_with_tokens
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "design" / "policies.md"
 GROUP = "draftgate.policies.speculation"
 MOST_LINES = 30
 
 
-def first_block(language: str) -> str:
-    """Return the first code block of this language on the page."""
-    return re.search(
-        rf"^```{language}\b[^\n]*\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )[1]
+def blocks() -> dict[str, str]:
+    """Return the code blocks of the page, by language or by file name."""
+    found = re.findall(
+        r"^```(?:python )?([\w.]+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return dict(found)
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A folder with the page's module and the metadata of an installed package."""
-    group, name, factory = re.search(r'"(.+?)"\]\s(\w+) = "(.+?)"', first_block("toml")).groups()
-    info = tmp_path / "quiet-1.0.dist-info"
+    """A folder with the page's modules and the metadata of an installed package."""
+    declared = tomllib.loads(blocks()["toml"])
+    project = declared["project"]
+    name, version = project["name"], project["version"]
+    info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {factory}\n")
-    (tmp_path / "quiet.py").write_text(first_block("python"))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{one} = {value}" for one, value in entries.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    for module in declared["tool"]["setuptools"]["py-modules"]:
+        (tmp_path / f"{module}.py").write_text(blocks()[f"{module}.py"])
     return tmp_path
 
 
@@ -85,9 +98,32 @@ def test_the_policy_is_found_by_its_entry_point_and_conforms(
     assert isinstance(policy, SpeculationPolicy)
     check_speculation(policy)
     assert Path(sys.modules.pop("quiet").__file__).parent == package
-    assert len(first_block("python").splitlines()) <= MOST_LINES
+    assert len(blocks()["quiet.py"].splitlines()) <= MOST_LINES
     with pytest.raises(ValueError, match=r"known: .*quiet"):
         speculation_policy("loud")
+
+
+def test_the_routing_policy_conforms_and_keeps_tenants_together(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry finds the routing policy of the page, whose choice depends on the tenant."""
+    monkeypatch.syspath_prepend(str(package))
+    importlib.invalidate_caches()
+    policy = routing_policy("by_tenant")
+    assert isinstance(policy, RoutingPolicy)
+    check_routing(lambda: routing_policy("by_tenant"))
+    assert len(blocks()["by_tenant.py"].splitlines()) <= MOST_LINES
+    workers = workers_with_tokens(*[0] * 8)
+    chosen = [
+        policy.route(
+            RouteView(RequestView(1, 1, 0.0), 2, 1.0, tenant=f"tenant {number % 20}"),
+            workers,
+            lambda: 0.5,
+        ).worker_id
+        for number in range(40)
+    ]
+    assert chosen[:20] == chosen[20:]
+    assert len(set(chosen)) > 4
 
 
 def test_the_policy_runs_in_serve(served: str) -> None:
@@ -109,11 +145,12 @@ def test_the_policy_runs_in_serve(served: str) -> None:
 
 
 def test_the_policy_runs_in_simulate(environ: dict[str, str], tmp_path: Path) -> None:
-    """The simulator runs the policy and compares its results with the policy `off`."""
+    """The simulator runs both policies, and compares the results with the policy `off`."""
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 40} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))
     flags = ["--trace", str(trace), "--speculation", "off,quiet:3", "--json", str(out)]
+    flags += ["--workers", "2", "--routing", "by_tenant"]
     done = draftgate("simulate", *flags, env=environ)
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["policies"]

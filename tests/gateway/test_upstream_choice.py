@@ -212,8 +212,11 @@ async def test_node_is_not_ready_while_all_upstreams_are_out(
                 clock.now_s += 0.1
             for _ in range(3):
                 await beat()
-            assert (await http.get("/ready")).status_code == 503
-            health = (await http.get("/health")).json()
+            ready, alive = (await http.get("/ready")), (await http.get("/health"))
+            assert (ready.status_code, alive.status_code) == (503, 200)
+            health = alive.json()
+            assert health["status"] == ready.json()["status"] == "unavailable"
+            assert health["reason"] == ready.json()["reason"]
             assert "/health responded with status 500" in health["workers"][0]["reason"]
             for _ in range(3):
                 status, body, retry_after = await send(gateway)
@@ -224,6 +227,7 @@ async def test_node_is_not_ready_while_all_upstreams_are_out(
             await probe(gateway)
             await beat()
             assert (await http.get("/ready")).status_code == 200
+            assert (await http.get("/health")).json()["status"] == "ready"
             assert (await send(gateway))[0] == 200
     messages = [record.getMessage() for record in caplog.records]
     assert messages.count("worker failed") == messages.count("worker recovered") == 1

@@ -202,6 +202,22 @@ def test_other_numbers_are_not_integers(number: str) -> None:
     assert raised.value.param == "seed"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "known"),
+    [
+        ("speculation", {"mode": "fast"}, "auto, off, ngram"),
+        ("response_format", {"type": "xml"}, "json_schema"),
+    ],
+)
+def test_invalid_value_of_a_list_is_refused_with_the_allowed_ones(
+    field: str, value: object, known: str
+) -> None:
+    """The error of a value that is none of a fixed list names the values of the list."""
+    with pytest.raises((InvalidRequest, RequestRejected)) as raised:
+        completion(**{field: value})
+    assert known in str(raised.value)
+
+
 def test_bias_outside_the_vocabulary_is_named() -> None:
     """The error of a `logit_bias` outside the vocabulary names the range of token ids."""
     with pytest.raises(InvalidRequest, match="4095, the vocabulary of m, not 4096") as raised:

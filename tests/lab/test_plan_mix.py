@@ -179,3 +179,15 @@ def test_wrong_flags_are_explained_in_one_line(
     assert result.exit_code == 2, result.output
     assert words in result.output
     assert result.output.count("\n") == 1
+
+
+def test_plan_of_a_single_type_has_one_number_of_machines(tmp_path: Path) -> None:
+    """The machines of a plan of one type are also what this type needs alone."""
+    out = tmp_path / "plan.json"
+    flags = ["--workload", "chat", "--rate", "60", "--requests", "60", "--speculation", "off"]
+    flags += ["--slo-ttft-ms", "2000", "--slo-tpot-ms", "100", "--profiles", "l4-8b"]
+    result = CliRunner().invoke(app, ["plan", "mix", *flags, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(out.read_text())
+    assert plan["single_types"]["l4-8b"]["count"] == plan["counts"]["l4-8b"] >= 1
+    assert plan["single_types"]["l4-8b"]["cost_per_hour"] == plan["cost_per_hour"]

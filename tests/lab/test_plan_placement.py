@@ -16,7 +16,6 @@ from typer.testing import CliRunner, Result
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.lab.plan import goodput, planner
-from draftgate.lab.plan.deployment_search import INTERRUPTED
 from draftgate.lab.plan.goodput import PLACEMENT, Simulation, speculation_of
 from draftgate.lab.plan.sources import Requests, TraceSource
 from draftgate.lab.planning.best_deployment import DeploymentCandidate
@@ -34,7 +33,7 @@ KV_TOKENS = 160
 ONE_BY_ONE = WorkerConfig(max_num_seqs=1, max_step_tokens=64, speculation="off")
 
 
-def _profile(folder: Path, name: str, step_s: float, price: float | None) -> str:
+def write_profile(folder: Path, name: str, step_s: float, price: float | None) -> str:
     """Write a profile with steps of `step_s` up to 64 tokens, and thrice as long up to 2,048."""
     fields: dict[str, Any] = {
         "device": name,
@@ -68,7 +67,7 @@ def _plan(folder: Path, *flags: str, question: str = "placement") -> Result:
 @pytest.mark.long
 def test_measured_goodput_is_the_capacity_of_the_queue(tmp_path: Path) -> None:
     """The interval of a worker with one sequence and one step per request is that of M/D/1."""
-    profile = _profile(tmp_path, "one", SERVICE_S, None)
+    profile = write_profile(tmp_path, "one", SERVICE_S, None)
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9, precision=0.3)
@@ -80,7 +79,7 @@ def test_measured_goodput_is_the_capacity_of_the_queue(tmp_path: Path) -> None:
 
 def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_path: Path) -> None:
     """A deployment is certainly worse than twice its capacity, which one probe shows."""
-    profile = _profile(tmp_path, "one", SERVICE_S, None)
+    profile = write_profile(tmp_path, "one", SERVICE_S, None)
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 1.0 / SERVICE_S)
     goal = SearchGoal(1.0, 5 * SERVICE_S, share=0.9)
@@ -92,7 +91,7 @@ def test_rate_that_cannot_be_reached_ends_the_search_without_an_estimate(tmp_pat
 
 def test_search_without_a_bracket_has_no_estimate(tmp_path: Path) -> None:
     """Too few requests for a bound from above give a lower bound, and no estimate."""
-    profile = _profile(tmp_path, "one", SERVICE_S, None)
+    profile = write_profile(tmp_path, "one", SERVICE_S, None)
     source = TraceSource((TraceRow(0.0, 50, 1),), Slo(ttft_s=5 * SERVICE_S))
     candidate = DeploymentCandidate(Deployment((Group("one", Role.ANY, 1),)), 8.0)
     simulation = Simulation(source, {"one": profile}, PLACEMENT, config=ONE_BY_ONE)
@@ -118,7 +117,7 @@ def test_all_rates_have_the_same_requests_and_two_seeds_decide(tmp_path: Path) -
     slow, fast = (source.requests(rate, 3, 50) for rate in (1.0, 7.0))
     assert slow.lengths()[7].prompt_tokens == fast.lengths()[7].prompt_tokens
     assert drawn[0][2] == pytest.approx(drawn[1][2])
-    files = {"one": _profile(tmp_path, "one", SERVICE_S, None)}
+    files = {"one": write_profile(tmp_path, "one", SERVICE_S, None)}
     simulation = Simulation(source, files, PLACEMENT, config=ONE_BY_ONE)
     goal = SearchGoal(1.0, 1.0, share=0.9, seed=5)
     assert not simulation.holds(Deployment((Group("one", Role.ANY, 1),)), goal, 50.0)
@@ -131,7 +130,7 @@ def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
     """Of two types with equal prices, the plan has the faster one, and a simulation confirms it."""
     monkeypatch.setattr(planner, "MOST_REQUESTS", 800)
     monkeypatch.setattr(planner, "CHECKED", 200)
-    fast, slow = (_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
+    fast, slow = (write_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
     flags = ["--profiles", f"{fast},{slow}", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250"]
     flags += ["--speculation", "off"]
     result = _plan(tmp_path, *flags, "--max-machines", "1", "--rate", "12")
@@ -153,7 +152,7 @@ def test_plan_has_as_many_of_the_best_machine_as_serve_the_rate(
 
 def test_machines_of_two_profiles_divide_the_phases(tmp_path: Path) -> None:
     """Every request gets all of its tokens from a machine for prompts and one for outputs."""
-    files = {name: _profile(tmp_path, name, 0.05, None) for name in ("a", "b")}
+    files = {name: write_profile(tmp_path, name, 0.05, None) for name in ("a", "b")}
     source = TraceSource((TraceRow(0.0, 50, 5),), Slo())
     groups = (Group("a", Role.PREFILL, 1), Group("b", Role.DECODE, 1))
     requests = source.requests(1.0, 0, 12)
@@ -163,7 +162,7 @@ def test_machines_of_two_profiles_divide_the_phases(tmp_path: Path) -> None:
 
 def test_only_machines_that_compute_outputs_draft(tmp_path: Path) -> None:
     """Drafts shorten outputs, and the machine for prompts has the policy `off`."""
-    file = _profile(tmp_path, "one", 0.05, None)
+    file = write_profile(tmp_path, "one", 0.05, None)
     source = TraceSource((TraceRow(0.0, 50, 40),), Slo())
     groups = (Group("one", Role.PREFILL, 1), Group("one", Role.DECODE, 1))
     steps = {}
@@ -185,7 +184,7 @@ def test_plan_with_speculation_is_written_in_all_forms(
     monkeypatch.setattr(planner, "MOST_REQUESTS", 300)
     monkeypatch.setattr(planner, "CHECKED", 100)
     monkeypatch.setattr(goodput, "CHECKED", 100)
-    one = _profile(tmp_path, "one", 0.05, 2.0)
+    one = write_profile(tmp_path, "one", 0.05, 2.0)
     flags = ["--profiles", one, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "3"]
     flags += ["--max-machines", "1"]
     written = {name: str(tmp_path / f"plan.{name}") for name in ("html", "yaml", "k8s")}
@@ -209,7 +208,7 @@ def test_plan_with_speculation_is_written_in_all_forms(
 
 def test_targets_that_no_machine_meets_make_the_plan_infeasible(tmp_path: Path) -> None:
     """If every step is longer than the TPOT target, no deployment is simulated."""
-    slow = _profile(tmp_path, "slow", 0.2, 1.0)
+    slow = write_profile(tmp_path, "slow", 0.2, 1.0)
     result = _plan(tmp_path, "--profiles", slow, "--slo-tpot-ms", "100")
     assert result.exit_code == 0, result.output
     assert "no deployment meets the targets" in result.output
@@ -232,7 +231,7 @@ def test_wrong_options_are_explained_in_one_line(
 ) -> None:
     """A wrong option ends the command with status 2 and one line."""
     price = None if words == "price_per_hour_usd" else 1.0
-    result = _plan(tmp_path, "--profiles", _profile(tmp_path, "one", 0.01, price), *flags)
+    result = _plan(tmp_path, "--profiles", write_profile(tmp_path, "one", 0.01, price), *flags)
     assert result.exit_code == 2, result.output
     assert words in result.output
     assert result.output.count("\n") == 1
@@ -241,17 +240,17 @@ def test_wrong_options_are_explained_in_one_line(
 def test_interrupted_search_writes_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM ends a search with the status of Ctrl-C, after its answer has been written."""
+    """SIGTERM ends a search with its own status, after its answer has been written."""
 
     def interrupt(_self: object, *_args: object) -> Iterator[object]:
         os.kill(os.getpid(), signal.SIGTERM)
         yield
 
     monkeypatch.setattr(planner._Processes, "results", interrupt)
-    fast, slow = (_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
+    fast, slow = (write_profile(tmp_path, *one, 2.0) for one in (("fast", 0.05), ("slow", 0.2)))
     flags = ["--profiles", f"{fast},{slow}", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250"]
     result = _plan(tmp_path, *flags)
-    assert result.exit_code == INTERRUPTED, result.output
+    assert result.exit_code == 143, result.output
     assert "no deployment was found before the interruption" in result.output
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["search"]["interrupted"]
@@ -265,7 +264,7 @@ def test_pools_with_the_least_cost_serve_the_rate(
     """The plan has the least cost of all machines that served the rate."""
     monkeypatch.setattr(goodput, "CHECKED", 200)
     monkeypatch.setattr(planner, "CHECKED", 200)
-    one = _profile(tmp_path, "one", 0.05, 2.0)
+    one = write_profile(tmp_path, "one", 0.05, 2.0)
     flags = ["--profiles", one, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "6"]
     flags += ["--speculation", "off"]
     result = _plan(tmp_path, *flags, "--max-machines", "3", question="pools")
@@ -288,7 +287,7 @@ def test_pools_with_the_least_cost_serve_the_rate(
 )
 def test_wrong_options_of_pools_are_explained(tmp_path: Path, flags: list[str], words: str) -> None:
     """An objective without its rate ends the command with status 2."""
-    profile = _profile(tmp_path, "one", 0.01, 1.0)
+    profile = write_profile(tmp_path, "one", 0.01, 1.0)
     given = ["--profiles", profile, "--slo-ttft-ms", "100", *flags]
     result = _plan(tmp_path, *given, question="pools")
     assert result.exit_code == 2, result.output

@@ -29,6 +29,7 @@ from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS, make_workload
 from draftgate.loadgen.workloads.base import WorkloadSettings
+from draftgate.policies.registry import speculation_policy
 
 CONTRACT = {"requests", "valid", "goodput_rps", "attainment", "errors", "accepted_tokens_per_s"}
 CONTRACT |= {"ttft_s", "tpot_s", "latency_s"}
@@ -193,6 +194,14 @@ def test_unknown_knowledge_is_refused() -> None:
     """The error names the unknown kind and the known kinds."""
     with pytest.raises(ValueError, match=r"'auto\+luck'.*rates.*not 'luck'"):
         simulation_policy("auto+luck")
+
+
+def test_unknown_policy_is_refused_with_all_names_of_simulations() -> None:
+    """The error of a simulation names the policies that servers lack, and theirs does not."""
+    for build, known in ((simulation_policy, True), (speculation_policy, False)):
+        with pytest.raises(ValueError, match="unknown speculation policy 'luck'") as raised:
+            build("luck")
+        assert all((name in str(raised.value)) is known for name in ("oracle", "auto+KIND"))
 
 
 @pytest.mark.parametrize("policy", ["off", "oracle"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_a_slower_device_scales_all_times() -> None:
         ({"token_buckets": [8, 1]}, "ascend"),
         ({"kv_token_s": -1.0}, "kv_token_s"),
         ({"kv_tokens_s": 1.0}, "kv_tokens_s"),
+        ({"kv_copy_bytes_s": 0.0}, "kv_copy_bytes_s"),
         ({"format": "profile/9"}, "profile/9"),
     ],
 )
@@ -114,6 +116,13 @@ def test_damaged_profile_names_file_and_field(tmp_path: Path, changes, words) ->
     with pytest.raises(ValueError, match=words) as damaged:
         load_profile(path)
     assert path in str(damaged.value)
+
+
+def test_copies_of_blocks_take_no_time_without_a_rate(tmp_path: Path) -> None:
+    """The rate of copies is infinite unless the file has one."""
+    assert load_profile(write(tmp_path / "p.json")).kv_copy_bytes_s == math.inf
+    path = write(tmp_path / "q.json", kv_copy_bytes_s=2e9)
+    assert load_profile(path).kv_copy_bytes_s == 2e9
 
 
 def test_invalid_json_and_unknown_profiles_are_rejected(tmp_path: Path) -> None:

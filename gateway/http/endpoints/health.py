@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Final
 
 from aiohttp import web
 from msgspec import UNSET
@@ -27,20 +28,27 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Row, page_of
 from draftgate.gateway.telemetry.tenant_gauges import read_quotas
 
+_UNAVAILABLE: Final = "unavailable"
+"""The status of a node that would accept requests, but has no worker or upstream for them."""
+
 
 async def health(request: web.Request) -> web.Response:
     """Return status 503 if the node has failed, or 200 in any other state.
 
     A node with several workers fails with its last worker. The body has the reasons of failed
-    workers.
+    workers. A node whose upstreams are all unavailable is alive, because a restart of it would not
+    help. Its body has the status and the reason of `/ready`.
     """
     node = request.app[NODE]
     workers = [_described(worker) for _, worker in node.workers()]
     reply = HealthReply(node.state.value, node.in_flight, workers)
-    if node.lifecycle.failure is None:
-        return json_response(reply)
-    reply.reason = node.lifecycle.failure
-    return json_response(reply, 503)
+    if node.lifecycle.failure is not None:
+        reply.reason = node.lifecycle.failure
+        return json_response(reply, 503)
+    outage = outage_of(node)
+    if node.state is NodeState.READY and outage is not None:
+        reply.status, reply.reason = _UNAVAILABLE, outage
+    return json_response(reply)
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -57,7 +65,7 @@ async def ready(request: web.Request) -> web.Response:
     out = [one for one in described if one.reason is not UNSET] or UNSET
     outage = outage_of(node)
     if state is NodeState.READY and outage is not None:  # the outage may end
-        return json_response(ReadyReply("unavailable", reason=outage, workers=out), 503)
+        return json_response(ReadyReply(_UNAVAILABLE, reason=outage, workers=out), 503)
     status = 200 if state is NodeState.READY else 503
     return json_response(ReadyReply(state.value, workers=out), status)
 

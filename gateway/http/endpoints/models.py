@@ -162,6 +162,7 @@ def _described(model: ModelService) -> list[ModelReply]:
         chat=served.tokenizer.tool_template is not None,
         proposers=model.fleet.proposers,
         simulated=card.is_simulated,
+        default_parameters=served.defaults().given(),
     )
     return [
         *(replace(own, id=name) for name in model.names),

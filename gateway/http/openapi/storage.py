@@ -28,7 +28,11 @@ STORAGE_OPERATIONS: Final = (
         FileObject,
         form={
             "purpose": {"type": "string", "enum": [PURPOSE]},
-            "file": {"type": "string", "contentMediaType": "application/jsonl"},
+            "file": {
+                "type": "string",
+                "contentMediaType": "application/jsonl",
+                "description": "A file with one request per line.",
+            },
         },
         errors=(400, 408, 413, 501, 503),
     ),

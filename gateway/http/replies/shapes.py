@@ -335,8 +335,9 @@ class ModelReply(Struct):
     A LoRA adapter has the name of its model in `parent` and the origin of its checkpoint in `root`,
     as in vLLM. The fields from `tasks` on are extensions, which the model of an upstream lacks.
     `tasks` names what the model does, `chat` says whether the model has a chat template,
-    `proposers` names what its workers draft with, and `simulated` says whether a simulator stands
-    in for the model.
+    `proposers` names what its workers draft with, `simulated` says whether a simulator stands in
+    for the model, and `default_parameters` has the sampling parameters that its checkpoint
+    recommends, for requests that do not set them.
     """
 
     id: str
@@ -350,6 +351,7 @@ class ModelReply(Struct):
     chat: bool | UnsetType = UNSET
     proposers: list[str] | UnsetType = UNSET
     simulated: bool | UnsetType = UNSET
+    default_parameters: dict[str, float] | UnsetType = UNSET
 
 
 class ModelList(Struct):
@@ -413,7 +415,7 @@ class WorkerHealth(Struct):
 class HealthReply(Struct):
     """The response of `/health`.
 
-    The field `reason` says why the node failed.
+    The field `reason` says why the node failed, or why no worker is available.
     """
 
     status: str

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
 from draftgate.backends.errors import RequestRejected
+from draftgate.gateway.decoding_errors import allowed_values
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.unlisted import only_listed
@@ -111,17 +111,11 @@ def _named(message: str, kind: Any) -> InvalidRequest:
     if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
         path = missing[1]
     reason = reason.replace("`", "")
-    known = _KNOWN.get(_INDEX.sub("", path)) or _values_of_enum(kind, path)
-    if known and reason.startswith("Invalid"):
-        reason += f"; known: {', '.join(known)}"
+    if reason.startswith("Invalid"):
+        known = _KNOWN.get(_INDEX.sub("", path), ()) or allowed_values(kind, path)
+        reason += f"; known: {', '.join(known)}" if known else ""
     where = path or "the body"
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
-
-
-def _values_of_enum(kind: Any, path: str) -> tuple[str, ...]:
-    """Return the values of a field of a struct whose type is an enum, or nothing."""
-    found = get_type_hints(kind).get(path) if isinstance(kind, type) else None
-    return tuple(found) if isinstance(found, type) and issubclass(found, StrEnum) else ()
 
 
 class RenamedParams:

@@ -1,0 +1,167 @@
+"""Policies of other packages that raise or return nonsense."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from draftgate.policies.admission.bounded import Bounded
+from draftgate.policies.batching import Slack
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.guarded import GUARDS, GuardedOrdering, GuardedSpeculation
+from draftgate.policies.ordering.single import fcfs
+from draftgate.policies.phases.apart import OneWorker
+from draftgate.policies.phases.testing import check_phases
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.rescheduling.testing import check_rescheduling
+from draftgate.policies.rescheduling.types import NoMoves
+from draftgate.policies.routing.scoring import least_loaded
+from draftgate.policies.speculation.baselines import Fixed
+from draftgate.policies.testing import (
+    check_admission,
+    check_batching,
+    check_ordering,
+    check_routing,
+    check_speculation,
+)
+from draftgate.policies.types import DraftCandidate, RequestView, StepView, Ticket, WorkerLoad
+
+COST = StepCost((16, 64, 256), (1e-3, 2e-3, 6e-3), 1e-7, 1e-5, 1e-8)
+NONSENSE = ("x", -1, 99.5, math.nan, [99], object())
+
+
+class Bad:
+    """A policy whose methods fail, by chance of an honest policy's or always.
+
+    Attributes:
+        share: probability of a failure.
+        results: what it returns in case of a failure, or nothing if it raises.
+    """
+
+    def __init__(self, honest: Any, share: float = 1.0, results: Sequence[Any] = ()) -> None:
+        self._honest, self._share, self._results = honest, share, results
+        self._random = Random(0)
+
+    name = "bad"
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._honest, name)
+        if not callable(value):
+            return value
+
+        def method(*arguments: Any) -> Any:
+            if self._random.random() >= self._share:
+                return value(*arguments)
+            if not self._results:
+                raise ZeroDivisionError(name)
+            return self._random.choice(self._results)
+
+        return method
+
+
+def ignore(_method: str, _error: Exception) -> None:
+    """Report nothing."""
+
+
+CHECKS = {
+    "speculation": lambda build: check_speculation(build(Fixed(4))),
+    "batching": lambda build: check_batching(build(Slack())),
+    "routing": lambda build: check_routing(partial(build, least_loaded())),
+    "rescheduling": lambda build: check_rescheduling(build(NoMoves())),
+    "phases": lambda build: check_phases(build(OneWorker())),
+    "admission": lambda build: check_admission(partial(build, Bounded())),
+    "ordering": lambda build: check_ordering(lambda: build(fcfs())),
+}
+
+
+@pytest.mark.parametrize("results", [(), NONSENSE], ids=["raises", "nonsense"])
+@pytest.mark.parametrize("kind", GUARDS)
+def test_bad_policies_keep_the_contract(kind: str, results: Sequence[Any]) -> None:
+    """A policy whose methods all fail passes the conformance suite of its protocol."""
+    CHECKS[kind](lambda honest: GUARDS[kind](Bad(honest, results=results), ignore))
+
+
+@pytest.mark.parametrize("kind", GUARDS)
+def test_good_policies_are_not_changed(kind: str) -> None:
+    """A policy without failures passes the suite, and nothing is reported."""
+    reported = list[Exception]()
+    CHECKS[kind](lambda honest: GUARDS[kind](honest, lambda _, error: reported.append(error)))
+    assert reported == []
+
+
+@pytest.mark.parametrize("results", [(), (None, *NONSENSE)], ids=["raises", "nonsense"])
+def test_queue_that_fails_at_some_time_loses_no_request(results: Sequence[Any]) -> None:
+    """Whenever an ordering policy fails, each request is taken exactly once."""
+    for seed in range(20):
+        random = Random(seed)
+        queue = GuardedOrdering(Bad(fcfs(), 0.05, results), ignore)
+        taken = []
+        for key in range(100):
+            queue.push(Ticket(key, float(key), math.inf, work_s=1.0, tenant=str(key % 3)))
+            if random.random() < 0.4:
+                taken.append(queue.take(float(key)).key)
+        assert len(queue) == 100 - len(taken) == queue.work_s
+        while (ticket := queue.take(1e3)) is not None:
+            taken.append(ticket.key)
+        assert sorted(taken) == list(range(100))
+        assert (len(queue), queue.work_s, queue.queued_of("1")) == (0, 0.0, 0)
+
+
+def test_long_drafts_are_limited() -> None:
+    """Lengths and plans beyond the limits of the step and the client are cut and reported."""
+
+    class Long(Fixed):
+        def draft_lengths(self, step: StepView, cost: StepCost) -> list[int]:
+            return [99] * len(step.candidates)
+
+        def decide(self, request: RequestView, load: WorkerLoad) -> Any:
+            return replace(super().decide(request, load), max_draft_tokens=99)
+
+    reported = list[str]()
+    policy = GuardedSpeculation(Long(4), lambda method, error: reported.append(f"{method} {error}"))
+    candidate = DraftCandidate((0.9, 0.8, 0.7))
+    step = StepView(2, 100, 2, 5, (candidate, candidate))
+    assert list(policy.draft_lengths(step, COST)) == [3, 2]
+    load = WorkerLoad(1, 0, 10, 10, 0.0, 0.5, ("ngram",))
+    assert policy.decide(RequestView(1, 10, 0.0), load).max_draft_tokens == 64
+    capped = RequestView(1, 10, 0.0, max_draft_tokens=2)
+    assert policy.decide(capped, load).max_draft_tokens == 2
+    assert [line.split()[0] for line in reported] == ["draft_lengths", "decide", "decide"]
+
+
+def test_installed_policy_is_guarded_and_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names an installed policy that fails, once for each method and type of error."""
+    info = tmp_path / "crooked-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crooked\nVersion: 1.0\n")
+    group = "draftgate.policies.speculation"
+    (info / "entry_points.txt").write_text(f"[{group}]\ncrooked = crooked:Crooked\n")
+    (tmp_path / "crooked.py").write_text(
+        "class Crooked:\n    name = 'crooked'\n    def __init__(self, argument): pass\n"
+        "    def decide(self, request, load): raise KeyError('no idea')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    caplog.set_level(logging.WARNING, "draftgate")
+    policy = speculation_policy("crooked")
+    load = WorkerLoad(1, 0, 10, 10, 0.0, 0.5, ("ngram",))
+    plans = [policy.decide(RequestView(1, 10, 0.0), load) for _ in range(3)]
+    assert {plan.reason for plan in plans} == {"the policy failed, so the request does not draft"}
+    assert {(plan.policy, plan.max_draft_tokens) for plan in plans} == {("crooked", 0)}
+    assert math.isinf(policy.least_survival(StepView(1, 1, 1, 1, ()), COST))
+    words = "speculation policy crooked failed in"
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == f"{words} decide: KeyError('no idea')"
+    assert messages[1].startswith(f"{words} least_survival: AttributeError")
+    assert len(messages) == 2
