@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -146,10 +146,10 @@ class KvEndpoint(Protocol):
         The worker keeps them while the rest of the chain arrives, for a bounded time.
         """
 
-    async def adopt_blocks(
+    def adopt_blocks(
         self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
-    ) -> BlockCount:
-        """Store the blocks of a chunk in the prefix cache, and hold them for a request.
+    ) -> Awaitable[BlockCount]:
+        """Begin to store the blocks of a chunk in the prefix cache, and hold them for a request.
 
         The worker takes only memory that no sequence and no other import uses.
 

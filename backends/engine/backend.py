@@ -161,8 +161,8 @@ class EngineBackend(OperatedBlocks):
         form = self.card.kv_format
         return 0 if form is None else form.block_bytes
 
-    async def operate(self, operation: KvOperation) -> KvResult:
-        """Run an operation on the KV blocks in the host's thread, and return its result.
+    def operate(self, operation: KvOperation) -> asyncio.Future[KvResult]:
+        """Queue an operation on the KV blocks for the host's thread, and return its result.
 
         Raises:
             BackendFailed: the engine failed.
@@ -172,7 +172,7 @@ class EngineBackend(OperatedBlocks):
         number, result = self._operations.open()
         settle = partial(self._operations.settle, number)
         self._host.exchange(operation, partial(self._on_event_loop, settle))
-        return await result
+        return result
 
     # --- the host's thread calls these methods -------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from enum import StrEnum
 from itertools import islice
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, cast, runtime_checkable
 
 from draftgate.backends.base import KvEndpoint
 from draftgate.backends.errors import BackendFailed
@@ -144,42 +144,60 @@ class Transfer:
             return TransferEnd.FAILED
 
     async def _relay(self) -> TransferEnd:
-        under_way = deque[asyncio.Future[None]]()
+        under_way = deque[_Storing]()
         parent = self._hashes[self._first - 1] if self._first else b""
         pulled = self._source.pull_blocks(self._hashes[self._first :], urgent=self._urgent)
         try:
             async with aclosing(pulled) as chunks:
                 async for chunk in chunks:
                     if len(under_way) == WINDOW_CHUNKS:
-                        await under_way.popleft()
+                        await under_way[0].stored
+                    self._count_stored(under_way)
                     if self._end is not None:
                         return self._end
-                    under_way.append(asyncio.ensure_future(self._store(chunk, parent)))
+                    storing = self._sink.adopt_blocks(chunk, parent, urgent=self._urgent)
+                    under_way.append(_Storing(chunk, asyncio.ensure_future(storing)))
                     parent = chunk.hashes[-1]
-            for storing in under_way:
-                await storing
+            while under_way:
+                await under_way[0].stored
+                self._count_stored(under_way)
         except BackendFailed:  # the blocks that have arrived are stored all the same
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*(one.stored for one in under_way), return_exceptions=True)
             raise
         finally:
-            for storing in under_way:
-                storing.cancel()
+            self._count_stored(under_way)
+            for one in under_way:
+                one.stored.cancel()
         if self._end is not None:
             return self._end
         is_whole = self._first + self.blocks == len(self._hashes)
         return TransferEnd.COMPLETE if is_whole else TransferEnd.MISSING
 
-    async def _store(self, chunk: KvChunk, parent: bytes) -> None:
-        """Store a chunk. Chunks are stored in order, and are useless after a missing block."""
-        stored = await self._sink.adopt_blocks(chunk, parent, urgent=self._urgent)
-        if self._end is not None:
-            return
-        self.chunks += 1
-        self.blocks += stored.blocks
-        if stored.damaged:
-            self._end = TransferEnd.DAMAGED
-        elif stored.blocks < len(chunk.hashes):
-            self._end = TransferEnd.FULL
+    def _count_stored(self, under_way: deque[_Storing]) -> None:
+        """Count the first chunks that are stored. Chunks are useless after a missing block."""
+        while under_way and under_way[0].stored.done():
+            chunk, result = under_way.popleft()
+            if self._end is not None or result.cancelled() or result.exception() is not None:
+                continue
+            stored = result.result()
+            self.chunks += 1
+            self.blocks += stored.blocks
+            if stored.damaged:
+                self._end = TransferEnd.DAMAGED
+            elif stored.blocks < len(chunk.hashes):
+                self._end = TransferEnd.FULL
+
+
+class _Storing(NamedTuple):
+    """A chunk that the destination stores. Chunks are stored in order."""
+
+    chunk: KvChunk
+    stored: asyncio.Future[BlockCount]
+
+
+def blocks_per_chunk(block_bytes: int) -> int:
+    """Return the number of blocks in a full chunk, which is at least one."""
+    return max(1, CHUNK_BYTES // max(block_bytes, 1))
 
 
 async def export_chunks(
@@ -188,11 +206,11 @@ async def export_chunks(
     """Yield the blocks of a hash chain in chunks, up to the first that the source does not hold.
 
     Args:
-        export: returns the blocks of some hashes up to the first missing one.
+        export: begins to copy the blocks of some hashes up to the first missing one.
         hashes: consecutive part of a chain.
         block_bytes: bytes of a block.
     """
-    size = max(1, CHUNK_BYTES // max(block_bytes, 1))
+    size = blocks_per_chunk(block_bytes)
     parts = iter([tuple(hashes[i : i + size]) for i in range(0, len(hashes), size)])
     under_way = deque(
         (len(part), asyncio.ensure_future(export(part))) for part in islice(parts, WINDOW_CHUNKS)
@@ -224,11 +242,14 @@ class OperatedBlocks(ABC):
         """Bytes of a block."""
 
     @abstractmethod
-    async def operate(self, operation: KvOperation) -> KvResult:
-        """Run an operation on the worker's blocks.
+    def operate(self, operation: KvOperation) -> Awaitable[KvResult]:
+        """Begin an operation on the worker's blocks, and return its result.
+
+        A transfer has several operations under way. A worker of this process therefore returns a
+        future, because a task for each operation takes longer than a simulated operation.
 
         Raises:
-            BackendFailed: the worker failed.
+            BackendFailed: the worker failed, also when the result is awaited.
         """
 
     async def held_blocks(self, hashes: Sequence[bytes]) -> int:
@@ -244,20 +265,19 @@ class OperatedBlocks(ABC):
     ) -> AsyncGenerator[KvChunk, None]:
         """Yield the blocks of a part of a hash chain, up to the first that the worker lacks."""
 
-        async def export(part: tuple[bytes, ...]) -> KvChunk:
-            chunk = await self.operate(ExportBlocks(part, urgent))
-            assert isinstance(chunk, KvChunk)
-            return chunk
+        def export(part: tuple[bytes, ...]) -> Awaitable[KvChunk]:
+            return cast("Awaitable[KvChunk]", self.operate(ExportBlocks(part, urgent)))
 
         return export_chunks(export, hashes, self.block_bytes)
 
-    async def adopt_blocks(
+    def adopt_blocks(
         self, chunk: KvChunk, parent: bytes, *, urgent: bool = False
-    ) -> BlockCount:
-        """Store the blocks of a chunk, and return how many the worker holds now."""
-        return await self._count(AdoptBlocks(chunk, parent, urgent))
+    ) -> Awaitable[BlockCount]:
+        """Begin to store the blocks of a chunk, and return how many the worker holds then."""
+        operation = AdoptBlocks(chunk, parent, urgent)
+        return cast("Awaitable[BlockCount]", self.operate(operation))
 
-    async def _count(self, operation: CountBlocks | AdoptBlocks) -> BlockCount:
+    async def _count(self, operation: CountBlocks) -> BlockCount:
         count = await self.operate(operation)
         assert isinstance(count, BlockCount)
         return count

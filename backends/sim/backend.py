@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import Context, copy_context
+from typing import Final
 
 from msgspec import structs
 
@@ -19,7 +20,11 @@ from draftgate.backends.kv_transfer.exchange import (
     KvResult,
 )
 from draftgate.backends.kv_transfer.format import KvChunk
-from draftgate.backends.kv_transfer.transfer import OperatedBlocks, export_chunks
+from draftgate.backends.kv_transfer.transfer import (
+    WINDOW_CHUNKS,
+    OperatedBlocks,
+    blocks_per_chunk,
+)
 from draftgate.backends.kv_transfer.turns import QueuedOperation, TransferTurns
 from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
 from draftgate.backends.sim.kv_link import LOCAL_LINK, KvLink, TimedExchange
@@ -29,6 +34,10 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, ModelCard, Pace
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
+
+TOGETHER_S: Final = 0.05
+"""Time in seconds within which KV blocks arrive together in a simulation, about a long step.
+(Chosen, not tuned, 2026-11-30.)"""
 
 
 class SimBackend(OperatedBlocks):
@@ -156,13 +165,14 @@ class SimBackend(OperatedBlocks):
         form = self._card.kv_format
         return 0 if form is None else form.block_bytes
 
-    async def operate(self, operation: KvOperation) -> KvResult:
+    def operate(self, operation: KvOperation) -> asyncio.Future[KvResult]:
         """Run an operation on the KV blocks, between two steps if copies take time."""
-        if self._failure is not None:
-            raise BackendFailed(self._failure)
+        if self._failure is not None or self._loop is None:
+            raise BackendFailed(self._failure or "the worker was not started")
+        result: asyncio.Future[KvResult] = self._loop.create_future()
         if not self._exchange.takes_time:
-            return self._exchange.run(operation, self._now_s())
-        result: asyncio.Future[KvResult] = asyncio.get_running_loop().create_future()
+            result.set_result(self._exchange.run(operation, self._now_s()))
+            return result
 
         def done(found: KvResult) -> None:
             if not result.done():
@@ -172,25 +182,40 @@ class SimBackend(OperatedBlocks):
         result.add_done_callback(self._operations.discard)
         self._transfers.append((operation, done))
         self._wake()
-        return await result
+        return result
 
-    def pull_blocks(
+    async def pull_blocks(
         self, hashes: Sequence[bytes], *, urgent: bool = False
     ) -> AsyncGenerator[KvChunk, None]:
-        """Yield the blocks of a part of a hash chain, each after its time on the link."""
-        block_bytes, busy_until_s = self.block_bytes, self._now_s()
+        """Yield the blocks of a part of a hash chain, several chunks together.
 
-        async def export(part: tuple[bytes, ...]) -> KvChunk:
-            nonlocal busy_until_s
-            chunk = await self.operate(ExportBlocks(part, urgent))
-            assert isinstance(chunk, KvChunk)
-            now_s = self._now_s()
-            sent_s = len(chunk.hashes) * block_bytes / self._link.bytes_per_s
-            busy_until_s = max(busy_until_s, now_s) + sent_s
-            await asyncio.sleep(busy_until_s + self._link.latency_s - now_s)
-            return chunk
-
-        return export_chunks(export, hashes, block_bytes)
+        Blocks take the time of a transfer with `WINDOW_CHUNKS` chunks under way. The link is idle
+        if these chunks are sent before the first of them has arrived. Chunks that arrive within
+        `TOGETHER_S` arrive with the last of them, so that a prompt takes a few turns of the event
+        loop. A turn for each chunk would take a quarter of the time of a simulation.
+        """
+        link, chunk_blocks = self._link, blocks_per_chunk(self.block_bytes)
+        block_s = self.block_bytes / link.bytes_per_s
+        chunk_s = chunk_blocks * block_s
+        idle_s = max(link.latency_s - (WINDOW_CHUNKS - 1) * chunk_s, 0.0)
+        chunks = WINDOW_CHUNKS
+        if not idle_s and chunks * chunk_s > TOGETHER_S:
+            chunks = max(int(TOGETHER_S / chunk_s), 1)
+        blocks = chunks * chunk_blocks
+        # Workers copy between their steps, and so chunk by chunk.
+        each = chunk_blocks if self._exchange.takes_time else blocks
+        for begin in range(0, len(hashes), blocks):
+            end = min(begin + blocks, len(hashes))
+            parts = [tuple(hashes[n : min(n + each, end)]) for n in range(begin, end, each)]
+            found = await asyncio.gather(*(self.operate(ExportBlocks(p, urgent)) for p in parts))
+            exported = [one for one in found if isinstance(one, KvChunk) and one.hashes]
+            number = sum(len(one.hashes) for one in exported)
+            waited_s = idle_s if begin else link.latency_s
+            await asyncio.sleep(waited_s + number * block_s)
+            for chunk in exported:
+                yield chunk
+            if number < end - begin:
+                return
 
     def _end(self, request_id: str, cancelled: bool) -> None:
         if cancelled:

@@ -119,6 +119,11 @@ class PlanAnswer:
                 f"searches that did not converge within {MOST_REQUESTS} requests: {doubtful} of"
                 f" {len(self.search.measured)}. Raise --precision, or use their intervals."
             )
+        if self.search.unlikely:
+            console.print(
+                f"{len(self.search.unlikely)} deployments were not simulated, because their"
+                f" estimated rates are far lower."
+            )
         if self._missing:
             console.print(self._missing)
 
@@ -203,6 +208,14 @@ def search_as_json(search: DeploymentSearch) -> dict[str, Any]:
         "complete": search.complete,
         "interrupted": search.interrupted,
         "dominated": search.dominated,
+        "unlikely": [
+            {
+                "deployment": str(one.deployment),
+                "bound_rps": one.bound_rps,
+                "expected_rps": one.expected_rps,
+            }
+            for one in search.unlikely
+        ],
         "measured": [
             {
                 "deployment": str(one.candidate.deployment),

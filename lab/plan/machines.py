@@ -17,6 +17,7 @@ from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.lab.plan.sources import Requests
 from draftgate.lab.planning.bounds import MeanLengths, RateBounds, bounds
+from draftgate.lab.planning.forecast import Forecast
 from draftgate.lab.planning.throughput import DraftPoint, Machine, Targets
 from draftgate.lab.sim.environment import SimEnvironment
 from draftgate.lab.sim.recording import Recording, load_recording
@@ -192,6 +193,13 @@ class MachineTypes:
                 raise ValueError(f"the profile {name} has no power_w: add it to the file")
             found[name] = one.profile.power_w
         return found
+
+    def forecast(
+        self, requests: Sequence[tuple[int, int]], lengths: MeanLengths, targets: Targets
+    ) -> Forecast:
+        """Return the estimates of rates for requests, given as tokens of prompt and output."""
+        machines = {name: one.machine() for name, one in self.machines.items()}
+        return Forecast.for_requests(machines, targets, requests, lengths.context_tokens)
 
     def bounds(
         self, lengths: MeanLengths, targets: Targets, classes: Collection[str] = ()

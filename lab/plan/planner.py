@@ -29,6 +29,7 @@ from draftgate.lab.planning.best_deployment import (
 )
 from draftgate.lab.planning.bounds import MeanLengths, RateBounds
 from draftgate.lab.planning.deployments import Deployment, Layout, bound_rps
+from draftgate.lab.planning.forecast import Forecast
 from draftgate.lab.planning.throughput import Targets
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.search.types import SearchGoal
@@ -72,6 +73,7 @@ class Planner:
     Attributes:
         targets: latency targets of the requests.
         bounds: bounds of one machine of each type without drafts.
+        forecast: estimates of the rates without drafts.
         goal: share, precision and warm-up of each search for a rate.
         draft_bounds: the bounds with drafts, or none if no deployment may speculate.
     """
@@ -80,6 +82,7 @@ class Planner:
     simulation: Simulation
     targets: Targets
     bounds: Mapping[str, RateBounds]
+    forecast: Forecast
     goal: SearchGoal
     draft_bounds: Mapping[str, RateBounds] = field(default_factory=dict)
 
@@ -101,7 +104,8 @@ class Planner:
             link: link between the machines.
             phases: the phases policy of each layout.
         """
-        lengths = MeanLengths.from_requests(lengths_of(source), targets.share)
+        sample = lengths_of(source)
+        lengths = MeanLengths.from_requests(sample, targets.share)
         goal = SearchGoal(
             start_rps=1.0,
             limit_s=_finite(targets.ttft_s),
@@ -112,7 +116,11 @@ class Planner:
             seed=seed,
         )
         simulation = Simulation(source, machines.files, phases, link)
-        return cls(machines, simulation, targets, machines.bounds(lengths, targets), goal)
+        bounds, forecast = (
+            machines.bounds(lengths, targets),
+            machines.forecast(sample, lengths, targets),
+        )
+        return cls(machines, simulation, targets, bounds, forecast, goal)
 
     def with_drafts(self, proposer: str) -> Planner:
         """Return a planner that compares each deployment without and with drafts."""
@@ -126,9 +134,13 @@ class Planner:
         )
 
     def candidate(self, deployment: Deployment, weight: float) -> DeploymentCandidate:
-        """Return a deployment with its bound."""
-        bounds = self.draft_bounds if deployment.drafts else self.bounds
-        return DeploymentCandidate(deployment, bound_rps(deployment, bounds), weight)
+        """Return a deployment with its bound, and with its estimate, which drafts raise as much."""
+        most_rps = plain_rps = bound_rps(deployment, self.bounds)
+        expected_rps = self.forecast.rate_rps(deployment, plain_rps)
+        if deployment.drafts:
+            most_rps = bound_rps(deployment, self.draft_bounds)
+            expected_rps *= most_rps / plain_rps if plain_rps else 0.0
+        return DeploymentCandidate(deployment, most_rps, weight, expected_rps)
 
     def candidates(
         self, found: Iterable[Deployment], each: Mapping[str, float] | None = None
@@ -187,13 +199,26 @@ class Planner:
 
     def test(self, candidate: DeploymentCandidate, rate_rps: float) -> Outcome:
         """Return whether a candidate serves a rate, by a short simulation."""
+        goal = self._goal_of_test(candidate, rate_rps)
         with without_full_gc():
-            return self.simulation.test(candidate.deployment, self.goal, rate_rps)
+            return self.simulation.test(candidate.deployment, goal, rate_rps)
 
     def measure(self, candidate: DeploymentCandidate, beat_rps: float = 0.0) -> Measured:
         """Return the goodput of a candidate (`Simulation.measure`)."""
         with without_full_gc():
             return self.simulation.measure(candidate, self.goal, beat_rps)
+
+    def _goal_of_test(self, candidate: DeploymentCandidate, rate_rps: float) -> SearchGoal:
+        """Return the goal, whose warm-up is that of a deployment at a rate.
+
+        Measurements keep the warm-up of the TPOT, which is longer. A machine that begins empty has
+        all its sequences after the time of an output. Drafts change this time, so a deployment
+        with drafts has that of the TPOT.
+        """
+        if candidate.deployment.drafts or not math.isfinite(self.targets.tpot_s):
+            return self.goal
+        answer_s = self.forecast.output_s(candidate.deployment, rate_rps)
+        return replace(self.goal, answer_s=answer_s)
 
     def holds(self, candidate: DeploymentCandidate, rate_rps: float) -> bool:
         """Return whether a deployment serves a rate, by one simulation."""

@@ -6,10 +6,13 @@ for the highest rate by weight goes from cheap to expensive knowledge:
 1. A deployment is left out if a multiple of it is a candidate too, because more machines that share
    their queue serve at least as many requests each.
 2. Short simulations find a rate that one of the most promising deployments serves.
-3. One short simulation of each other deployment at this rate by weight eliminates those that fail.
-   Those that serve more raise the rate for all that follow. A simulation ends when its verdict is
-   clear (`loadgen.search.sequential_test`).
-4. Only the deployments that are left are measured precisely.
+3. Deployments whose estimate (`forecast`) is far below this rate by weight are left out. One short
+   simulation of each other deployment at this rate eliminates those that fail. Those that serve
+   more raise the rate for all that follow. A simulation ends when its verdict is clear
+   (`loadgen.search.sequential_test`).
+4. Only the deployments that are left are measured precisely. A deployment with a more complex
+   layout than the best one must first serve the upper end of its interval in a short simulation,
+   because it is not recommended unless it is certainly better.
 
 The search for the least weight that serves a rate is a bisection by weight. A deployment that fails
 excludes all that have no more machines in any role.
@@ -19,6 +22,7 @@ An interrupted search returns what it knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Final
@@ -27,12 +31,23 @@ from draftgate.lab.planning.deployments import Deployment
 from draftgate.policies.values import immutable, replace
 
 ROUNDS: Final = 8
-"""Most halvings of the first rate, down to 1/256 of the highest bound. Chosen, not tuned,
-2026-11-27."""
+"""Rates that the leaders are tested at, down to 1/128 of the first. Chosen, not tuned, 2026-11-27.
+"""
+
+_FIRST: Final = 0.8
+"""First rate as a share of the highest estimate. The estimates of the reference case of DistServe
+are up to 1.3 times too high or too low. Chosen, not tuned, 2026-11-30."""
+
+MARGIN: Final = 1.9
+"""Factor by which an estimate must be below a rate that another deployment serves, for the
+deployment to be left out. Chosen after the estimates of the reference case of DistServe,
+2026-11-30."""
 
 _RAISE: Final = 1.25
-"""Factor between the rates that a promising deployment is tested at. The verdict of a short
-simulation is rarely clear within a quarter of the rate. Chosen, not tuned, 2026-11-27."""
+_LEAST_RAISE: Final = 1.05
+"""Factor between the rates that a promising deployment is tested at. Each failure replaces it by
+its square root, down to the least one. A higher rate of the best deployment makes the tests of all
+others shorter, because they fail more clearly. Chosen, not tuned, 2026-11-30."""
 
 
 @immutable
@@ -42,11 +57,13 @@ class DeploymentCandidate:
     Attributes:
         bound_rps: upper bound of its rate.
         weight: number by which its rate is divided for comparison, such as its price of an hour.
+        expected_rps: estimate of its rate (`forecast`), or 0 without one.
     """
 
     deployment: Deployment
     bound_rps: float
     weight: float = 1.0
+    expected_rps: float = 0.0
 
 
 @immutable
@@ -111,6 +128,8 @@ class DeploymentSearch:
         unmeasured: the candidates that the limit of tests or an interruption leaves out.
         complete: whether every candidate that might be better has been measured.
         dominated: number of candidates that were left out, because a multiple of them is one.
+        unlikely: candidates that were left out, because their estimates are below those of the best
+            one by more than a factor of `MARGIN`.
         least: the candidate with the least weight that serves the rate, if that was the question.
         interrupted: whether the user ended the search.
     """
@@ -121,6 +140,7 @@ class DeploymentSearch:
     dominated: int = 0
     least: Measured | None = None
     interrupted: bool = False
+    unlikely: tuple[DeploymentCandidate, ...] = ()
 
     @property
     def best(self) -> Measured | None:
@@ -130,14 +150,7 @@ class DeploymentSearch:
         """
         if self.least is not None:
             return self.least
-        least = _certain_value(self.measured)
-        known = [one for one in self.measured if one.rate_rps]
-        equal = [one for one in known if one.most_value >= least]
-        return min(
-            equal,
-            key=lambda one: (one.candidate.deployment.layout.complexity, -one.value),
-            default=None,
-        )
+        return _recommended(self.measured)
 
 
 def ranked(candidates: Iterable[DeploymentCandidate]) -> list[DeploymentCandidate]:
@@ -183,68 +196,99 @@ def find_best(
     possible = ranked(without_divisors(every))
     # Both steps replace elements of this list, so an interruption leaves what they know.
     found = [Measured(one, None, 0.0, one.bound_rps) for one in possible[:most]]
-    interrupted = False
+    elimination, interrupted = _Elimination(found, test, report), False
+    unlikely = elimination.unlikely
     try:
-        _eliminate(found, test, width, report)
-        _measure(found, measure, report)
+        elimination.run(width)
+        _measure(found, unlikely, test, measure, report)
     except KeyboardInterrupt:
         interrupted = True
     beyond, certain = tuple(possible[most:]), _certain_value(found)
     complete = all(one.bound_rps <= certain * one.weight for one in beyond)
     return DeploymentSearch(
-        tuple(found),
+        tuple(one for index, one in enumerate(found) if index not in unlikely),
         beyond,
         complete and not interrupted,
         len(every) - len(possible),
         interrupted=interrupted,
+        unlikely=tuple(found[index].candidate for index in sorted(unlikely)),
     )
 
 
-def _eliminate(found: list[Measured], test: Test, width: int, report: Report) -> None:
-    """Narrow the range of each candidate's rate until few may be the best one.
+class _Elimination:
+    """Narrows the range of each candidate's rate until few may be the best one.
 
-    The candidates with the highest bound of each layout are tested at half of the highest bound,
-    then at a quarter, and so on, until one serves its rate. If no candidate serves even the lowest
-    of these rates, their upper ends are 0.
+    Attributes:
+        unlikely: places of the candidates that their estimates exclude.
     """
-    order = sorted(range(len(found)), key=lambda index: -found[index].most_value)
-    layouts = {found[index].candidate.deployment.layout: index for index in reversed(order)}
-    leaders, value = list(layouts.values()), 0.0
-    tested = set[int]()
 
-    def serving(indices: Iterable[int], value: float) -> list[int]:
-        """Test candidates at a rate by weight, and return those that serve it."""
-        left = [index for index in indices if found[index].most_value > value]
-        pairs = [(found[index].candidate, value * found[index].candidate.weight) for index in left]
-        serve = []
-        for index, (_, rate_rps), outcome in zip(left, pairs, test(pairs), strict=True):
-            found[index] = _tested(found[index], rate_rps, outcome)
-            tested.add(index)
-            report("tested", len(tested), len(found))
-            if outcome is Outcome.SERVES:
-                serve.append(index)
+    def __init__(self, found: list[Measured], test: Test, report: Report) -> None:
+        """Prepare without a test.
+
+        Args:
+            found: the candidates, which the tests replace.
+        """
+        self._found = found
+        self._test = test
+        self._report = report
+        self._decided = set[int]()
+        self.unlikely = set[int]()
+
+    def run(self, width: int) -> None:
+        """Test the leaders, and then each other candidate at the rate that the best one serves."""
+        found = self._found
+        order = sorted(range(len(found)), key=lambda index: _preference(found[index].candidate))
+        layouts = {found[index].candidate.deployment.layout: index for index in reversed(order)}
+        leaders = list(layouts.values())
+        value = self._test_leaders(leaders)
+        others = [index for index in order if index not in leaders]
+        for begin in range(0, len(others), width):
+            certain = _certain_value(found)
+            value = certain or value
+            chosen = others[begin : begin + width]
+            if certain:
+                self.unlikely.update(
+                    one for one in chosen if _is_unlikely(found[one].candidate, value)
+                )
+            self._raise(self._serving(set(chosen) - self.unlikely, value), value)
+        if not _certain_value(found):
+            for index, one in enumerate(found):
+                if one.most_value <= value:
+                    found[index] = replace(one, high_rps=0.0)
+
+    def _test_leaders(self, leaders: Sequence[int]) -> float:
+        """Find a rate by weight that one of the leaders serves, and return the last one tested.
+
+        The candidates with the highest estimate of each layout are tested at `_FIRST` of the
+        highest estimate, then at half of that, and so on. If no candidate serves even the lowest
+        of these rates, the upper ends of all are 0.
+        """
+        value = 0.0
+        most = max((_expected_value(one.candidate) for one in self._found), default=0.0)
+        for halvings in range(ROUNDS):
+            value = _FIRST * most / 2.0**halvings
+            serve = self._serving(leaders, value)
+            self._raise(serve, value)
+            if serve:
+                break
+        return value
+
+    def _raise(self, serve: Sequence[int], value: float) -> None:
+        """Test candidates that serve a rate at higher rates, and between the last two of them."""
+        step, bracketed = _RAISE, False
+        while serve and step > _LEAST_RAISE:
+            better = self._serving(serve, value * step)
+            if better:
+                serve, value = better, value * step
+            bracketed = bracketed or not better
+            if bracketed:
+                step = math.sqrt(step)
+
+    def _serving(self, indices: Iterable[int], value: float) -> list[int]:
+        serve = _serving(self._found, sorted(indices), value, self._test)
+        self._decided.update(indices, self.unlikely)
+        self._report("tested", len(self._decided), len(self._found))
         return serve
-
-    def raise_rate(serve: list[int], value: float) -> None:
-        while serve:
-            value *= _RAISE
-            serve = serving(serve, value)
-
-    most = max((one.most_value for one in found), default=0.0)
-    for halvings in range(1, ROUNDS + 1):
-        value = most / 2.0**halvings
-        serve = serving(leaders, value)
-        raise_rate(serve, value)
-        if serve:
-            break
-    others = [index for index in order if index not in leaders]
-    for begin in range(0, len(others), width):
-        value = _certain_value(found) or value
-        raise_rate(serving(others[begin : begin + width], value), value)
-    if not _certain_value(found):
-        for index, one in enumerate(found):
-            if one.most_value <= value:
-                found[index] = replace(one, high_rps=0.0)
 
 
 def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
@@ -253,14 +297,24 @@ def _tested(measured: Measured, rate_rps: float, outcome: Outcome) -> Measured:
     return replace(measured, high_rps=rate_rps) if outcome is Outcome.FAILS else measured
 
 
-def _measure(found: list[Measured], measure: Measure, report: Report) -> None:
+def _is_unlikely(candidate: DeploymentCandidate, value: float) -> bool:
+    expected_rps = candidate.expected_rps
+    return expected_rps > 0.0 and expected_rps * MARGIN < value * candidate.weight
+
+
+def _measure(
+    found: list[Measured], unlikely: set[int], test: Test, measure: Measure, report: Report
+) -> None:
     """Measure the candidates that may be the best one, the most promising first."""
     least = _certain_value(found)
-    left = [index for index, one in enumerate(found) if one.most_value > least]
+    possible = (index for index in range(len(found)) if index not in unlikely)
+    left = [index for index in possible if found[index].most_value > least]
     left.sort(key=lambda index: _promise(found[index]))
     certain, done, total = 0.0, 0, len(left)
-    for group in (left[:1], left[1:]):  # the first measurement limits the others
-        chosen = [index for index in group if found[index].most_value > certain]
+
+    def measure_all(indices: Iterable[int]) -> None:
+        nonlocal certain, done
+        chosen = [index for index in indices if found[index].most_value > certain]
         pairs = [
             (_limited(found[index]), certain * found[index].candidate.weight) for index in chosen
         ]
@@ -270,10 +324,57 @@ def _measure(found: list[Measured], measure: Measure, report: Report) -> None:
             report("measured", done, total)
         certain = _certain_value(one for one in found if one.rate_rps)
 
+    def complexity(index: int) -> int:
+        return found[index].candidate.deployment.layout.complexity
+
+    measure_all(left[:1])  # the first measurement limits the others
+    simplest = complexity(left[0]) if left else 0
+    measure_all(index for index in left[1:] if complexity(index) <= simplest)
+    others = [index for index in left[1:] if complexity(index) > simplest]
+    best = _recommended(found)
+    if best is not None and math.isfinite(best.most_value):
+        # A candidate that did not clearly serve a lower rate would not serve this one.
+        serving = [index for index in others if found[index].low_rps > 0.0]
+        others = _serving(found, serving, best.most_value, test)
+    measure_all(others)
+
+
+def _recommended(found: Iterable[Measured]) -> Measured | None:
+    """Return the best candidate, or a simpler one that is not certainly worse."""
+    every = list(found)
+    least = _certain_value(every)
+    return min(
+        (one for one in every if one.rate_rps and one.most_value >= least),
+        key=lambda one: (one.candidate.deployment.layout.complexity, -one.value),
+        default=None,
+    )
+
+
+def _serving(found: list[Measured], indices: Iterable[int], value: float, test: Test) -> list[int]:
+    """Test candidates at a rate by weight, and return those that serve it."""
+    left = [index for index in indices if found[index].most_value > value]
+    pairs = [(found[index].candidate, value * found[index].candidate.weight) for index in left]
+    serve = []
+    for index, (_, rate_rps), outcome in zip(left, pairs, test(pairs), strict=True):
+        found[index] = _tested(found[index], rate_rps, outcome)
+        if outcome is Outcome.SERVES:
+            serve.append(index)
+    return serve
+
 
 def _limited(measured: Measured) -> DeploymentCandidate:
     """Return a candidate with the upper end of its range as its bound."""
     return replace(measured.candidate, bound_rps=measured.high_rps)
+
+
+def _expected_value(candidate: DeploymentCandidate) -> float:
+    """Return the estimate by weight, or half of the bound without an estimate."""
+    return (candidate.expected_rps or candidate.bound_rps / 2.0) / candidate.weight
+
+
+def _preference(candidate: DeploymentCandidate) -> tuple[float, float]:
+    """Return a key that sorts the highest estimates first, and then the highest bounds."""
+    return -_expected_value(candidate), -candidate.bound_rps / candidate.weight
 
 
 def _promise(measured: Measured) -> tuple[float, int, float]:

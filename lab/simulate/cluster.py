@@ -41,6 +41,11 @@ ADMIT_ALL: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.i
 """The default rules. A simulation compares latencies, so it rejects no request."""
 
 
+def never() -> bool:
+    """Return False, so that a simulation ends with its last request."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
     """The workers of a simulation and the rules of their dispatcher.
@@ -90,6 +95,7 @@ def simulate_requests(
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
     watch: Watch = ignore,
+    is_over: Callable[[], bool] = never,
 ) -> list[Record]:
     """Return the records of the requests in the order of the plan.
 
@@ -98,6 +104,7 @@ def simulate_requests(
         on_record: a callback that receives each record when its request ends.
         to_job: a function that converts a planned request to a job.
         watch: takes the events of all requests.
+        is_over: as for `send_jobs`.
 
     Raises:
         ValueError: a setting is wrong.
@@ -116,7 +123,7 @@ def simulate_requests(
             cluster.config.speculation,
         ) as dispatcher:
             pop = None if environment.delivers_tokens else environment.log.pop
-            return await send_jobs(dispatcher, requests, to_job, on_record, pop, watch)
+            return await send_jobs(dispatcher, requests, to_job, on_record, pop, watch, is_over)
 
     return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
@@ -165,6 +172,7 @@ async def send_jobs(
     on_record: Callable[[Record], None] = lambda _record: None,
     pop_deliveries: Callable[[str], Deliveries] | None = None,
     watch: Watch = ignore,
+    is_over: Callable[[], bool] = never,
 ) -> list[Record]:
     """Send each request at its time `at_s`, counted from now, and return the records.
 
@@ -172,17 +180,24 @@ async def send_jobs(
         pop_deliveries: a function that returns the logged deliveries of a request. If it is None,
             `send_jobs` times the deltas itself.
         watch: takes the events of all requests.
+        is_over: asked after each record. The requests that are then open are cancelled, and have
+            no record.
     """
     records, start_s = list[Record](), loop_time_s()
     open_requests = set[asyncio.Task[Record]]()
+    over = asyncio.Event()
 
     def done(task: asyncio.Task[Record]) -> None:
         if not task.cancelled() and task.exception() is None:
             open_requests.discard(task)  # failed tasks stay in the set and raise in `gather`
             records.append(task.result())
             on_record(task.result())
+            if is_over():
+                over.set()
 
     for planned in requests:
+        if over.is_set():
+            break
         assert planned.at_s is not None
         job = to_job(planned)
         await asyncio.sleep(start_s + planned.at_s - loop_time_s())
@@ -190,7 +205,15 @@ async def send_jobs(
         task = asyncio.create_task(one)
         open_requests.add(task)
         task.add_done_callback(done)
-    await asyncio.gather(*open_requests)
+    ended = asyncio.gather(*open_requests)
+    enough = asyncio.create_task(over.wait())
+    await asyncio.wait((ended, enough), return_when=asyncio.FIRST_COMPLETED)
+    enough.cancel()
+    if over.is_set():
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+    else:
+        await ended
     return records
 
 

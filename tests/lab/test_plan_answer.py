@@ -31,6 +31,7 @@ PLANNER = Planner(
     UNUSED,
     Targets(0.2, 0.1, 0.9),
     {},
+    UNUSED,
     SearchGoal(1.0, 1.0, share=0.9),
 )
 

@@ -20,7 +20,7 @@ from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.lab.sim.environment import SimEnvironment
-from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate_requests
+from draftgate.lab.simulate.cluster import ADMIT_ALL, SimulatedCluster, never, simulate_requests
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
 
 SERVICE_S = 0.01
@@ -59,7 +59,12 @@ ROUTINGS = ("least_cost", "least_loaded", "power_of_two", "round_robin")
 
 
 def run(
-    arrivals: list[float], workers: int, routing: str, environment: SimEnvironment
+    arrivals: list[float],
+    workers: int,
+    routing: str,
+    environment: SimEnvironment,
+    on_record: Callable[[Record], None] = lambda _record: None,
+    is_over: Callable[[], bool] = never,
 ) -> list[Record]:
     config = WorkerConfig(speculation="off", profile="h100-8b", max_num_seqs=1)
     planned = [
@@ -71,7 +76,11 @@ def run(
 
     rules = replace(ADMIT_ALL, routing=routing)
     return simulate_requests(
-        SimulatedCluster(config, workers, environment, rules), planned, to_job=to_job
+        SimulatedCluster(config, workers, environment, rules),
+        planned,
+        on_record,
+        to_job=to_job,
+        is_over=is_over,
     )
 
 
@@ -190,3 +199,15 @@ def test_work_is_conserved() -> None:
         spans.sort()
         for (begin_s, own_s), (next_s, _) in pairwise(spans):
             assert begin_s + own_s <= next_s + 1e-9  # a worker serves one request at a time
+
+
+def test_simulation_that_is_over_cancels_the_open_requests() -> None:
+    """A simulation ends after the record that decides it, and has no record of later requests."""
+    arrivals, records = poisson(500, 250.0, 3), list[Record]()
+    environment = ServiceTimeEnvironment(roofline=False)
+    whole = run(arrivals, 2, "least_cost", environment)
+    again = ServiceTimeEnvironment(roofline=False)
+    found = run(arrivals, 2, "least_cost", again, records.append, lambda: len(records) >= 100)
+    ends_s = sorted(record.end_s for record in whole)
+    assert len(found) == len(records) == 100
+    assert sorted(record.end_s for record in found) == ends_s[:100]

@@ -11,11 +11,18 @@ from math import ceil
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.delta_reader import generate
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.kv_transfer.transfer import WINDOW_CHUNKS, Transfer, TransferEnd
+from draftgate.backends.kv_transfer.transfer import (
+    WINDOW_CHUNKS,
+    Transfer,
+    TransferEnd,
+    blocks_per_chunk,
+)
 from draftgate.backends.kv_transfer.turns import SERVING_SHARE, TURN_S
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.kv_link import KvLink
@@ -66,8 +73,29 @@ def test_transfer_takes_the_time_of_its_link(bytes_per_s: float) -> None:
 
 def test_latency_limits_a_link_by_the_credit() -> None:
     """On a fast link with a long latency, the credit arrives in each round trip."""
-    transfer, _, seconds = transferred(KvLink(1e15, 0.1))
-    assert seconds == pytest.approx(ceil(transfer.chunks / WINDOW_CHUNKS) * 0.1, rel=1e-6)
+    _, _, seconds = transferred(KvLink(1e15, 0.1))
+    chunks = ceil(200 / blocks_per_chunk(BLOCK_BYTES))
+    assert seconds == pytest.approx(ceil(chunks / WINDOW_CHUNKS) * 0.1, rel=1e-6)
+
+
+@given(
+    blocks=st.integers(1, 200),
+    bytes_per_s=st.floats(1e6, 1e12),
+    latency_s=st.floats(0.0, 0.2),
+)
+def test_blocks_together_take_the_time_of_single_chunks(
+    blocks: int, bytes_per_s: float, latency_s: float
+) -> None:
+    """A transfer ends when the last of its chunks arrives, however few turns of the loop it has."""
+    _, end, seconds = transferred(KvLink(bytes_per_s, latency_s), 16 * blocks + 1)
+    assert end is TransferEnd.COMPLETE
+    size, arrivals = blocks_per_chunk(BLOCK_BYTES), list[float]()
+    for index, begin in enumerate(range(0, blocks, size)):
+        asked_s = arrivals[index - WINDOW_CHUNKS] if index >= WINDOW_CHUNKS else 0.0
+        free_s = arrivals[-1] - latency_s if arrivals else 0.0
+        sent_s = min(size, blocks - begin) * BLOCK_BYTES / bytes_per_s
+        arrivals.append(max(asked_s, free_s) + sent_s + latency_s)
+    assert seconds == pytest.approx(arrivals[-1], rel=1e-9, abs=1e-9)
 
 
 def test_closed_transfer_leaves_nothing_behind() -> None:
