@@ -34,7 +34,7 @@ async def test_page_shows_the_response_and_updates_charts(browser, settings) -> 
         await adjust(page, max_tokens="40", seed="7")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#state-completion")).to_have_text(DONE)
-        body = {"prompt": PROMPT, "max_tokens": 40, "seed": 7, "temperature": 0.7}
+        body = {"prompt": PROMPT, "max_tokens": 40, "seed": 7}
         async with client(gateway) as http:
             response = (await http.post("/v1/completions", json=body)).json()
         shown = page.locator("#said-completion .tokens")
