@@ -128,6 +128,12 @@ LONG = {
     "GET /records": Count(400, 200),
     "GET /records/{request_id}": Count(100, 50),
     "POST /session": Count(100, 50),
+    "GET /usage/history": Count(100, 50),
+    "POST /keys": Count(100, 100),
+    "GET /keys/{name}": Count(50, 50),
+    "DELETE /keys/{name}": Count(50, 50),
+    "POST /keys/{name}/rotate": Count(100, 50),
+    "GET /audit": Count(50, 50),
     "GET /requests/{request_id}": Count(100, 50),
     "GET /web/{name}": Count(200, 100),
 }

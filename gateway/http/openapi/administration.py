@@ -12,7 +12,7 @@ from draftgate.gateway.http.requests.schemas import KeyBody, RotationBody
 from draftgate.gateway.keys import MOST_CHANGES
 from draftgate.gateway.usage import KEPT, UsageHistory
 
-_NAME: Final = in_path("name")
+_NAME: Final = in_path("name", minLength=1, maxLength=1024)
 
 ADMINISTRATION: Final = (
     Operation("GET", usage.PATH, "Return what keys and teams have spent.", UsageReply),
