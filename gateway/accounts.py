@@ -385,6 +385,8 @@ def read_accounts(
         found = msgspec.yaml.decode(written, type=_File)
         if len({team.name for team in found.teams}) < len(found.teams):
             raise ValueError("two teams have the same name")
+        if not found.keys and not listed:
+            raise ValueError("there are no keys; without them, every client would be an operator")
         return Accounts([*found.keys, *listed], found.teams, found.prices)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None

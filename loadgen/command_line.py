@@ -8,6 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
@@ -25,6 +26,21 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Return the path of a file that a command writes at its end, as the callback of an option.
+
+    The check comes before the work, so that a wrong path does not cost its result.
+
+    Raises:
+        BadParameter: the path is a folder, or its folder does not exist.
+    """
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist")
+    return path
 
 
 class HelpCommand(TyperCommand):

@@ -35,8 +35,15 @@ class Slo:
         latency_ms: float | None = None,
         chunk_gap_ms: float | None = None,
     ) -> Slo:
-        """Return an SLO from limits in milliseconds."""
+        """Return an SLO from limits in milliseconds.
+
+        Raises:
+            ValueError: a limit is not positive.
+        """
         limits = (ttft_ms, tpot_ms, latency_ms, chunk_gap_ms)
+        for limit in limits:
+            if limit is not None and not limit > 0:
+                raise ValueError(f"a latency limit must be positive, not {limit:g} ms")
         return cls(*(None if limit is None else limit / 1e3 for limit in limits))
 
 

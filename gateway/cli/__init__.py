@@ -327,7 +327,10 @@ def usage(
     api_key: ApiKey = "",
     by: Annotated[
         Period | None,
-        typer.Option(help="Print the usage of each key and model by day or by month."),
+        typer.Option(
+            help="Print the usage of each key and model by day or by month.",
+            metavar="|".join(Period),
+        ),
     ] = None,
     last: Annotated[int, typer.Option(help="Number of days or months.", min=1)] = 1,
 ) -> None:

@@ -130,10 +130,32 @@ class ApiClient:
             return RequestFailed(
                 f"{mask_url(self._url)} requires an API key: pass --api-key or set OPENAI_API_KEY"
             )
-        try:
-            return RequestFailed(str(json.loads(body)["error"]["message"]))
-        except (ValueError, KeyError, TypeError):
-            return RequestFailed(f"{mask_url(self._url)} responded with status {status}")
+        shown = mask_url(self._url)
+        return RequestFailed(error_message(body) or f"{shown} responded with status {status}")
 
     def _unreachable(self, error: Exception) -> RequestFailed:
         return RequestFailed(f"cannot reach {mask_url(self._url)}: {error}")
+
+
+def error_message(body: bytes) -> str | None:
+    """Return the message of an error response in OpenAI's format, or None for another body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def check_answer(answer: httpx.Response, server: str, api_key: str) -> None:
+    """Check that a server has not refused a query for the reason that its response states.
+
+    Args:
+        server: its address, for errors.
+        api_key: the key that was sent, or an empty text.
+
+    Raises:
+        OSError: the server needs a key, or the response is an error with a message.
+    """
+    if answer.status_code == HTTPStatus.UNAUTHORIZED and not api_key:
+        raise OSError(f"{server} requires an API key: pass --api-key or set OPENAI_API_KEY")
+    if answer.is_error and (message := error_message(answer.content)) is not None:
+        raise OSError(f"{server} refuses the query: {message}")

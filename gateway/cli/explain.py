@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +12,7 @@ import msgspec
 import typer
 
 from draftgate.addresses import mask_url, read_server_url
+from draftgate.gateway.cli.api_client import check_answer
 from draftgate.gateway.cli.options import fail
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, read_decisions
 from draftgate.gateway.telemetry.recent_drafts import DecisionList
@@ -52,7 +52,7 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
         source: the path of a file, or the address of a server.
 
     Raises:
-        OSError: the file cannot be read, or the server does not respond.
+        OSError: the file cannot be read, or the server does not respond or refuses the query.
         ValueError: the content is not a list of decisions.
     """
     if "://" not in source and not _looks_like_server(source):
@@ -69,8 +69,7 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
         )
     except httpx.HTTPError as error:
         raise OSError(f"cannot reach {source}: {error}") from None
-    if answer.status_code == HTTPStatus.UNAUTHORIZED:
-        raise OSError(f"{source} requires an API key: pass --api-key or set OPENAI_API_KEY")
+    check_answer(answer, source, api_key)
     try:
         return reversed(msgspec.json.decode(answer.content, type=DecisionList).decisions)
     except msgspec.MsgspecError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Final, TypeVar
 
 import httpx
@@ -14,6 +13,7 @@ import msgspec
 from draftgate.addresses import mask_url, read_server_url
 from draftgate.gateway.accounts import Period
 from draftgate.gateway.budgets import OwnerUsage, UsageReply
+from draftgate.gateway.cli.api_client import check_answer
 from draftgate.gateway.cli.options import fail
 from draftgate.gateway.usage import UsageHistory, UsageRow
 
@@ -59,8 +59,8 @@ def _get(
     """Return what a server responds.
 
     Raises:
-        OSError: the server does not respond, or needs another key.
-        ValueError: the server has no such endpoint, or refuses the query.
+        OSError: the server does not respond, or refuses the query.
+        ValueError: the server has no such endpoint.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     shown = mask_url(address)
@@ -68,10 +68,7 @@ def _get(
         answer = httpx.get(f"{address}{path}", params=query, headers=headers, timeout=_TIMEOUT_S)
     except httpx.HTTPError as error:
         raise OSError(f"cannot reach {shown}: {error}") from None
-    if answer.status_code == HTTPStatus.UNAUTHORIZED:
-        raise OSError(f"{shown} requires an API key: pass --api-key or set OPENAI_API_KEY")
-    if answer.status_code == HTTPStatus.BAD_REQUEST:
-        raise ValueError(f"{shown} refuses the query: {answer.json()['error']['message']}")
+    check_answer(answer, shown, api_key)
     try:
         return msgspec.json.decode(answer.content, type=reply)
     except msgspec.MsgspecError:

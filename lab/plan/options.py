@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from draftgate.loadgen.command_line import output_file
+
 Profiles = Annotated[
     str, typer.Option(help="Device profiles: names or files, separated by commas.")
 ]
@@ -80,15 +82,17 @@ class PlanFiles:
     panel: ClassVar = "Options"
 
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the plan to this file.")
+        Path | None,
+        typer.Option("--json", help="Write the plan to this file.", callback=output_file),
     ] = None
     html_out: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a page with plots to this file."),
+        typer.Option("--html", help="Write a page with plots to this file.", callback=output_file),
     ] = None
-    compose: Annotated[Path | None, typer.Option(help="Write the machines as a Compose file.")] = (
-        None
-    )
+    compose: Annotated[
+        Path | None,
+        typer.Option(help="Write the machines as a Compose file.", callback=output_file),
+    ] = None
     kubernetes: Annotated[
         Path | None,
         typer.Option(help="Write the machines as Kubernetes manifests to this folder."),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, fail
-from draftgate.loadgen.command_line import PlainTyper, flag_values, with_groups
+from draftgate.loadgen.command_line import PlainTyper, flag_values, output_file, with_groups
 
 if TYPE_CHECKING:
     from draftgate.backends.worker_config import WorkerConfig
@@ -180,11 +180,12 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
         typer.Option(help="Recorded acceptance to replay: a name or a file (default: profile's)."),
     ] = None,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the results to this file.")
+        Path | None,
+        typer.Option("--json", help="Write the results to this file.", callback=output_file),
     ] = None,
     html_out: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a page with plots to this file."),
+        typer.Option("--html", help="Write a page with plots to this file.", callback=output_file),
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies, with production code in virtual time."""

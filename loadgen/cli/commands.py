@@ -27,7 +27,7 @@ from draftgate.loadgen.cli.flags import (
     ServerFlags,
     Url,
 )
-from draftgate.loadgen.command_line import reason
+from draftgate.loadgen.command_line import output_file, reason
 from draftgate.loadgen.compare import report as compare_report
 from draftgate.loadgen.compare.comparison import compare_runs, parse_threshold
 from draftgate.loadgen.events import read_events
@@ -83,6 +83,7 @@ def run(
         typer.Option(
             "--events",
             help="Write the events (JSON lines) here.",
+            callback=output_file,
             rich_help_panel=OutputFlags.panel,
         ),
     ] = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 from draftgate.addresses import read_server_url
-from draftgate.loadgen.command_line import flag_values
+from draftgate.loadgen.command_line import flag_values, output_file
 from draftgate.loadgen.measuring.slo import SHARES
 from draftgate.loadgen.other_tools import OtherTool
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
@@ -20,10 +20,12 @@ from draftgate.loadgen.workloads import WORKLOADS
 from draftgate.loadgen.workloads.rag_flow import Agent, Deadlines, RagOptions
 
 Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.", metavar="URL")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the results here.")]
+JsonOut = Annotated[
+    Path | None, typer.Option("--json", help="Write the results here.", callback=output_file)
+]
 HtmlOut = Annotated[
     Path | None,
-    typer.Option("--html", help="Write a page with plots here."),
+    typer.Option("--html", help="Write a page with plots here.", callback=output_file),
 ]
 Processes = Annotated[
     int,

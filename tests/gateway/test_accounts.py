@@ -239,6 +239,7 @@ def test_requests_are_not_capped_without_keys() -> None:
         ("keys: [{name: a, key: b, zzzz: 2}]", "unknown field 'zzzz' in .*; known: name, key"),
         ("keys: []\nteams: [{name: t, budget: 1}]", "did you mean 'budget_usd'"),
         ("keys: []\nprices: {m: {input: 1, outputs: 2}}", "did you mean 'output'"),
+        ("keys: []\nteams: [{name: t}]", "there are no keys"),
         ("keys: [{name: a, key: b, team: t}]", "a: unknown team 't'; known: none"),
         (
             "keys: [{name: a, key: b, role: nobody}]",
@@ -250,10 +251,11 @@ def test_requests_are_not_capped_without_keys() -> None:
         ),
     ],
 )
-def test_an_unknown_name_in_a_key_file_is_refused_with_a_similar_one(
+def test_a_key_file_with_an_unknown_name_or_without_keys_is_refused(
     text: str, message: str, tmp_path: Path
 ) -> None:
-    """The error names the unknown field or team, and what it probably means."""
+    """The error names the unknown field or team, and what it probably means. A file without keys
+    would make the node open to all clients."""
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):

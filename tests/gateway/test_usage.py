@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,6 +157,7 @@ async def test_usage_of_keys_and_models_is_in_the_api_and_in_the_csv(
     path, other = tmp_path / "keys.yaml", ScriptedBackend()
     path.write_text(KEYS)
     settings = {"backends": [scripted], "further": {"other": other}, "api_keys_file": str(path)}
+    settings["metrics_keys"] = ("sk-metrics",)
     async with running(**settings) as gateway, client(gateway) as http:
         for key, backend, model in (
             ("sk-a", scripted, "scripted"),
@@ -190,6 +192,14 @@ async def test_usage_of_keys_and_models_is_in_the_api_and_in_the_csv(
         costs = {(row["key"], row["model"]): row["cost_usd"] for row in rows}
         assert float(costs["a", "scripted"]) == pytest.approx(0.201)
         assert costs["b", "other"] == ""
+        for key, why in (
+            ("", "requires an API key: pass --api-key"),
+            ("sk-wrong", "refuses the query: the API key is not known"),
+            ("sk-metrics", "refuses the query: the role of this API key is metrics"),
+        ):
+            with pytest.raises(typer.Exit):
+                await asyncio.to_thread(run_usage, gateway.url, key)
+            assert why in capsys.readouterr().err
 
 
 async def test_the_price_of_a_model_is_the_cost_of_its_requests(

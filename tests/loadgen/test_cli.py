@@ -313,3 +313,24 @@ def test_address_may_end_with_the_path_of_the_api(path: str, tmp_path) -> None:
     summary = json.loads(out.read_text())
     assert has_intact_streams(result, summary), result.output
     assert summary["details"]["settings"]["url"] == url
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html", "--events"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, flag) -> None:
+    """A run whose result could not be written sends nothing."""
+    mock = Mock()
+    with serving_in_a_thread(mock) as url:
+        for path, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "file", "does not exist")):
+            result = command(url, "--requests", 1, flag, path)
+            assert result.exit_code == 2
+            assert why in " ".join(result.output.split())
+    assert not mock.bodies
+
+
+@pytest.mark.parametrize("flag", ["--slo-ttft-ms", "--slo-tpot-ms", "--slo-gap-ms"])
+@pytest.mark.parametrize("limit", ["0", "-5", "nan"])
+def test_a_limit_that_is_not_positive_is_refused(flag: str, limit: str) -> None:
+    """No latency limit can be 0 or negative."""
+    result = command("http://127.0.0.1:1", flag, limit)
+    assert result.exit_code == 2
+    assert "a latency limit must be positive" in result.output
