@@ -116,11 +116,8 @@ class GuardedSpeculation(_Guard):
             fitting = [min(max(length, 0), one.max_draft_tokens) for length, one in pairs]
             allowed = within_budget(fitting, step.slot_budget)
             if allowed != given:
-                too_long = max(given, default=0)
-                self._report(
-                    "draft_lengths",
-                    WrongResult(f"lengths up to {too_long} exceed a candidate or the step"),
-                )
+                words = f"lengths from {min(given)} to {max(given)} do not fit the step"
+                self._report("draft_lengths", WrongResult(words))
             return allowed
 
         return self._call(

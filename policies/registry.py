@@ -172,9 +172,10 @@ class _Family(Generic[Policy]):
         if name in found:
             try:
                 policy: Policy = found[name].load()(argument)
-            except (ImportError, AttributeError, TypeError, ValueError) as error:
-                raise ValueError(f"{self._kind} policy {spec!r}: {error}") from error
-            return policy if is_own(found[name]) else self._guarded(policy, spec)
+                return policy if is_own(found[name]) else self._guarded(policy, spec)
+            except Exception as error:  # code of other packages may raise anything
+                words = error if isinstance(error, ImportError | ValueError) else repr(error)
+                raise ValueError(f"{self._kind} policy {spec!r}: {words}") from error
         names = sorted(self._built_in.keys() | found.keys() | set(also))
         known = ", ".join(self._notations.get(one, one) for one in names)
         raise ValueError(f"unknown {self._kind} policy {spec!r}; known: {known}")

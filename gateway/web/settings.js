@@ -53,7 +53,6 @@ function fitTab() {
   });
   choices("model", fitting.map(({ id }) => [id, id]));
   byId("system-field").hidden = tabs.kind !== "chat";
-  byId("max-tokens").placeholder = tabs.kind === "chat" ? "until the model stops" : String(COMPLETION_TOKENS);
   fitModel();
 }
 
@@ -63,6 +62,8 @@ function fitModel() {
   // An empty field is not sent. A checkpoint without a default has that of the API.
   byId("temperature").placeholder = usual ? `${usual.temperature ?? 1} by default` : "the server's default";
   byId("top-p").placeholder = usual ? `${usual.top_p ?? 1} by default` : "the server's default";
+  const length = usual?.max_new_tokens ? `${usual.max_new_tokens} by default` : "until the model stops";
+  byId("max-tokens").placeholder = tabs.kind === "chat" ? length : String(COMPLETION_TOKENS);
   const modes = MODES.filter((mode) => proposers?.includes(mode));
   choices("mode", [["auto", "auto"], ["off", "off"], ...modes.map((mode) => [mode, NAMES[mode]])]);
   if (proposers) ["target", "grammar", ...proposers].forEach(showInLegend);

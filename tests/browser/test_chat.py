@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Locator, Page, Route, expect
 
 from draftgate.backends.types import Delta, FinishReason
 from tests.browser.conftest import Scene
@@ -43,6 +43,28 @@ DROP: Final = """
 def message_of(page: Page) -> Locator:
     """Return the field of the message to send."""
     return page.get_by_label("Message", exact=True)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [({}, "until the model stops"), ({"max_new_tokens": 512}, "512 by default")],
+)
+async def test_limit_of_the_model_is_shown(
+    chat_scene: Scene, defaults: dict[str, int], words: str
+) -> None:
+    """*Settings* has the number of tokens after which the model's answers stop."""
+    page = chat_scene.page
+
+    async def answer(route: Route) -> None:
+        response = await route.fetch()
+        models = await response.json()
+        for one in models["data"]:
+            one["default_parameters"] = defaults
+        await route.fulfill(response=response, json=models)
+
+    await page.route("**/v1/models", answer)
+    await page.reload()
+    await expect(page.locator("#max-tokens")).to_have_attribute("placeholder", words)
 
 
 async def test_enter_sends_and_shift_enter_breaks_the_line(chat_scene: Scene) -> None:

@@ -172,6 +172,23 @@ async def test_errors_about_the_request_use_no_other_model(status: int, body: by
         assert small.bodies == []
 
 
+@pytest.mark.parametrize("failure", ["429", "500", "closed"])
+async def test_fallback_that_nobody_lists_is_left_out(failure: str) -> None:
+    """The next one gets the request, and without any, the client gets the error of the model."""
+    large, _ = FAILURES[failure]
+    body = {"model": "large", "prompt": "Hi", "max_tokens": 1}
+    async with models(large, fallbacks=()) as (_gateway, http, _servers):
+        alone = await http.post(TEXTS, json=body)
+    async with models(large, fallbacks=("large=nobody",)) as (_gateway, http, _servers):
+        response = await http.post(TEXTS, json=body)
+    assert (response.status_code, response.json()) == (alone.status_code, alone.json())
+    chain = ("large=nobody", "large=small")
+    async with models(large, fallbacks=chain) as (_gateway, http, _servers):
+        response = await http.post(TEXTS, json=body)
+    assert response.status_code == 200
+    assert response.headers["x-draftgate-model"] == "small"
+
+
 async def test_models_without_a_chain_have_none() -> None:
     """Requests for other models, and successful responses, are as without fallbacks."""
     async with models(whole, refusal(503)) as (_, http, _):

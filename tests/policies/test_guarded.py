@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -138,21 +139,63 @@ def test_long_drafts_are_limited() -> None:
     assert [line.split()[0] for line in reported] == ["draft_lengths", "decide", "decide"]
 
 
+def test_negative_lengths_are_reported_as_such() -> None:
+    """The report has the shortest and the longest length."""
+
+    class Negative(Fixed):
+        def draft_lengths(self, step: StepView, cost: StepCost) -> list[int]:
+            return [-5, 2]
+
+    reported = list[str]()
+    policy = GuardedSpeculation(Negative(4), lambda _, error: reported.append(str(error)))
+    candidate = DraftCandidate((0.9, 0.8, 0.7))
+    step = StepView(2, 100, 2, 5, (candidate, candidate))
+    assert list(policy.draft_lengths(step, COST)) == [0, 2]
+    assert reported == ["lengths from -5 to 2 do not fit the step"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, source: str) -> None:
+    """Install a package with the speculation policy `NAME`, whose factory is `build`."""
+    info = path / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    group = "draftgate.policies.speculation"
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}:build\n")
+    (path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(path))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("raiser", "def build(argument): raise RuntimeError('no idea')", "RuntimeError('no idea')"),
+        ("refuser", "def build(argument): raise ValueError('no idea')", "no idea"),
+        ("number", "def build(argument): return 42", "no attribute 'name'"),
+        ("nothing", "def build(argument): return None", "no attribute 'name'"),
+        ("misspelt", "def biuld(argument): return None", "no attribute 'build'"),
+        ("broken", "1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_policy_that_cannot_be_built_is_an_invalid_setting(
+    name: str, source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a package raises at its start, the error names the policy."""
+    install(monkeypatch, tmp_path, name, source)
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        speculation_policy(f"{name}:1")
+    assert str(raised.value).startswith(f"speculation policy '{name}:1': ")
+
+
 def test_installed_policy_is_guarded_and_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names an installed policy that fails, once for each method and type of error."""
-    info = tmp_path / "crooked-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crooked\nVersion: 1.0\n")
-    group = "draftgate.policies.speculation"
-    (info / "entry_points.txt").write_text(f"[{group}]\ncrooked = crooked:Crooked\n")
-    (tmp_path / "crooked.py").write_text(
-        "class Crooked:\n    name = 'crooked'\n    def __init__(self, argument): pass\n"
+    source = (
+        "class build:\n    name = 'crooked'\n    def __init__(self, argument): pass\n"
         "    def decide(self, request, load): raise KeyError('no idea')\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
+    install(monkeypatch, tmp_path, "crooked", source)
     caplog.set_level(logging.WARNING, "draftgate")
     policy = speculation_policy("crooked")
     load = WorkerLoad(1, 0, 10, 10, 0.0, 0.5, ("ngram",))

@@ -141,7 +141,7 @@ class ForwardedRequest:
         forwarder, entry = self._forwarder, self.entry
         try:
             if forwarder.fallbacks and entry is not None:
-                await attempt_models(self, forwarder.fallbacks.get(self._call.model, ()))
+                await attempt_models(self, forwarder.chain_of(self._call.model))
             else:
                 await self.attempt()
         except BaseException as error:
