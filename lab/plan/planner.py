@@ -134,13 +134,20 @@ class Planner:
         )
 
     def candidate(self, deployment: Deployment, weight: float) -> DeploymentCandidate:
-        """Return a deployment with its bound, and with its estimate, which drafts raise as much."""
-        most_rps = plain_rps = bound_rps(deployment, self.bounds)
-        expected_rps = self.forecast.rate_rps(deployment, plain_rps)
-        if deployment.drafts:
-            most_rps = bound_rps(deployment, self.draft_bounds)
-            expected_rps *= most_rps / plain_rps if plain_rps else 0.0
-        return DeploymentCandidate(deployment, most_rps, weight, expected_rps)
+        """Return a deployment with its bound."""
+        bounds = self.draft_bounds if deployment.drafts else self.bounds
+        return DeploymentCandidate(deployment, bound_rps(deployment, bounds), weight)
+
+    def expected_rps(self, candidate: DeploymentCandidate) -> float:
+        """Return the estimated rate of a deployment, which drafts raise as much as its bound.
+
+        An estimate takes milliseconds, too long for the thousands of deployments of large pools.
+        """
+        plain_rps = bound_rps(candidate.deployment, self.bounds)
+        if not plain_rps:
+            return 0.0
+        raised = candidate.bound_rps / plain_rps
+        return self.forecast.rate_rps(candidate.deployment, plain_rps) * raised
 
     def candidates(
         self, found: Iterable[Deployment], each: Mapping[str, float] | None = None
@@ -174,6 +181,7 @@ class Planner:
                 lambda pairs: processes.results(self.test, pairs),
                 lambda pairs: processes.results(self.measure, pairs),
                 most,
+                estimate=self.expected_rps,
                 width=processes.width,
                 report=report,
             )

@@ -183,6 +183,7 @@ def find_best(
     measure: Measure,
     most: int,
     *,
+    estimate: Callable[[DeploymentCandidate], float] = lambda one: one.expected_rps,
     width: int = 1,
     report: Report = lambda _what, _done, _of: None,
 ) -> DeploymentSearch:
@@ -190,12 +191,16 @@ def find_best(
 
     Args:
         most: the largest number of candidates to test.
+        estimate: returns the estimated rate of a candidate that is tested.
         width: number of tests that run at the same time.
     """
     every = list(candidates)
     possible = ranked(without_divisors(every))
     # Both steps replace elements of this list, so an interruption leaves what they know.
-    found = [Measured(one, None, 0.0, one.bound_rps) for one in possible[:most]]
+    found = [
+        Measured(replace(one, expected_rps=estimate(one)), None, 0.0, one.bound_rps)
+        for one in possible[:most]
+    ]
     elimination, interrupted = _Elimination(found, test, report), False
     unlikely = elimination.unlikely
     try:
