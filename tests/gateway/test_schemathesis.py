@@ -69,6 +69,9 @@ CONDITIONS = {
     "a page follows an id of the list": r"after: must be an id of the list",
     "a window is a number of hours": r"completion_window: must be a number of hours",
     "metadata has bounds": r"metadata: ",
+    "fewer months than days are kept": r"last: must be a whole number from 1 to 13, not",
+    "a node without teams has none": r"team: .* does not exist",
+    "no operator is created": r"role: must be tenant or metrics",
     "all stop texts have at most some characters": r"must have at most \d+ characters in total",
 }
 """Conditions of valid requests that the document does not express, and the errors of requests that

@@ -123,6 +123,10 @@ _IMPLIED: Final[Mapping[str, tuple[tuple[str, Mapping[str, Schema]], ...]]] = {
 """Fields that need others unless they are empty, by struct."""
 
 
+_CLOSED: Final = {"KeyBody", "RotationBody"}
+"""Bodies whose unknown fields are errors, because they could be misspelt limits."""
+
+
 def _implication(field: str, others: Mapping[str, Schema]) -> Schema:
     """Return the schema of an object in which a field is empty, or others have their values."""
     empty = {"properties": {field: {"enum": [None, False, 0]}}}
@@ -140,7 +144,8 @@ def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[S
     found, named = msgspec.json.schema_components(types, ref_template=_REF)
     lists = {kind.__name__: kind.lists for kind in types if _is_body(kind)}
     for name, schema in named.items():
-        schema.pop("additionalProperties", None)  # only says that another module reads them
+        if name not in _CLOSED:
+            schema.pop("additionalProperties", None)  # only says that another module reads them
         for field, of_field in schema.get("properties", {}).items():
             schema["properties"][field] = _bounded(name, field, of_field, served)
         if name in lists:
