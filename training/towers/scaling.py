@@ -1,9 +1,8 @@
 """Measure how the recall of query towers depends on their start, their size and their queries.
 
     draftgate pull minilm
-    draftgate pull smollm2
     python -m training.towers.train queries teacher
-    python -m training.towers.scaling --json OUT
+    python -m training.towers.scaling --language-model SMOLLM2 --json OUT
 
 An interrupted run continues after its last checkpoint.
 
@@ -15,7 +14,7 @@ updates. Recall is that of `bench.engine.retrieval`, before and after the traini
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import LlamaModel
 
 from bench.engine.retrieval import EngineEncoder, package_pairs, ranks, recall
 from bench.harness.provenance import bench_parser, provenance, write_results
-from draftgate.backends.checkpoints import find_checkpoint
-from draftgate.backends.model_store.known_models import CHAT_MODEL, DOCUMENT_TOWER
+from draftgate.backends.model_store.known_models import DOCUMENT_TOWER
 from draftgate.loadgen.planning.corpus import open_corpus
 from training.towers.language import LanguageTower
 from training.towers.student import Shape, Student, Texts, Vectors, cut_tokenizer
@@ -96,19 +94,18 @@ def start_randomly(
     return tower, tokenizer
 
 
-def start_from_language(texts: Sequence[str], wanted: Vectors) -> tuple[LanguageTower, Tokenizer]:
-    """Return SmolLM2 with a dense layer that is regressed from its hidden states."""
-    path = find_checkpoint(CHAT_MODEL)
-    file = path if path.is_file() else next(path.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16
-    )
-    words = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer
-    tower = LanguageTower(model.model, wanted.shape[1], RANK)
+def start_from_language(
+    folder: Path, texts: Sequence[str], wanted: Vectors
+) -> tuple[LanguageTower, Tokenizer]:
+    """Return a language model with a dense layer that is regressed from its hidden states."""
+    model = LlamaModel.from_pretrained(folder, dtype=torch.bfloat16)
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.no_truncation()
+    words.no_padding()
+    tower = LanguageTower(model, wanted.shape[1], RANK)
     with torch.no_grad():
-        states = torch.cat(
-            [tower.states(part) for part in _parts(encode(words, texts, QUERY_TOKENS))]
-        )
+        parts = _parts(encode(words, texts, QUERY_TOKENS))
+        states = torch.cat([tower.states(part) for part in parts])
     tower.regress(states.numpy(), wanted, RIDGE)
     return tower, words
 
@@ -117,14 +114,15 @@ def _parts(texts: Texts, size: int = 128) -> list[Texts]:
     return [texts[start : start + size] for start in range(0, len(texts), size)]
 
 
-STARTS: Final[dict[str, Callable[[int], tuple[Start[Any], Recipe]]]] = {
-    "words": lambda _: (start_from_words, RECIPE),
-    "random": lambda layers: (
-        partial(start_randomly, Shape() if layers == 1 else LARGE),
-        replace(RECIPE, epochs=6),
-    ),
-    "smollm2": lambda _: (start_from_language, LORA),
-}
+def start_of(arm: Arm, language_model: Path) -> tuple[Start[Any], Recipe]:
+    """Return how a tower starts, and how it is trained."""
+    if arm.start == "words":
+        return start_from_words, RECIPE
+    if arm.start == "random":
+        shape = Shape() if arm.layers == 1 else LARGE
+        # Random weights have further to go.
+        return partial(start_randomly, shape), replace(RECIPE, epochs=6)
+    return partial(start_from_language, language_model), LORA
 
 
 @dataclass(frozen=True)
@@ -155,11 +153,16 @@ def collections() -> list[Collection]:
     ]
 
 
-def measure(arm: Arm, folder: Path, seed: int, held_out: Sequence[Collection]) -> dict[str, Any]:
+def measure(arm: Arm, options: Any, held_out: Sequence[Collection]) -> dict[str, Any]:
     """Train a tower, and return its recalls before and after."""
-    start, recipe = STARTS[arm.start](arm.layers)
+    start, recipe = start_of(arm, options.language_model)
     run = Distillation(
-        folder, seed, start, recipe, most=arm.queries, checkpoint=f"scaling-{arm}.pt"
+        options.folder,
+        options.seed,
+        start,
+        recipe,
+        most=arm.queries,
+        checkpoint=f"scaling-{arm}.pt",
     )
     before = {each.name: each.recall(run.tower, run.tokenizer) for each in held_out}
     run.run()
@@ -180,6 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="names of arms, such as words-1-2048")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the queries are")
+    parser.add_argument(
+        "--language-model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     torch.set_num_threads(1)
@@ -187,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     held_out = collections()
     for arm in ARMS:
         if not options.only or str(arm) in options.only.split(","):
-            results["towers"].append(measure(arm, options.folder, options.seed, held_out))
+            results["towers"].append(measure(arm, options, held_out))
             write_results(options.json, results)  # also if a later tower is stopped
 
 
