@@ -169,7 +169,8 @@ def trained(
         patch.setattr(train, "RECIPE", replace(train.RECIPE, batch=32, epochs=3, pool=4))
         patch.setattr(train, "CHECKPOINT_STEPS", 10)
         train.main(["queries", "teacher", "--folder", str(folder)])
-        run, steps = train.Distillation(folder, seed=1), iter(range(15))
+        run = train.Distillation(folder, 1, train.start_from_words, train.RECIPE)
+        steps = iter(range(15))
         step = run._step
         run._step = lambda *given: (next(steps), step(*given))[1]
         with pytest.raises(StopIteration):

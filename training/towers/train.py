@@ -17,17 +17,17 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
 
@@ -88,6 +88,8 @@ MICRO_TOKENS: Final = 8192
 CHECKPOINT_STEPS: Final = 50
 
 logger = logging.getLogger("towers")
+
+T = TypeVar("T", bound="Tower")
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,38 @@ def epoch_batches(
     return [batches[n] for n in rng.permutation(len(batches))]
 
 
-class Distillation:
+class Tower(Protocol):
+    """A model that is trained, whose outputs need not have the length 1."""
+
+    def __call__(self, texts: Texts) -> Tensor:
+        """Return the vectors of texts, [B, D]."""
+
+    def groups(self, rate: float) -> list[dict[str, object]]:
+        """Return the trained parameters for an optimiser."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield all parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of a checkpoint."""
+
+    def load_state_dict(self, stored: dict[str, Any], /) -> object:
+        """Set the weights of a checkpoint."""
+
+
+Start = Callable[[Sequence[str], Vectors], tuple[T, Tokenizer]]
+"""Returns an untrained tower and its tokenizer, given the queries and their vectors, [B, D]."""
+
+
+def start_from_words(texts: Sequence[str], wanted: Vectors) -> tuple[Student, Tokenizer]:
+    """Return the tower whose word vectors are regressed from the vectors of the queries."""
+    _, teacher_words = open_teacher()
+    tokenizer = cut_tokenizer(teacher_words, texts, SHAPE.words)
+    ids = encode(tokenizer, texts, QUERY_TOKENS)
+    return Student(SHAPE, regress_words(ids, wanted, SHAPE.words, RECIPE.ridge)), tokenizer
+
+
+class Distillation(Generic[T]):
     """The training of a query tower, which continues after its last checkpoint.
 
     Attributes:
@@ -210,31 +243,37 @@ class Distillation:
         cpu_s, wall_s: time of the steps, in seconds.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        start: Start[T],
+        recipe: Recipe,
+        *,
+        most: int = MOST_QUERIES,
+        checkpoint: str = CHECKPOINT,
+    ) -> None:
         torch.manual_seed(seed)
-        self._folder, self._seed = folder, seed
-        _, teacher_words = open_teacher()
-        texts = [query.text for query in read_queries(folder)]
-        self.tokenizer = cut_tokenizer(teacher_words, texts, SHAPE.words)
+        self._seed, self._recipe, self._checkpoint = seed, recipe, folder / checkpoint
+        texts = [query.text for query in read_queries(folder)][:most]
+        blocks = [np.load(path) for path in sorted((folder / DOCUMENT_TOWER).glob("0*.npy"))]
+        wanted = torch.from_numpy(np.concatenate(blocks)[:most].astype(np.float32))
+        self._wanted = functional.normalize(wanted, dim=-1)
+        self.tower, self.tokenizer = start(texts, self._wanted.numpy())
         self._texts = encode(self.tokenizer, texts, QUERY_TOKENS)
         self._lengths = np.array([len(text) for text in self._texts])
-        blocks = [np.load(path) for path in sorted((folder / DOCUMENT_TOWER).glob("0*.npy"))]
-        wanted = torch.from_numpy(np.concatenate(blocks).astype(np.float32))
-        self._wanted = functional.normalize(wanted, dim=-1)
-        words = regress_words(self._texts, self._wanted.numpy(), SHAPE.words, RECIPE.ridge)
-        self.tower = Student(SHAPE, words)
         self._validation = np.load(folder / "validation.npz")
         questions = [pair.question for pair in validation_pairs(folder)]
         self._questions = encode(self.tokenizer, questions, QUERY_TOKENS)
         self.history: list[dict[str, Any]] = []
         self.cpu_s = self.wall_s = 0.0
-        self._optimizer = torch.optim.AdamW(self.tower.groups(RECIPE.rate), betas=(0.9, 0.98))
+        self._optimizer = torch.optim.AdamW(self.tower.groups(recipe.rate), betas=(0.9, 0.98))
 
     def run(self) -> None:
         """Train all epochs."""
         epochs = [
-            epoch_batches(self._lengths, RECIPE, np.random.default_rng([self._seed, epoch]))
-            for epoch in range(RECIPE.epochs)
+            epoch_batches(self._lengths, self._recipe, np.random.default_rng([self._seed, epoch]))
+            for epoch in range(self._recipe.epochs)
         ]
         batches = [batch for epoch in epochs for batch in epoch]
         step, loss = self._resume(), None
@@ -254,9 +293,10 @@ class Distillation:
 
     def _step(self, batch: NDArray[np.int64], progress: float) -> float:
         """Take a step, and return its loss."""
-        factor = min(progress / RECIPE.warmup, (1 - progress) / (1 - RECIPE.warmup), 1.0)
+        warmup = self._recipe.warmup
+        factor = min(progress / warmup, (1 - progress) / (1 - warmup), 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = RECIPE.rate * factor
+            group["lr"] = self._recipe.rate * factor
         loss = distillation(self.tower([self._texts[n] for n in batch]), self._wanted[batch])
         self._optimizer.zero_grad()
         loss.backward()
@@ -280,10 +320,9 @@ class Distillation:
 
     def _resume(self) -> int:
         """Read the last checkpoint if there is one, and return the steps that it has taken."""
-        path = self._folder / CHECKPOINT
-        if not path.exists():
+        if not self._checkpoint.exists():
             return 0
-        stored = torch.load(path, weights_only=True)
+        stored = torch.load(self._checkpoint, weights_only=True)
         self.tower.load_state_dict(stored["tower"])
         self._optimizer.load_state_dict(stored["optimizer"])
         self.history = stored["history"]
@@ -291,7 +330,6 @@ class Distillation:
         return int(stored["step"])
 
     def _save(self, step: int) -> None:
-        path = self._folder / CHECKPOINT
         stored = {
             "step": step,
             "tower": self.tower.state_dict(),
@@ -300,8 +338,9 @@ class Distillation:
             "cpu_s": self.cpu_s,
             "wall_s": self.wall_s,
         }
-        torch.save(stored, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
+        part = self._checkpoint.with_suffix(".part")
+        torch.save(stored, part)
+        part.replace(self._checkpoint)
 
 
 def recall(scores: Vectors, cut: int = 5) -> float:
@@ -316,7 +355,7 @@ def recall(scores: Vectors, cut: int = 5) -> float:
 
 def train_stage(folder: Path, seed: int) -> None:
     """Distil the query tower, and write it with its facts."""
-    run = Distillation(folder, seed)
+    run = Distillation(folder, seed, start_from_words, RECIPE)
     run.run()
     run.tower.save(run.tokenizer, folder / "tower")
     facts = {
