@@ -82,7 +82,6 @@ class Budgets:
         warning = None
         for budget, spent in zip(budgets, await self._spent(budgets), strict=True):
             usd = spent / PER_USD
-            self.on_spent(budget.owner, usd)
             if budget.hard_usd is not None and usd >= budget.hard_usd:
                 raise self._exceeded(budget)
             if budget.soft_usd is not None and usd >= budget.soft_usd:
@@ -141,7 +140,10 @@ class Budgets:
         if sums is not None:
             for name, own, total in zip(names, owns, sums, strict=True):
                 self._others[name] = total - own
-        return [self._own.get(name, 0) + self._others.get(name, 0) for name in names]
+        spent = [self._own.get(name, 0) + self._others.get(name, 0) for name in names]
+        for budget, total in zip(budgets, spent, strict=True):
+            self.on_spent(budget.owner, total / PER_USD)
+        return spent
 
     def _account(self, budget: Budget) -> str:
         """Return the name of a budget in the store, which differs for each period."""

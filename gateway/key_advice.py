@@ -32,7 +32,7 @@ def warn_about_accounts(node: Node) -> None:
     if limited and not accounts.prices and not _have_prices(node):
         why = "no model has a price; add prices to the key file"
         log(logging.WARNING, "budgets have no effect", budgets=", ".join(limited), why=why)
-    known = sorted(_names(node))
+    known = sorted({*_names(node)})  # an upstream may have a model of this node
     for where, name in _named_models(accounts):
         if node.model_named(name) is None:
             why = similar_name(name, known)

@@ -78,6 +78,19 @@ async def test_two_gateways_exceed_a_budget_by_no_more_than_the_requests_in_flig
     assert 100 <= spent < 100 + 3 * most_in_flight
 
 
+async def test_the_last_charge_is_told_without_another_request() -> None:
+    """The callback gets the spending when a charge reaches the store, for each budget."""
+    budgets, told = Budgets(MemoryStore(), Clock()), dict[str, float]()
+    budgets.on_spent = told.__setitem__
+    day, month = Budget("key a", 1, None, Period.DAY), Budget("team t", 5, None, Period.MONTH)
+    budgets.charge((day, month), 2.0)
+
+    async def charged() -> bool:
+        return told == {"key a": 2.0, "team t": 2.0}
+
+    await eventually(charged)
+
+
 async def test_a_budget_resets_with_its_period() -> None:
     """The error names the budget and its reset, after which requests run again."""
     clock = Clock()
