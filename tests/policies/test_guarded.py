@@ -173,7 +173,7 @@ def install(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, source: str)
         ("refuser", "def build(argument): raise ValueError('no idea')", "no idea"),
         ("number", "def build(argument): return 42", "no attribute 'name'"),
         ("nothing", "def build(argument): return None", "no attribute 'name'"),
-        ("misspelt", "def biuld(argument): return None", "no attribute 'build'"),
+        ("misspelt", "def builds(argument): return None", "no attribute 'build'"),
         ("broken", "1 / 0", "ZeroDivisionError"),
     ],
 )
