@@ -332,8 +332,11 @@ async def test_a_key_of_the_file_comes_before_a_created_one_of_its_name(
     for line, expected in (("  - {name: new, key: sk-file}\n", 401), ("", 200)):
         await asyncio.to_thread(file.write_text, FILE + line)
         gateway.node.key_files.request()
-        await gateway.node.key_files.check(gateway.node.keys.use_file)
-        assert await status(operator, secret) == expected
+
+        async def applied(expected: int = expected) -> bool:
+            return await status(operator, secret) == expected
+
+        await eventually(applied)  # the node reads the file
 
 
 async def test_a_created_key_expires_on_a_running_node(
