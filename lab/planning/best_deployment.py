@@ -183,7 +183,7 @@ def find_best(
     measure: Measure,
     most: int,
     *,
-    estimate: Callable[[DeploymentCandidate], float] = lambda one: one.expected_rps,
+    estimate: Callable[[DeploymentCandidate], float] | None = None,
     width: int = 1,
     report: Report = lambda _what, _done, _of: None,
 ) -> DeploymentSearch:
@@ -191,16 +191,17 @@ def find_best(
 
     Args:
         most: the largest number of candidates to test.
-        estimate: returns the estimated rate of a candidate that is tested.
+        estimate: returns the estimated rate of a candidate that is tested. Without it, candidates
+            have their estimates.
         width: number of tests that run at the same time.
     """
     every = list(candidates)
     possible = ranked(without_divisors(every))
     # Both steps replace elements of this list, so an interruption leaves what they know.
-    found = [
-        Measured(replace(one, expected_rps=estimate(one)), None, 0.0, one.bound_rps)
-        for one in possible[:most]
-    ]
+    tested = possible[:most]
+    if estimate is not None:
+        tested = [replace(one, expected_rps=estimate(one)) for one in tested]
+    found = [Measured(one, None, 0.0, one.bound_rps) for one in tested]
     elimination, interrupted = _Elimination(found, test, report), False
     unlikely = elimination.unlikely
     try:
