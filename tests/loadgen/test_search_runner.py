@@ -59,7 +59,7 @@ def test_a_search_reports_its_probes(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--slo-tpot-ms", 0.0), "requires an SLO"),
+        (("--slo-tpot-ms", 0.0), "limit must be positive"),
         (("--share", 1.5), "share must be between"),
         (("--rate", 500), "starting rate must be above 0"),
         (("--trace", "some.jsonl"), "--trace"),
