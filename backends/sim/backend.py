@@ -208,8 +208,13 @@ class SimBackend(OperatedBlocks):
             end = min(begin + blocks, len(hashes))
             parts = [tuple(hashes[n : min(n + each, end)]) for n in range(begin, end, each)]
             found = await asyncio.gather(*(self.operate(ExportBlocks(p, urgent)) for p in parts))
-            exported = [one for one in found if isinstance(one, KvChunk) and one.hashes]
-            number = sum(len(one.hashes) for one in exported)
+            exported, number = list[KvChunk](), 0
+            for part, chunk in zip(parts, found, strict=True):
+                assert isinstance(chunk, KvChunk)
+                number += len(chunk.hashes)
+                exported += [chunk] * bool(chunk.hashes)
+                if len(chunk.hashes) < len(part):
+                    break  # blocks after a missing one are useless
             waited_s = idle_s if begin else link.latency_s
             await asyncio.sleep(waited_s + number * block_s)
             for chunk in exported:

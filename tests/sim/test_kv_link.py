@@ -210,3 +210,25 @@ def test_operation_on_a_worker_that_stops_fails(tmp_path: Path) -> None:
             await waiting
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_copy_bytes_s": 1e9}], ids=["at once", "in turns"])
+def test_pull_ends_at_the_first_missing_block(tmp_path: Path, fields: dict[str, float]) -> None:
+    """Blocks after a missing one are not sent, although the source holds them."""
+    profile = profile_with(tmp_path, **fields)
+    config = WorkerConfig(kv_bytes=400 * BLOCK_BYTES, profile=profile, speculation="off")
+
+    async def main():
+        source = SimBackend(config)
+        await source.start()
+        request = replace(make_request(source), prompt_ids=compact(range(7, 1607)))
+        hashes: list[bytes] = []
+        extend_chain(hashes, request.tenant, request.prompt_ids, 16)
+        await collect(source, request)
+        asked = [*hashes[:20], b"missing", *hashes[21:90]]
+        async with aclosing(source.pull_blocks(asked)) as chunks:
+            found = [one async for chunk in chunks for one in chunk.hashes]
+        await source.stop()
+        assert found == hashes[:20]
+
+    run_virtual(main())
