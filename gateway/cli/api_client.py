@@ -1,4 +1,4 @@
-"""A client of the OpenAI API for the commands `chat` and `run`."""
+"""A client of the OpenAI API for `chat` and `run`, and the query of `explain` and `usage`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
+import msgspec
 
 from draftgate.addresses import mask_url
 from draftgate.loadgen.sending.sse import SseParser
 
 _CONNECT_S: Final = 10.0
 """Time limit for a connection, in seconds. Responses have none, because a prompt may be long."""
+
+FETCH_S: Final = 30.0
+"""Time limit for the response to a query, in seconds."""
+
+NEEDS_KEY: Final = "requires an API key: pass --api-key or set OPENAI_API_KEY"
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class RequestFailed(Exception):
@@ -126,11 +134,9 @@ class ApiClient:
         return text
 
     def _refused(self, status: int, body: bytes) -> RequestFailed:
-        if status == HTTPStatus.UNAUTHORIZED:
-            return RequestFailed(
-                f"{mask_url(self._url)} requires an API key: pass --api-key or set OPENAI_API_KEY"
-            )
         shown = mask_url(self._url)
+        if status == HTTPStatus.UNAUTHORIZED:
+            return RequestFailed(f"{shown} {NEEDS_KEY}")
         return RequestFailed(error_message(body) or f"{shown} responded with status {status}")
 
     def _unreachable(self, error: Exception) -> RequestFailed:
@@ -145,17 +151,34 @@ def error_message(body: bytes) -> str | None:
         return None
 
 
-def check_answer(answer: httpx.Response, server: str, api_key: str) -> None:
-    """Check that a server has not refused a query for the reason that its response states.
+def fetch(
+    address: str,
+    path: str,
+    reply: type[Reply],
+    api_key: str,
+    query: Mapping[str, str] | None = None,
+) -> Reply:
+    """Return what an endpoint of a server responds.
 
     Args:
-        server: its address, for errors.
-        api_key: the key that was sent, or an empty text.
+        api_key: the key, or an empty text.
 
     Raises:
-        OSError: the server needs a key, or the response is an error with a message.
+        OSError: the server does not respond, needs a key, or refuses the query.
+        ValueError: the server has no such endpoint.
     """
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    shown = mask_url(address)
+    try:
+        answer = httpx.get(f"{address}{path}", params=query, headers=headers, timeout=FETCH_S)
+    except httpx.HTTPError as error:
+        raise OSError(f"cannot reach {shown}: {error}") from None
     if answer.status_code == HTTPStatus.UNAUTHORIZED and not api_key:
-        raise OSError(f"{server} requires an API key: pass --api-key or set OPENAI_API_KEY")
+        raise OSError(f"{shown} {NEEDS_KEY}")
     if answer.is_error and (message := error_message(answer.content)) is not None:
-        raise OSError(f"{server} refuses the query: {message}")
+        raise OSError(f"{shown} refuses the query: {message}")
+    try:
+        return msgspec.json.decode(answer.content, type=reply)
+    except msgspec.MsgspecError:
+        status = answer.status_code
+        raise ValueError(f"{shown} has no {path}: it responded with status {status}") from None

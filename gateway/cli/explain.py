@@ -5,23 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
-import httpx
 import msgspec
 import typer
 
 from draftgate.addresses import mask_url, read_server_url
-from draftgate.gateway.cli.api_client import check_answer
+from draftgate.gateway.cli.api_client import fetch
 from draftgate.gateway.cli.options import fail
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, read_decisions
 from draftgate.gateway.telemetry.recent_drafts import DecisionList
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, SpeculationPlan
-
-_TIMEOUT_S: Final = 30.0
-"""Time limit for the response of a server, in seconds."""
 
 
 def run_explain(
@@ -58,23 +53,8 @@ def _decisions(source: str, api_key: str) -> Iterable[Decision]:
     if "://" not in source and not _looks_like_server(source):
         return read_decisions(Path(source))
     address = read_server_url(source)
-    source = mask_url(address)
-    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        answer = httpx.get(
-            f"{address}/decisions",
-            params={"limit": KEPT},
-            headers=key,
-            timeout=_TIMEOUT_S,
-        )
-    except httpx.HTTPError as error:
-        raise OSError(f"cannot reach {source}: {error}") from None
-    check_answer(answer, source, api_key)
-    try:
-        return reversed(msgspec.json.decode(answer.content, type=DecisionList).decisions)
-    except msgspec.MsgspecError:
-        status = answer.status_code
-        raise ValueError(f"{source} has no /decisions: it responded with status {status}") from None
+    found = fetch(address, "/decisions", DecisionList, api_key, {"limit": str(KEPT)})
+    return reversed(found.decisions)
 
 
 def _looks_like_server(source: str) -> bool:
