@@ -13,11 +13,12 @@ from aiohttp import web
 
 from draftgate.backends.header_numbers import header_count
 from draftgate.backends.types import Task
-from draftgate.gateway.accounts import Account
+from draftgate.gateway.accounts import Account, Role
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import (
     BodyTooLarge,
     ErrorFormat,
+    Forbidden,
     InvalidRequest,
     ModelNotFound,
     RequestTimeout,
@@ -236,6 +237,17 @@ def requested_priority(body: bytes) -> int | None:
         return _priority.decode(body).priority
     except (ValueError, RecursionError):
         return None
+
+
+def node_of_operator(request: web.Request) -> Node:
+    """Return the node, if the client is an operator.
+
+    Raises:
+        Forbidden: the API key does not belong to an operator.
+    """
+    if request[ACCOUNT].role is not Role.OPERATOR:
+        raise Forbidden("this endpoint needs the API key of an operator")
+    return request.app[NODE]
 
 
 def query_number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -13,16 +13,15 @@ from msgspec import structs
 from draftgate.gateway.accounts import (
     Account,
     KeySettings,
-    Role,
     fingerprint_of_key,
     similar_name,
 )
-from draftgate.gateway.errors import Forbidden, invalid
+from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.authentication import key_of
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    NODE,
     json_response,
+    node_of_operator,
     query_number,
     read_body,
 )
@@ -101,7 +100,7 @@ async def list_keys(request: web.Request) -> web.Response:
     Raises:
         Forbidden: the API key does not belong to an operator.
     """
-    return json_response(KeyList(_listed(_check_operator(request))))
+    return json_response(KeyList(_listed(node_of_operator(request))))
 
 
 async def get_key(request: web.Request) -> web.Response:
@@ -111,7 +110,7 @@ async def get_key(request: web.Request) -> web.Response:
         Forbidden: the API key does not belong to an operator.
         KeyNotFound: no key has this name.
     """
-    node, name = _check_operator(request), request.match_info["name"]
+    node, name = node_of_operator(request), request.match_info["name"]
     found = next((one for one in _listed(node) if one.name == name), None)
     if found is None:
         raise KeyNotFound(name)
@@ -127,7 +126,7 @@ async def create_key(request: web.Request) -> web.Response:
         KeyConflict: the name exists, or there are too many keys.
         Unavailable: the store does not respond.
     """
-    node = _check_operator(request)
+    node = node_of_operator(request)
     body = _decoded(await read_body(request), _created)
     settings = {name: getattr(body, name) for name in _SETTINGS}
     account = Account(body.name, **settings)
@@ -143,7 +142,7 @@ async def rotate_key(request: web.Request) -> web.Response:
         KeyNotFound, KeyConflict: the key does not exist, or cannot be rotated.
         Unavailable: the store does not respond.
     """
-    node, name = _check_operator(request), request.match_info["name"]
+    node, name = node_of_operator(request), request.match_info["name"]
     grace_s = _decoded(await read_body(request) or b"{}", _rotation).grace_s
     return json_response(_new(*await node.keys.rotate(name, grace_s, _actor(request))))
 
@@ -156,7 +155,7 @@ async def revoke_key(request: web.Request) -> web.Response:
         KeyNotFound, KeyConflict: the key does not exist, or is in the key file.
         Unavailable: the store does not respond.
     """
-    node, name = _check_operator(request), request.match_info["name"]
+    node, name = node_of_operator(request), request.match_info["name"]
     await node.keys.revoke(name, _actor(request))
     return json_response(RevokedKey(name))
 
@@ -168,16 +167,9 @@ async def list_changes(request: web.Request) -> web.Response:
         Forbidden: the API key does not belong to an operator.
         InvalidRequest: the limit is not a whole number from 1 to `MOST_CHANGES`.
     """
-    node = _check_operator(request)
+    node = node_of_operator(request)
     limit = query_number(request, "limit", SHOWN_CHANGES, MOST_CHANGES)
     return json_response(AuditList(list(node.keys.changes[::-1][:limit])))
-
-
-def _check_operator(request: web.Request) -> Node:
-    """Return the node, if the client is an operator."""
-    if request[ACCOUNT].role is not Role.OPERATOR:
-        raise Forbidden("this endpoint needs the API key of an operator")
-    return request.app[NODE]
 
 
 def _decoded(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:

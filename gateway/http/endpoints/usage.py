@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
 from aiohttp import web
 
 from draftgate.gateway.accounts import Period, Role
@@ -55,7 +54,7 @@ async def get_history(request: web.Request) -> web.Response:
             [
                 row
                 for row in rows
-                if all(msgspec.structs.asdict(row)[name] == value for name, value in wanted.items())
+                if all(getattr(row, name) == value for name, value in wanted.items())
             ]
         )
     )

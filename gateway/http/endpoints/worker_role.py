@@ -14,10 +14,9 @@ import msgspec
 from aiohttp import web
 
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.gateway.accounts import Role as KeyRole
-from draftgate.gateway.errors import FixedRole, Forbidden, WorkerNotFound
+from draftgate.gateway.errors import FixedRole, WorkerNotFound
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.http.context import ACCOUNT, NODE, json_response, read_body
+from draftgate.gateway.http.context import json_response, node_of_operator, read_body
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.schemas import WorkerRoleBody
 from draftgate.gateway.logs import log
@@ -41,9 +40,7 @@ async def set_role(request: web.Request) -> web.Response:
         FixedRole: the worker is an upstream, or its node is too old.
         BackendFailed: the node of the worker does not respond.
     """
-    account, node = request[ACCOUNT], request.app[NODE]
-    if account.role is not KeyRole.OPERATOR:
-        raise Forbidden("this endpoint needs the API key of an operator")
+    node = node_of_operator(request)
     role = decode(await read_body(request), _decoder).role
     model, worker = _find(node, request.match_info["worker_id"])
     await _change_role(worker, role)
