@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from draftgate.backends.core.admission import refusal
 from draftgate.backends.types import Task
@@ -98,34 +98,29 @@ class WatchedEndpoint:
         if node.tracing.records:
             span = _begin_span(node.tracing, request, self.path, self.operation)
         watch = RequestWatch(node.models[0].request_series, span, self.path, self.operation)
-        spending = Spending(node, request[ACCOUNT])
+        spending = Spending(node, request[ACCOUNT], watch)
         watch.sent(request[REQUEST_ID], request[ACCOUNT].name)
         node.requests.add(watch)
         try:
-            try:
-                with node.models[0].dispatcher.counted():
-                    model = node.models[0]
-                    if len(node.models) > 1 or model.members is not None:
-                        model = await requested_model(request, node, self.task)
-                        watch.use(model.request_series)
-                    if spending.budgets or request[ACCOUNT].models is not None:
-                        watch.model = spending.model = await requested_name(request) or model.name
-                        _check_model(request[ACCOUNT], spending.model)
-                    if spending.is_limited:
-                        await spending.check(request)
-                    request[QUOTAS] = model.dispatcher.admission.quotas
-                    if model.forwards:
-                        generates = self.task is Task.GENERATE
-                        response = await forward(
-                            request, model, watch, generates=generates, translate=self.translate
-                        )
-                    else:
-                        self._check_task(model)
-                        response = await self.respond(request, model, watch)
-                    spending.succeeded = True
-            finally:
-                if spending.is_counted:
-                    spending.charge(watch)
+            with spending, node.models[0].dispatcher.counted():
+                model = node.models[0]
+                if len(node.models) > 1 or model.members is not None:
+                    model = await requested_model(request, node, self.task)
+                    watch.use(model.request_series)
+                if spending.budgets or request[ACCOUNT].models is not None:
+                    watch.model = spending.model = await requested_name(request) or model.name
+                    _check_model(request[ACCOUNT], spending.model)
+                if spending.is_limited:
+                    await spending.check(request)
+                request[QUOTAS] = model.dispatcher.admission.quotas
+                if model.forwards:
+                    generates = self.task is Task.GENERATE
+                    response = await forward(
+                        request, model, watch, generates=generates, translate=self.translate
+                    )
+                else:
+                    self._check_task(model)
+                    response = await self.respond(request, model, watch)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -163,23 +158,29 @@ def _check_model(account: Account, name: str) -> None:
 
 
 class Spending:
-    """What a request costs and uses.
+    """What a request costs and uses, which is charged and counted at the end of the context.
 
     Attributes:
         budgets: the budgets of its key and team.
-        is_counted: whether the request has a key, to which its usage counts.
-        succeeded: whether the request has ended without an error.
         model: the name of the model for its price, if the request needs one before it runs.
     """
 
-    succeeded = False
     model = ""
 
-    def __init__(self, node: Node, account: Account) -> None:
+    def __init__(self, node: Node, account: Account, watch: RequestWatch) -> None:
         self.budgets = node.accounts.budgets(account)
-        self.is_counted = bool(account.name)
         self._node = node
         self._account = account
+        self._watch = watch
+
+    def __enter__(self) -> Self:
+        """Charge nothing yet."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Charge and count the request, if it has a key."""
+        if self._account.name:
+            self._charge(succeeded=kind is None)
 
     @property
     def is_limited(self) -> bool:
@@ -197,10 +198,11 @@ class Spending:
         if warning is not None:
             add_note(request, BUDGET_HEADER, warning)
 
-    def charge(self, watch: RequestWatch) -> None:
+    def _charge(self, *, succeeded: bool) -> None:
         """Charge and count the tokens of the request, if it has run."""
+        watch = self._watch
         prompt, cached, output = watch.prompt_tokens, watch.cached_tokens, watch.output_tokens
-        if not (output or (self.succeeded and prompt)):
+        if not (output or (succeeded and prompt)):
             return
         node, account = self._node, self._account
         model = watch.model or self.model or node.models[0].name
