@@ -16,9 +16,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
-from math import log
 from pathlib import Path
-from random import Random
 from statistics import fmean, median
 from typing import Any, Final
 
@@ -33,6 +31,7 @@ from bench.harness.provenance import bench_parser, provenance, write_results
 from bench.harness.servers import SERVE
 from bench.harness.streams import event_times_s
 from draftgate.loadgen.measuring.metrics import percentile
+from draftgate.loadgen.planning.arrivals import gamma
 
 ARMS: Final = ("alone", "batch")
 LINES: Final = 2000
@@ -73,11 +72,10 @@ def input_file(model: str) -> bytes:
 
 async def send_chats(url: str, options: Any, number: int, arm: str) -> dict[str, Any]:
     """Send the chats of a round as a Poisson process, and return their latencies."""
-    draw, begin_s, at_s = Random(f"batch/{number}"), time.perf_counter(), 0.0
-    tasks = []
+    messages, tasks = chats(options.requests, seed=1000 + number), []
+    begin_s, arrivals_s = time.perf_counter(), gamma(options.rate, number)
     async with httpx.AsyncClient(timeout=600) as http, asyncio.TaskGroup() as group:
-        for place, message in enumerate(chats(options.requests, seed=1000 + number)):
-            at_s -= log(1.0 - draw.random()) / options.rate
+        for (place, message), at_s in zip(enumerate(messages), arrivals_s, strict=False):
             await asyncio.sleep(begin_s + at_s - time.perf_counter())
             numbered = f"{2 * place + ARMS.index(arm)}. {message}"
             body = _chat(options.model, numbered, CHAT_TOKENS)

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from multiprocessing import get_context
-from statistics import median
+from statistics import fmean, linear_regression, median
 from typing import Any, Final
 
 from msgspec import convert, to_builtins
@@ -267,7 +267,5 @@ async def prompt_beside_stream(dispatcher: Dispatcher) -> dict[str, float]:
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return constant and slope of the least-squares line, with negative values set to 0."""
     xs, ys = zip(*points, strict=True)
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    spread = sum((each - x) ** 2 for each in xs)
-    slope = max(0.0, sum((a - x) * (b - y) for a, b in points) / spread)
-    return max(0.0, y - slope * x), slope
+    slope = max(0.0, linear_regression(xs, ys).slope)
+    return max(0.0, fmean(ys) - slope * fmean(xs)), slope
