@@ -301,9 +301,13 @@ async def test_a_batch_expires_with_an_error_for_each_line_that_did_not_run(tmp_
     files = Files(LocalBlobs(tmp_path), lambda: now_s)
     batch = new_batch(files, window_s=3600)
 
+    async def two_are_stored() -> bool:
+        return files.batch("t", batch.id).request_counts.completed == 2
+
     async def some(tenant: str, batch_id: str, line: Line) -> Answer:
         nonlocal now_s
         if line.custom_id not in {"line-0", "line-1"}:
+            await eventually(two_are_stored)
             now_s += 3601
             await asyncio.Event().wait()
         return await answer(tenant, batch_id, line)
