@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from draftgate.gateway.app import Listening
+from draftgate.gateway.batches.files import FileObject, Files
 from draftgate.policies.types import OFFLINE_PRIORITY
 from tests.gateway.harness import ScriptedBackend, accepted_request, client, eventually, running
 from tests.upstream_settings import at
@@ -191,6 +192,41 @@ async def test_an_invalid_batch_is_refused_with_its_parameter(
         with pytest.raises(openai.BadRequestError) as caught:
             await begin(api, [chat("a")], **{"endpoint": CHATS, **fields})
         assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_a_page_of_files_reads_only_its_records(
+    order: Literal["asc", "desc"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page costs the same however many files there are, and leaves out those just deleted."""
+    reads, read = list[str](), Files.file
+
+    def counted(self: Files, tenant: str, file_id: str) -> FileObject:
+        reads.append(file_id)
+        return read(self, tenant, file_id)
+
+    async with running(files=str(tmp_path)) as gateway, client_of(gateway) as api:
+        files = [
+            await api.files.create(file=(f"{number}.jsonl", b"{}"), purpose="batch")
+            for number in range(9)
+        ]
+        ids = sorted((file.id for file in files), reverse=order == "desc")
+        monkeypatch.setattr(Files, "file", counted)
+        page = await api.files.list(limit=3, order=order, after=ids[1])
+        assert [file.id for file in page.data] == ids[2:5]
+        assert reads == ids[2:6]
+        assert page.has_more
+
+        listed = Files.files
+
+        def with_deleted(self: Files, tenant: str) -> list[str]:
+            found = listed(self, tenant)
+            self.delete(tenant, ids[3])
+            return found
+
+        monkeypatch.setattr(Files, "files", with_deleted)
+        page = await api.files.list(limit=3, order=order, after=ids[1])
+        assert [file.id for file in page.data] == [ids[2], *ids[4:6]]
 
 
 async def test_limits_of_files_and_batches(tmp_path: Path) -> None:

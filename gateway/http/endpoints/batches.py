@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -95,9 +96,9 @@ async def list_batches(request: web.Request) -> web.Response:
     """
     files, tenant = files_of(request), request[ACCOUNT].name
     limit = query_number(request, "limit", DEFAULT_BATCHES, MOST_BATCHES)
-    ids, more = page_of(request, await in_storage(files.batches, tenant), limit)
-    data = await in_storage(lambda: [files.batch(tenant, batch_id) for batch_id in ids])
-    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    read_ids, read = partial(files.batches, tenant), partial(files.batch, tenant)
+    data, more = await page_of(request, read_ids, read, limit)
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(BatchList(data, first, last, more))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from tempfile import SpooledTemporaryFile
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
@@ -85,23 +85,40 @@ async def in_storage(work: Callable[..., T], *arguments: Any) -> T:
         raise Unavailable(why, retry_after_s=_STORAGE_RETRY_S) from error
 
 
-def page_of(request: web.Request, ids: Sequence[str], limit: int) -> tuple[Sequence[str], bool]:
-    """Return the ids of a page, and whether more follow.
+async def page_of(
+    request: web.Request,
+    read_ids: Callable[[], Sequence[str]],
+    read: Callable[[str], T],
+    limit: int,
+) -> tuple[list[T], bool]:
+    """Return the records of a page, and whether more follow.
 
     Args:
-        ids: all ids, newest first.
+        read_ids: returns all ids in the order of the list.
+        read: returns the record of an id, or raises NotFound to leave it out.
         limit: the size of a page.
 
     Raises:
         InvalidRequest: `after` is not one of the ids.
+        Unavailable: the storage failed.
     """
     after = request.query.get("after")
-    begin = 0
-    if after is not None:
-        if after not in ids:
-            raise invalid("after", f"must be an id of the list, not {after!r}")
-        begin = ids.index(after) + 1
-    return ids[begin : begin + limit], begin + limit < len(ids)
+
+    def read_page() -> list[T]:
+        ids, found = read_ids(), list[T]()
+        if after is not None:
+            if after not in ids:
+                raise invalid("after", f"must be an id of the list, not {after!r}")
+            ids = ids[ids.index(after) + 1 :]
+        for each in ids:
+            with suppress(NotFound):  # another request may have deleted it
+                found.append(read(each))
+            if len(found) > limit:
+                break
+        return found
+
+    found = await in_storage(read_page)
+    return found[:limit], len(found) > limit
 
 
 async def create_file(request: web.Request) -> web.Response:
@@ -198,17 +215,18 @@ async def list_files(request: web.Request) -> web.Response:
     if purpose not in (None, PURPOSE, OUTPUT_PURPOSE):
         raise invalid("purpose", f"must be {PURPOSE} or {OUTPUT_PURPOSE}, not {purpose!r}")
 
-    def read() -> list[FileObject]:
-        found = [files.file(tenant, file_id) for file_id in files.files(tenant)]
-        return [file for file in found if purpose in (None, file.purpose)]
+    def read_ids() -> list[str]:
+        newest_first = files.files(tenant)
+        return newest_first if order == "desc" else newest_first[::-1]
 
-    found = await in_storage(read)
-    if order == "asc":
-        found.reverse()
-    by_id = {file.id: file for file in found}
-    ids, more = page_of(request, list(by_id), limit)
-    data = [by_id[file_id] for file_id in ids]
-    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    def read(file_id: str) -> FileObject:
+        found = files.file(tenant, file_id)
+        if purpose not in (None, found.purpose):
+            raise NotFound
+        return found
+
+    data, more = await page_of(request, read_ids, read, limit)
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(FileList(data, first, last, more))
 
 
