@@ -250,7 +250,8 @@ def next_pacing(reader: ReaderView, previous: Pacing) -> Pacing:
     """Return how a request continues after a check of its reader."""
     late = reader.is_late
     if late and not (previous.suspected or previous.pace or previous.path_bytes_s):
-        return replace(previous, suspected=True)  # one retransmission may be the reason
+        # One retransmission may be the reason.
+        return replace(previous, hold_s=hold_s(reader.rtt_s, None), suspected=True)
     path_bytes_s = _path_bytes_s(reader, previous, late=late)
     held_s = hold_s(reader.rtt_s, path_bytes_s)
     tpot_s = _tpot_s(reader, path_bytes_s, held_s)
