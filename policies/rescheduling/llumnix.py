@@ -56,6 +56,12 @@ class Llumnix:
     for an urgent stream would fill the destination until it preempts others. The stream of the
     lowest priority moves, and among equals the one after which the less free worker has the most
     freeness. Llumnix moves the shortest one, so that a long prompt waits for many moves.
+
+    The memory of the destination must last for at least `low_steps`. Without this condition, when
+    the memory of the pool is scarce, a prompt that fits on no worker fills all workers, and short
+    prompts wait everywhere. (`bench llumnix --only early`, 0.9, seed 5, 2026-11-30: 132 of 5,000
+    requests waited for over 2 s, and 16 without moves. The P99 of the prefill latency was 14.5 s
+    without the condition, and 2.4 s with it.)
     """
 
     reschedules = True
@@ -115,6 +121,8 @@ class Llumnix:
             after_source, after_sink = with_stream(source, stream, -1), with_stream(sink, stream, 1)
             after = freeness(after_sink)
             if not source.leaving:
+                if steps_to_full(after_sink) < self._low_steps:
+                    continue
                 after = min(after, freeness(after_source))
                 if min(steps_to_full(after_source), steps_to_full(after_sink)) <= least_steps:
                     continue

@@ -16,7 +16,13 @@ from draftgate.policies.moves import MoveReason
 from draftgate.policies.protocols import ReschedulingPolicy
 from draftgate.policies.registry import rescheduling_policy
 from draftgate.policies.rescheduling.least_time import LeastTime
-from draftgate.policies.rescheduling.llumnix import HIGH_STEPS, Llumnix, freeness, steps_to_full
+from draftgate.policies.rescheduling.llumnix import (
+    HIGH_STEPS,
+    LOW_STEPS,
+    Llumnix,
+    freeness,
+    steps_to_full,
+)
 from draftgate.policies.rescheduling.testing import check_moves, check_rescheduling
 from draftgate.policies.rescheduling.types import (
     LEAST_INTERVAL_S,
@@ -249,6 +255,7 @@ def check_tails(policy: ReschedulingPolicy, found: Pool) -> None:
             alone.apply(move)
             steps = [steps_to_full(alone.workers[end]) for end in (move.source, move.sink)]
             assert min(steps) > min(steps_to_full(source), HIGH_STEPS)
+            assert steps[1] >= LOW_STEPS
         if move.reason is not MoveReason.MAKE_ROOM and lacking:
             assert least_lacking(after) <= lacking
         assert sink.free_tokens > 0
@@ -356,6 +363,20 @@ def test_llumnix_moves_low_priority_and_then_what_frees_most() -> None:
     streams = [*full("a", 8), stream("long", 900, service=low), stream("short", 100, service=low)]
     (move,) = pool([*streams, stream("usual", 1000)], []).choose(Llumnix("llumnix", 100.0, 100.0))
     assert move.stream_id == "long"
+
+
+def test_no_worker_is_filled_for_a_long_prompt() -> None:
+    """A prompt without room anywhere does not use up the memory in which short ones still fit."""
+    streams = [stream(f"a/{number}", 1200) for number in range(10)]
+    for others, moves in ((9, 0), (8, 1)):
+        found = pool(streams, full("b", others))
+        changed(found, "w-0", head_tokens=BLOCKS * BLOCK // 2, waiting=1)
+        sink = found.workers["w-1"]
+        assert freeness(sink) > HIGH_STEPS
+        left = steps_to_full(with_stream(sink, streams[0], 1))
+        assert left > 0
+        assert (left >= LOW_STEPS) == bool(moves)
+        assert len(found.choose(Llumnix())) == moves
 
 
 def test_least_time_needs_twice_the_cost() -> None:
