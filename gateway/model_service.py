@@ -241,8 +241,6 @@ class ModelService:
         if not self.forwards:
             self._served = self._described()
             self._log_defaults()
-        else:
-            self._check_fallbacks()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)
 
     def _use_preferences(self) -> None:
@@ -325,13 +323,6 @@ class ModelService:
             eos_ids=card.eos_ids,
             further_names=self.config.served_model_name[1:],
         )
-
-    def _check_fallbacks(self) -> None:
-        """Warn about fallbacks that no upstream lists at present."""
-        listed = self.fleet.upstream_models.described()
-        named = {name for pair in self.config.fallbacks for name in pair.split("=", 1)}
-        if listed and (missing := sorted(named - listed.keys())):
-            log(logging.WARNING, "no upstream lists a model of --fallback", models=missing)
 
     def _log_defaults(self) -> None:
         if given := self._defaults().given():

@@ -32,6 +32,7 @@ from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.config.models import ModelPlan
+from draftgate.gateway.config.values import chains_of
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
@@ -83,6 +84,7 @@ class Node:
         session_secret: signs the sessions of browsers.
         embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
+        fallbacks: the models that get the requests for a model in turn if it cannot respond.
         siblings: the other processes of the node, or None if it has one process.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
@@ -127,6 +129,7 @@ class Node:
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.session_secret = _session_secret(config)
         self.port = config.port
+        self.fallbacks = chains_of(config.fallbacks)
         self.siblings: Siblings | None = None
         self._flows = Flows(store, loop_time_s)
         self._parts = NodeParts(
@@ -262,6 +265,7 @@ class Node:
             named = bool(model.config.upstream) and join is None  # by the names of its upstreams
             await model.start("" if named else prefix)
         await self._find_models()
+        self._check_fallbacks()
         await self._join_store()
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
@@ -359,6 +363,13 @@ class Node:
         if self._starting:
             await asyncio.wait(self._starting, timeout=FIND_S)
         members.settle()
+
+    def _check_fallbacks(self) -> None:
+        """Warn about models with fallbacks, and about fallbacks, that nothing serves at present."""
+        named = {*self.fallbacks, *(name for chain in self.fallbacks.values() for name in chain)}
+        if missing := sorted(name for name in named if self.model_named(name) is None):
+            words = "nothing serves a model of --fallback at present"
+            log(logging.WARNING, words, models=missing)
 
     async def _join_store(self) -> None:
         """Prepare the store for the first requests, and learn how many nodes share the quotas."""

@@ -58,6 +58,10 @@ ERROR_CODE: Final = web.RequestKey("error_code", str)
 NOTES: Final = web.RequestKey("notes", dict[str, str])
 """Further headers of the response, by name. Only requests with one have this key."""
 
+PASSES_ON: Final = web.RequestKey("passes_on", bool)
+"""Whether another model gets the request after an error. Only requests with a chain of models have
+this key."""
+
 BUDGET_HEADER: Final = "x-draftgate-budget-warning"
 """The header of responses beyond a soft budget."""
 
@@ -166,6 +170,14 @@ async def read_body(request: Request) -> bytes:
     if body is None:
         body = request[BODY] = await _read_in_time(request, request.app[NODE].config)
     return body
+
+
+def replace_body(request: Request, body: bytes) -> None:
+    """Use another body of a request, whose body has been read, from now on."""
+    if isinstance(request, DirectRequest):
+        request.body = body
+    else:
+        request[BODY] = body
 
 
 async def _read_in_time(request: web.Request, config: ServeConfig) -> bytes:
