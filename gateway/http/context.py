@@ -210,8 +210,8 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
-        Starting: no worker of this model has been found yet, or the node has just started and may
-            not know all models.
+        Starting: the model loads, no worker of it has been found yet, or the node has just started
+            and may not know all models.
         BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
     """
     first, *further = node.models
@@ -219,9 +219,10 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
         return first  # the usual case
     name = await requested_name(request)
     if name is None:
-        offering = (model for model in node.models if task in model.tasks)
-        return min(offering, key=lambda model: model.tasks.index(task), default=first)
+        return _model_for(task, node)
     model = node.model_named(name)
+    if model is not None and not model.is_known and model.fleet.size:
+        raise model.starting()
     if node.may_miss_models if model is None else not model.is_known:
         why = f"this node has no worker of the model {name!r} yet"
         raise Starting(why, retry_after_s=RETRY_STARTING_S)
@@ -229,6 +230,22 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
         listed = (one for model in node.models for one in model.listed_names)
         raise ModelNotFound(name, *filter(request[ACCOUNT].allows, listed))
     return model
+
+
+def _model_for(task: Task, node: Node) -> ModelService:
+    """Return the model for requests that name none, which does not depend on what has loaded.
+
+    Raises:
+        Starting: a model that still loads may be the one.
+    """
+    offering = (model for model in node.models if task in model.tasks)
+    found = min(offering, key=lambda model: model.tasks.index(task), default=None)
+    for model in node.models:
+        if not model.is_known and model.fleet.size:
+            raise model.starting()
+        if model is found and model.tasks[0] is task:
+            break
+    return found or node.models[0]
 
 
 async def requested_name(request: Request) -> str | None:

@@ -147,8 +147,11 @@ class WatchedEndpoint:
         """Check that the workers of a model offer the task.
 
         Raises:
+            Starting: the model is still loading.
             UnsupportedTask: the model does not offer the task.
         """
+        if not model.is_known:
+            raise model.starting()
         offered = model.fleet.card.capabilities.tasks
         if self.task not in offered and self.alternative not in offered:
             raise UnsupportedTask(refusal(self.task, offered))
