@@ -249,13 +249,13 @@ def _model_for(task: Task, node: Node) -> ModelService:
 
 
 async def requested_name(request: Request) -> str | None:
-    """Return the name of the model in the body, or None without one.
+    """Return the name of the model in the body, or None without one or if it is empty.
 
     Raises:
         BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
     """
     try:
-        return _naming.decode(await read_body(request)).model
+        return _naming.decode(await read_body(request)).model or None
     except (ValueError, RecursionError):
         return None  # the endpoint explains what is wrong
 
