@@ -25,8 +25,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": CHAT},
     "/v1/embeddings": {"input": "x"},
-    **dict.fromkeys(rerank.PATHS, {"query": "x", "documents": ["y"]}),
-    **dict.fromkeys(score.PATHS, {"text_1": "x", "text_2": "y"}),
+    **{path: {"query": "x", "documents": ["y"]} for path in rerank.PATHS},
+    **{path: {"text_1": "x", "text_2": "y"} for path in score.PATHS},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
 }

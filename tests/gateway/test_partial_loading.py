@@ -97,7 +97,7 @@ async def names(http: httpx.AsyncClient) -> list[str]:
 
 
 async def test_each_model_serves_as_soon_as_it_is_loaded() -> None:
-    """The first one answers while the second one loads, whose requests get 503 until it is ready."""
+    """The first one answers while the second one loads, whose requests get 503 meanwhile."""
     async with loading() as (gateway, http, first, second):
         assert await is_loading(http, model="first")
         assert (await http.get("/ready")).status_code == 503
