@@ -112,6 +112,7 @@ class Chain:
         if error is not None and (reason := reason_of(error)) is not None:
             before = self._requested if watch.fallback is None else watch.fallback.model
             fallback = Fallback(before, step.names[0], reason)
+            watch.model = watch.model or self._requested
             watch(fallback)
             replace_body(request, with_values(await read_body(request), {"model": step.names[0]}))
             _note(request, None if step.model.forwards else fallback)

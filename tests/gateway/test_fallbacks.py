@@ -130,6 +130,8 @@ async def test_next_model_gets_what_a_model_cannot_answer(failure: str, stream: 
         assert f"draftgate_upstream_fallbacks_total{{{labels}}} 1.0" in metrics
         decision, _of_first_model = (await http.get("/decisions")).json()["decisions"]
         assert decision["fallback"] == reason
+        (record,) = (await http.get("/records")).json()["records"]
+        assert (record["model"], record["requested_model"]) == ("small", "large")
         assert is_idle(gateway.node)
 
 

@@ -137,7 +137,11 @@ async def test_own_model_gets_what_an_upstream_cannot_answer(failure: str, strea
         decision = (await node.http.get("/decisions")).json()["decisions"][0]
         assert decision["fallback"] == reason
         (record,) = (await node.http.get("/records")).json()["records"]
-        assert record["model"] == "first"
+        assert (record["model"], record["requested_model"]) == ("first", "remote")
+        assert record["fallback"] == reason
+        for model in ("first", "remote"):
+            found = (await node.http.get("/records", params={"model": model})).json()
+            assert (len(found["records"]), found["models"]) == (1, ["first", "remote"])
         assert is_idle(node.gateway.node)
 
 

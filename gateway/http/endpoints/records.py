@@ -25,7 +25,7 @@ PATH: Final = "/records/{request_id}"
 
 FILTERS: Final[Mapping[str, str]] = {
     "q": "A text in an id, a name, the ending or the error of the request.",
-    "model": "The name of the model.",
+    "model": "The name of the model that the client has asked for, or of the one that responds.",
     "tenant": "The tenant.",
     "worker": "The id of a worker that ran the request.",
     "ending": "The ending: running, finished, cancelled, rejected or failed.",
@@ -54,7 +54,7 @@ async def list_records(request: web.Request) -> web.Response:
     return json_response(
         RequestList(
             [one for one in records if _matches(one, wanted)][:limit],
-            _names(one.model for one in records),
+            _names(name for one in records for name in (one.model, one.requested_model)),
             _names(one.tenant for one in records),
             _names(worker for one in records for worker in one.workers),
             _names(one.ending for one in records),
@@ -121,7 +121,7 @@ def _with_queue(found: RecordedRequest, decisions: list[Decision]) -> list[Reque
 
 def _matches(record: RequestRecord, wanted: Mapping[str, str]) -> bool:
     return (
-        wanted["model"] in {"", record.model}
+        wanted["model"] in {"", record.model, record.requested_model}
         and wanted["tenant"] in {"", record.tenant}
         and wanted["ending"] in {"", record.ending}
         and (not wanted["worker"] or wanted["worker"] in record.workers)
