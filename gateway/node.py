@@ -7,7 +7,7 @@ import logging
 import platform
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from statistics import fmean
@@ -75,6 +75,7 @@ class Node:
         key_files: the file of API keys, which may change while the node runs.
         keys: these keys, and those that operators have created.
         accounts: the accounts of all keys that are accepted now.
+        on_accounts: a callback after a change of them.
         requests: the latest requests of clients.
         audit: the audit log, or None.
         budgets: the spending of keys and teams.
@@ -125,6 +126,7 @@ class Node:
         self.keys = Keys(self.key_files.read(), store, time.time)
         self.accounts = self.keys.accounts
         self.keys.on_change = self._use_accounts
+        self.on_accounts: Callable[[], None] = lambda: None
         self.peer_access = peer_access(config, keys=self.accounts.required)
         self.session_secret = session_secret(config)
         self.port = config.port
@@ -339,6 +341,7 @@ class Node:
         self.accounts = accounts
         for model in self.models:
             model.dispatcher.admission.quotas.change(accounts.quotas)
+        self.on_accounts()
 
     def _set_spent(self, owner: str, usd: float) -> None:
         self.metrics.set(metric.BUDGET_SPENT, usd, owner)
