@@ -13,7 +13,7 @@ from aiohttp import web
 
 from draftgate.backends.header_numbers import header_count
 from draftgate.backends.types import Task
-from draftgate.gateway.accounts import Account, Role
+from draftgate.gateway.accounts import Account, Role, similar_name
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import (
     BodyTooLarge,
@@ -266,6 +266,20 @@ def requested_priority(body: bytes) -> int | None:
         return _priority.decode(body).priority
     except (ValueError, RecursionError):
         return None
+
+
+def check_query(request: web.Request, *known: str) -> None:
+    """Check that the query has no other parameters than these.
+
+    A misspelt filter would return what it should exclude.
+
+    Raises:
+        InvalidRequest: a parameter is not one of them.
+    """
+    for name in request.query:
+        if name not in known:
+            hint = similar_name(name, known) if known else "it has none"
+            raise invalid(name, f"is not a parameter of {request.path}; {hint}")
 
 
 def node_of_operator(request: web.Request) -> Node:

@@ -20,6 +20,7 @@ from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.authentication import key_of
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    check_query,
     json_response,
     node_of_operator,
     query_number,
@@ -100,7 +101,9 @@ async def list_keys(request: web.Request) -> web.Response:
     Raises:
         Forbidden: the API key does not belong to an operator.
     """
-    return json_response(KeyList(_listed(node_of_operator(request))))
+    node = node_of_operator(request)
+    check_query(request)
+    return json_response(KeyList(_listed(node)))
 
 
 async def get_key(request: web.Request) -> web.Response:
@@ -111,6 +114,7 @@ async def get_key(request: web.Request) -> web.Response:
         KeyNotFound: no key has this name.
     """
     node, name = node_of_operator(request), request.match_info["name"]
+    check_query(request)
     found = next((one for one in _listed(node) if one.name == name), None)
     if found is None:
         raise KeyNotFound(name)
@@ -168,6 +172,7 @@ async def list_changes(request: web.Request) -> web.Response:
         InvalidRequest: the limit is not a whole number from 1 to `MOST_CHANGES`.
     """
     node = node_of_operator(request)
+    check_query(request, "limit")
     limit = query_number(request, "limit", SHOWN_CHANGES, MOST_CHANGES)
     return json_response(AuditList(list(node.keys.changes[::-1][:limit])))
 
