@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, defstruct
+from msgspec.structs import fields
 
 from draftgate.gateway.accounts import KeySettings
 from draftgate.gateway.http.requests.inventory import (
@@ -407,6 +408,23 @@ class KeyBody(KeySettings, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: Annotated[str, Meta(pattern=KEY_NAME)]
     expires_in_s: Annotated[float, Meta(gt=0, le=MOST_LIFE_S)] | None = None
+
+
+KeyChangesBody: Final = defstruct(
+    "KeyChangesBody",
+    [
+        ("expires_in_s", Annotated[float, Meta(gt=0, le=MOST_LIFE_S)] | None | UnsetType, UNSET),
+        *((one.name, one.type | UnsetType, UNSET) for one in fields(KeySettings)),
+    ],
+    namespace={
+        "__doc__": "Body of `PATCH /keys/{name}`. Settings that it does not have stay as they are.",
+        "lists": NONE,
+    },
+    module=__name__,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
 
 
 class RotationBody(Body):
