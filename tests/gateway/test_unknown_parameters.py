@@ -30,10 +30,10 @@ async def test_unknown_parameters_are_named(path: str, tmp_path: Any) -> None:
     known = [one["name"] for one in READ[path].parameters if one["in"] == "query"]
     async with running(api_keys_file=str(keys)) as gateway, client(gateway) as http:
         http.headers.update(bearer("sk-root"))
-        response = await http.get(url, params={"modle": "x"})
+        response = await http.get(url, params={"models": "x"})
         error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "modle")
-        assert error["message"].startswith(f"modle: is not a parameter of {url}; ")
+        assert (response.status_code, error["param"]) == (400, "models")
+        assert error["message"].startswith(f"models: is not a parameter of {url}; ")
         hint = "did you mean 'model'?" if "model" in known else ", ".join(known) or "it has none"
         assert hint in error["message"]
 
