@@ -314,17 +314,18 @@ async def serve(
     async with listening(node, inherited) as where:
         signals.on_reload = where.reload
         try:
-            async with loading(node):
-                await until_signal(signals, start_workers(node))
-            if not signals.first.is_set():
-                settle_process()
-                await where.accept()
-                on_ready(where)
-                async with node.beating():
+            async with node.beating():
+                async with loading(node):
+                    await until_signal(signals, start_workers(node))
+                if not signals.first.is_set():
+                    settle_process()
+                    await where.accept()
+                    on_ready(where)
                     async with where.accepting_for_others():
                         await until_signal(signals, _last_worker_lost(node))
                     failure = node.failure
                     await node.leave()
+                if node.lifecycle.state is not NodeState.STARTING:  # a model may already serve
                     await _stop_until_second(where, signals)
         finally:
             await node.stop()

@@ -1,7 +1,7 @@
-"""What the errors of decoders leave out: allowed values, and the cause and the line of YAML errors.
+"""The errors of decoders in plain words, with what they leave out.
 
-msgspec's messages name neither the members of an enum nor the tags of a union. PyYAML's messages
-quote the file, which may have keys.
+msgspec's messages have the names of Python's types, and name neither the members of an enum nor the
+tags of a union. PyYAML's messages quote the file, which may have keys.
 """
 
 from __future__ import annotations
@@ -9,9 +9,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec.inspect as types
+
+TYPE_NAMES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+"""The words for msgspec's names of types in messages."""
+
+_EXPECTED = re.compile(
+    r"Expected `(?P<types>[^`]*)`(?P<bound>.*?)(?:, got `(?P<got>\w+)`)?$", re.DOTALL
+)
+
+_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
+
+_LENGTH = re.compile(r"of length (?P<bound>[<>]=|) ?(?P<length>\d+)")
 
 _PART = re.compile(r"[^.\[\]]+|\[[\d.]*\]")
 
@@ -36,6 +55,56 @@ def yaml_problem(error: BaseException | None, content: bytes) -> str:
     return "not YAML, " + ": ".join(filter(None, words)) if any(words) else "not YAML"
 
 
+def plain_words(reason: str) -> str:
+    """Return what a message of msgspec says about a value, without the path of the value."""
+    if "out of range" in reason:
+        return "the number is too large"
+    found = _EXPECTED.match(reason)
+    if found is None:
+        reason = reason.replace("`", "")
+        return reason[:1].lower() + reason[1:]
+    names = [one for one in found["types"].split(" | ") if one != "null"] or ["null"]
+    words = " or ".join(TYPE_NAMES.get(one, one) for one in names)
+    if length := _LENGTH.search(found["bound"]):
+        unit = "elements" if "array" in names else "characters"
+        unit = unit[:-1] if length["length"] == "1" else unit
+        least = {">=": "at least ", "<=": "at most ", "": ""}[length["bound"]]
+        words += f" of {least}{length['length']} {unit}"
+    elif " matching regex" in found["bound"]:
+        words += " of another form"
+    elif found["bound"]:
+        sign, _, bound = found["bound"].strip().partition(" ")
+        words += f" {_BOUNDS.get(sign, sign)} {bound.removesuffix('.0')}"
+    got = found["got"]
+    if got == "int" or (got == "float" and "int" not in names):
+        return f"expected {words}, not a number"
+    if got == "float":
+        return f"expected {words}, not a fraction"
+    return f"expected {words}" + (f", not {TYPE_NAMES.get(got, got)}" if got else "")
+
+
+def malformed(error: ValueError) -> str:
+    """Return why a text is not valid JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 (byte {error.start})"
+    reason = str(error).removeprefix("JSON is malformed: ")
+    return "it ends too early" if reason == "Input data was truncated" else reason
+
+
+def description_of(kind: Any, path: str) -> str | None:
+    """Return the description of a field, or None if it has none.
+
+    Args:
+        kind, path: as in `allowed_values`.
+    """
+    *parts, last = _PART.findall(path) or [""]
+    for outer in _at(kind, parts):
+        for inner in _inner(outer, last):
+            if isinstance(inner, types.Metadata) and inner.extra_json_schema is not None:
+                return inner.extra_json_schema.get("description")
+    return None
+
+
 def allowed_values(kind: Any, path: str) -> tuple[str, ...]:
     """Return the names that a field may have, or nothing if they are not a fixed list.
 
@@ -44,11 +113,8 @@ def allowed_values(kind: Any, path: str) -> tuple[str, ...]:
         path: the path of the field, as in `messages[0].role`.
     """
     *parts, last = _PART.findall(path) or [""]
-    found = [_type_info(kind)] if last else []
-    for part in parts:
-        found = [inner for outer in _members(found) for inner in _inner(outer, part)]
     names: dict[str, None] = {}
-    for one in _members(found):
+    for one in _at(kind, parts) if last else ():
         if isinstance(one, types.StructType) and one.tag_field == last:
             names[str(one.tag)] = None
         for inner in _members(_inner(one, last)):
@@ -57,6 +123,14 @@ def allowed_values(kind: Any, path: str) -> tuple[str, ...]:
             elif isinstance(inner, types.LiteralType):
                 names |= dict.fromkeys(map(str, inner.values))
     return tuple(names)
+
+
+def _at(kind: Any, parts: Iterable[str]) -> list[types.Type]:
+    """Return the types that a value may have at a path."""
+    found = [_type_info(kind)]
+    for part in parts:
+        found = [inner for outer in _members(found) for inner in _inner(outer, part)]
+    return list(_members(found))
 
 
 _type_info = cache(types.type_info)

@@ -114,3 +114,12 @@ class JsonLinesFile:
             end = file.tell()
             if count and os.fstat(file.fileno()).st_size == end:
                 file.truncate(end - count)
+
+
+def lines_file(setting: str, path: str | None) -> JsonLinesFile | None:
+    """Return the file of a setting, or None without a path.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    return None if path is None else JsonLinesFile(Path(path), setting)

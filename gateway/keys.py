@@ -16,19 +16,31 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from draftgate.gateway.accounts import Account, Accounts, digest_of_key, read_accounts, similar_name
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.errors import InvalidRequest, Unavailable, invalid
+from draftgate.gateway.created_keys import (
+    MOST_CHANGES,
+    MOST_FORMER,
+    MOST_KEYS,
+    Action,
+    Actor,
+    CreatedKey,
+    FormerSecret,
+    KeyBook,
+    KeyChange,
+    KeyConflict,
+    KeyNotFound,
+)
+from draftgate.gateway.errors import Unavailable, invalid
 from draftgate.gateway.file_safety import check_writers
 from draftgate.gateway.logs import log
 from draftgate.gateway.reloading import WatchedFiles
@@ -38,113 +50,12 @@ from draftgate.gateway.state.store import Store, StoreError
 SYNC_S: Final = 1.0
 """Interval at which a gateway reads the keys, after which a change holds everywhere."""
 
-MOST_KEYS: Final = 500
-"""Maximum number of created keys. Reading 1,000 of them takes 10 ms (Intel Xeon, 2026-11-30)."""
-
-MOST_CHANGES: Final = 1000
-"""Number of changes that the audit log of keys has."""
-
-MOST_FORMER: Final = 8
-"""Maximum number of earlier secrets of a key that are still accepted."""
+_book: Final = msgspec.json.Decoder(KeyBook)
 
 _ATTEMPTS: Final = 5
 """Attempts of a change, each of which fails only if another gateway was faster."""
 
 _SECRET_BYTES: Final = 32
-
-
-class KeyConflict(InvalidRequest, status=409, code="key_conflict"):
-    """The state of a key does not permit the change."""
-
-
-class KeyNotFound(InvalidRequest, status=404, code="key_not_found"):
-    """No key has this name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the key {name!r} does not exist; /keys lists all keys")
-
-
-class FormerSecret(msgspec.Struct, frozen=True):
-    """A secret before a rotation, which is accepted until a Unix time."""
-
-    sha256: str
-    until_s: float
-
-
-class CreatedKey(msgspec.Struct, frozen=True):
-    """A key that an operator has created.
-
-    Attributes:
-        account: its settings, with the digest of the present secret.
-        created_s: Unix time of its creation.
-        expires_s: Unix time after which no secret of it is accepted, or None.
-    """
-
-    account: Account
-    created_s: float
-    expires_s: float | None = None
-    former: tuple[FormerSecret, ...] = ()
-
-    def is_valid(self, now_s: float) -> bool:
-        """Return whether the present secret is accepted, which never is one of an operator.
-
-        Otherwise, whoever can write to the store could become an operator.
-        """
-        ends = self.expires_s is not None and self.expires_s <= now_s
-        return not ends and self.account.sees_tenant is not None
-
-    def former_at(self, now_s: float) -> tuple[FormerSecret, ...]:
-        """Return the earlier secrets that are accepted."""
-        return tuple(one for one in self.former if now_s < one.until_s)
-
-
-class Action(StrEnum):
-    """A change of a key."""
-
-    CREATED = "created"
-    ROTATED = "rotated"
-    REVOKED = "revoked"
-
-
-class Actor(NamedTuple):
-    """Who changes a key: the name and the fingerprint of a key, and the address of its client."""
-
-    name: str
-    fingerprint: str
-    client: str
-
-
-class KeyChange(msgspec.Struct, frozen=True):
-    """An entry of the audit log of keys.
-
-    Attributes:
-        key: the name of the key.
-        fingerprint: the first 8 digits of the SHA-256 of its secret after the change, or of the one
-            that was revoked.
-        by: the name of the operator's key.
-        by_fingerprint: the first 8 digits of the SHA-256 of that key.
-        client: the address from which the operator sent the request.
-        grace_s: seconds for which the secret before a rotation is still accepted.
-    """
-
-    at: datetime
-    action: Action
-    key: str
-    fingerprint: str
-    by: str
-    by_fingerprint: str
-    client: str
-    grace_s: float | None = None
-
-
-class _Book(msgspec.Struct, frozen=True):
-    """The created keys by name, and the latest changes, oldest first."""
-
-    keys: dict[str, CreatedKey] = {}
-    changes: tuple[KeyChange, ...] = ()
-
-
-_book: Final = msgspec.json.Decoder(_Book)
 
 
 class Keys:
@@ -165,7 +76,7 @@ class Keys:
         self.on_change: Callable[[Accounts], None] = _ignore
         self._store = store
         self._now_s = now_s
-        self._revision, self._book = "", _Book()
+        self._revision, self._book = "", KeyBook()
         self._next_end_s = math.inf  # Unix time at which the next secret expires
         self._hidden: set[str] = set()  # created keys whose name is in the file
         self._unreadable = ""  # the last revision that could not be read
@@ -225,6 +136,8 @@ class Keys:
     ) -> tuple[CreatedKey, str]:
         """Create a key, and return it with its secret, which nothing stores.
 
+        A key that has expired is replaced.
+
         Args:
             account: its settings, without a key.
             expires_in_s: seconds after which it expires, or None.
@@ -235,21 +148,46 @@ class Keys:
             Unavailable: the store does not respond.
         """
         name, secret, now_s = account.name, _new_secret(), self._now_s()
-        self._check_team(account.team)
-        if account.sees_tenant is None:
-            raise invalid("role", "must be tenant or metrics: operators are in the key file only")
-        expires_s = None if expires_in_s is None else now_s + expires_in_s
+        self._check(account)
+        expires_s = _end_s(expires_in_s, now_s)
         key = CreatedKey(_with_secret(account, secret), now_s, expires_s)
 
         def add(old: CreatedKey | None) -> CreatedKey:
-            if old is not None:
+            if old is not None and not old.has_expired(now_s):
                 raise KeyConflict(f"the key {name!r} exists; choose another name", "name")
-            if len(self._book.keys) >= MOST_KEYS:
+            if old is None and len(self._book.keys) >= MOST_KEYS:
                 raise KeyConflict(f"there are {MOST_KEYS} keys, which is the maximum; revoke some")
             return key
 
         await self._change(Action.CREATED, name, add, by)
         return key, secret
+
+    async def change(
+        self, name: str, settings: Mapping[str, Any], by: Actor, **life: float | None
+    ) -> CreatedKey:
+        """Change the settings of a key, whose secrets stay, and return it.
+
+        Args:
+            settings: the new values of settings (`KeySettings`), by name.
+            life: `expires_in_s`, the seconds from now on after which it expires, or None for never.
+                Without it, the expiry stays.
+
+        Raises:
+            KeyNotFound, KeyConflict: the key does not exist, or is in the file.
+            InvalidRequest: the team does not exist, or the role is that of operators.
+            Unavailable: the store does not respond.
+        """
+        now_s = self._now_s()
+
+        def changed(old: CreatedKey | None) -> CreatedKey:
+            if old is None:
+                raise KeyNotFound(name)
+            self._check(account := replace(old.account, **settings))
+            ends = {one: _end_s(seconds, now_s) for one, seconds in life.items()}
+            return replace(old, account=account, expires_s=ends.get("expires_in_s", old.expires_s))
+
+        names = (*settings, *life)
+        return await self._change(Action.CHANGED, name, changed, by, settings=names)
 
     async def rotate(self, name: str, grace_s: float, by: Actor) -> tuple[CreatedKey, str]:
         """Give a key another secret, and return it with this secret.
@@ -269,7 +207,7 @@ class Keys:
             if old is None:
                 raise KeyNotFound(name)
             if not old.is_valid(now_s):
-                raise KeyConflict(f"the key {name!r} has expired; revoke it and create another one")
+                raise KeyConflict(f"the key {name!r} has expired; set its expires_in_s first")
             former = old.former_at(now_s)
             if len(former) >= MOST_FORMER and grace_s:
                 problem = f"the key {name!r} has {MOST_FORMER} earlier secrets that are accepted"
@@ -294,10 +232,25 @@ class Keys:
 
         await self._change(Action.REVOKED, name, remove, by)
 
-    def _check_team(self, name: str | None) -> None:
-        teams = self._of_file.team_names
+    def _check(self, account: Account) -> None:
+        """Check the team and the role of a created key."""
+        name, teams = account.team, self._of_file.team_names
         if name is not None and name not in teams:
             raise invalid("team", f"{name!r} does not exist; {similar_name(name, teams)}")
+        if account.sees_tenant is None:
+            raise invalid("role", "must be tenant or metrics: operators are in the key file only")
+
+    def why_refused(self, secret: str) -> str:
+        """Return why a secret is not accepted."""
+        digest, now_s = digest_of_key(secret), self._now_s()
+        for key in self._book.keys.values():
+            if digest in {key.account.key_sha256, *(one.sha256 for one in key.former)}:
+                if key.has_expired(now_s):
+                    end = datetime.fromtimestamp(key.expires_s or 0.0, UTC)
+                    return f"the API key expired at {end:%Y-%m-%dT%H:%M:%SZ}"
+                if digest != key.account.key_sha256:
+                    return "the API key was replaced by another one"
+        return "the API key is not known"
 
     async def _change(
         self,
@@ -306,6 +259,7 @@ class Keys:
         edit: Callable[[CreatedKey | None], CreatedKey | None],
         by: Actor,
         grace_s: float | None = None,
+        settings: tuple[str, ...] = (),
     ) -> CreatedKey:
         """Replace, add or remove a key, and return the key, or the removed one.
 
@@ -335,9 +289,10 @@ class Keys:
                         changed.account.fingerprint,
                         *by,
                         grace_s=grace_s,
+                        settings=settings,
                     )
                     changes = (*self._book.changes, done)[-MOST_CHANGES:]
-                    if await self._write(_Book(keys, changes)):
+                    if await self._write(KeyBook(keys, changes)):
                         _log_change(done)
                         return changed
         except StoreError as error:
@@ -345,7 +300,7 @@ class Keys:
             raise Unavailable(f"{problem} before you try again", retry_after_s=1) from error
         raise Unavailable("other gateways are changing the keys; try again", retry_after_s=1)
 
-    async def _write(self, book: _Book) -> bool:
+    async def _write(self, book: KeyBook) -> bool:
         """Replace the keys in the store, and return whether they had the known revision."""
         revision = f"{_number(self._revision) + 1}-{secrets.token_hex(4)}"
         write = WriteKeys(self._revision, revision, _encode(book))
@@ -382,7 +337,7 @@ class Keys:
             with suppress(StoreError):  # the keys stay as they are
                 await self.sync()
 
-    def _use(self, revision: str, book: _Book) -> None:
+    def _use(self, revision: str, book: KeyBook) -> None:
         self._revision, self._book = revision, book
         self._apply()
 
@@ -431,11 +386,15 @@ def _new_secret() -> str:
     return f"sk-{secrets.token_urlsafe(_SECRET_BYTES)}"
 
 
+def _end_s(life_s: float | None, now_s: float) -> float | None:
+    return None if life_s is None else now_s + life_s
+
+
 def _with_secret(account: Account, secret: str) -> Account:
     return replace(account, key_sha256=digest_of_key(secret))
 
 
-def _encode(book: _Book) -> str:
+def _encode(book: KeyBook) -> str:
     return msgspec.json.encode(book).decode()
 
 

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from random import Random
 from typing import cast
 
+from draftgate.backends.checkpoints import checkpoint_id, named_checkpoints
 from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.types import Task
 from draftgate.gateway.assembly import (
@@ -24,7 +25,6 @@ from draftgate.gateway.config.values import chains_of
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.flows import Flows
-from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.upstreams.costs import Priced, UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.rules import ForwardingRules
 from draftgate.gateway.errors import NotOffered, Starting
@@ -32,11 +32,12 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.json_lines import JsonLinesFile
 from draftgate.gateway.lifecycle import RETRY_STARTING_S, Lifecycle
 from draftgate.gateway.logs import log
+from draftgate.gateway.scaling_advice import Scaling
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.initial_series import create_series
-from draftgate.gateway.telemetry.live import ActivityMeter, Recent
+from draftgate.gateway.telemetry.live import ActivityMeter
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.request_series import RequestSeries
 from draftgate.gateway.telemetry.tenant_gauges import follow_queue
@@ -45,14 +46,6 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Quota
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing.preferences import Preferences
-from draftgate.policies.scaling import (
-    WITH_MOVES,
-    WITHOUT_MOVES,
-    DemandView,
-    ScalingAdvice,
-    ScalingAdvisor,
-    ScalingReason,
-)
 from draftgate.policies.types import Role, WorkerLoad
 
 
@@ -209,11 +202,35 @@ class ModelService:
             raise NotOffered("this node only forwards requests to an upstream, which has the model")
         if self._served is None:
             self._lifecycle.require_ready()
-            raise Starting("the model is still loading", retry_after_s=RETRY_STARTING_S)
+            raise self.starting()
         # Other nodes may have replaced the model, with another tokenizer.
         if self._served.tokenizer is not self.fleet.tokenizer:
             self._served = self._described()
         return self._served
+
+    def starting(self) -> Starting:
+        """Return the error for a request while the model loads."""
+        names = [one.shown for one in self.config.upstream] or self._planned_names[:1]
+        named = f"the model {names[0]!r}" if names else "the model"
+        if self.config.upstream:
+            named = f"the list of models of the upstream {names[0]!r}"
+        return Starting(f"{named} is still loading", retry_after_s=RETRY_STARTING_S)
+
+    def serves(self, name: str) -> bool:
+        """Return whether this is the model of a name, which may still load, without adapters."""
+        if self.is_known:
+            return name in {*self.names, self.model_id}
+        return name == self._model_id or name in self._planned_names
+
+    @property
+    def _planned_names(self) -> list[str]:
+        """The names that the model of own workers will have once it is loaded."""
+        config = self.config
+        if config.upstream or not self.fleet.size:
+            return []
+        first = config.first_name or self._model_id or checkpoint_id(config.model)
+        adapters = (name for name, _ in named_checkpoints(config.loras))
+        return [first, *config.served_model_name[1:], *adapters]
 
     @property
     def is_known(self) -> bool:
@@ -241,8 +258,6 @@ class ModelService:
         if not self.forwards:
             self._served = self._described()
             self._log_defaults()
-        else:
-            self._check_fallbacks()
         create_series(self.metrics, self._policy.name, self.fleet.proposers)
 
     def _use_preferences(self) -> None:
@@ -326,13 +341,6 @@ class ModelService:
             further_names=self.config.served_model_name[1:],
         )
 
-    def _check_fallbacks(self) -> None:
-        """Warn about fallbacks that no upstream lists at present."""
-        listed = self.fleet.upstream_models.described()
-        named = {name for pair in self.config.fallbacks for name in pair.split("=", 1)}
-        if listed and (missing := sorted(named - listed.keys())):
-            log(logging.WARNING, "no upstream lists a model of --fallback", models=missing)
-
     def _log_defaults(self) -> None:
         if given := self._defaults().given():
             words = "requests get sampling parameters that they do not set from the model"
@@ -401,50 +409,3 @@ def _forwarding_rules(config: ServeConfig) -> ForwardingRules:
         config.max_preemptions if preempts else 0,
         config.start_timeout_s,
     )
-
-
-# The scaling advice of a node, from the loads of the pool and from its own queue and requests.
-
-
-class Scaling:
-    """The caller of the scaling policy.
-
-    Use the object only on the thread of the event loop.
-
-    Attributes:
-        advice: the present advice, or None before the node had a worker.
-    """
-
-    def __init__(
-        self, fleet: Fleet, queue: CentralQueue, recent: Recent, *, moves: bool = False
-    ) -> None:
-        """Start without advice, where streams may move between workers that keep running."""
-        self.advice: ScalingAdvice | None = None
-        self._advisor = ScalingAdvisor(WITH_MOVES if moves else WITHOUT_MOVES)
-        self._fleet = fleet
-        self._queue = queue
-        self._recent = recent
-
-    def update(self) -> None:
-        """Update the advice, and log a change. Call this method about once a second."""
-        serving = self._fleet.serving
-        view = DemandView(
-            [worker.backend.load() for worker in serving if not worker.leaving],
-            [worker.backend.load() for worker in serving if worker.leaving],
-            len(self._queue),
-            self._queue.ordering.work_s,
-            self._recent.attainment(),
-        )
-        advice = self._advisor.update(view, self._queue.now_s())
-        if advice == self.advice or advice is None:
-            return
-        self.advice = advice
-        if advice.reason is not ScalingReason.START:
-            log(
-                logging.INFO,
-                "the pool should have another number of workers",
-                desired_workers=advice.workers,
-                workers=len(view.loads),
-                reason=advice.reason.value,
-                load_workers=round(advice.load, 2),
-            )

@@ -4,49 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import platform
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Final
 
 from msgspec.structs import replace
 
 from draftgate import __version__
-from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.proof import secret_of
-from draftgate.backends.peer.tokenizer import Tokenizers
 from draftgate.gateway.accounts import Accounts
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.batches.blobs import open_blobs
 from draftgate.gateway.batches.files import Files
 from draftgate.gateway.budgets import Budgets
-from draftgate.gateway.cluster.access import advertised_url, is_local, peer_access
+from draftgate.gateway.cluster.access import (
+    advertised_url,
+    is_local,
+    peer_access,
+    reach_of,
+    session_secret,
+)
 from draftgate.gateway.cluster.heartbeat import Heartbeat
-from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.cluster.siblings import Siblings
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.config.models import ModelPlan
+from draftgate.gateway.config.values import chains_of
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.flows import Flows
 from draftgate.gateway.embedding_cache import EmbeddingCache
 from draftgate.gateway.fleet import BackendFactory, Fleet, FleetWorker
-from draftgate.gateway.json_lines import JsonLinesFile
+from draftgate.gateway.json_lines import lines_file
 from draftgate.gateway.keys import Keys, key_files
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.logs import log
 from draftgate.gateway.model_service import ModelService, NodeParts
-from draftgate.gateway.process import SECRET_ENV
 from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.guarded.store import open_response_store
 from draftgate.gateway.state.store import Store, StoreError
-from draftgate.gateway.state.values import FORGET_S, WorkerReport
+from draftgate.gateway.state.values import FORGET_S
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.audit import AuditLog
 from draftgate.gateway.telemetry.live import Activity, Live
@@ -75,6 +75,7 @@ class Node:
         key_files: the file of API keys, which may change while the node runs.
         keys: these keys, and those that operators have created.
         accounts: the accounts of all keys that are accepted now.
+        on_accounts: a callback after a change of them.
         requests: the latest requests of clients.
         audit: the audit log, or None.
         budgets: the spending of keys and teams.
@@ -83,6 +84,7 @@ class Node:
         session_secret: signs the sessions of browsers.
         embeddings: embeddings of earlier texts.
         port: the port on which the node listens.
+        fallbacks: the models that get the requests for a model in turn if it cannot respond.
         siblings: the other processes of the node, or None if it has one process.
         peer_access: authenticates nodes that may use its workers, or None if no node may.
     """
@@ -115,8 +117,8 @@ class Node:
         self.embeddings = EmbeddingCache(config.embedding_cache_bytes)
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
-        decisions_file = _file("--decisions-file", config.decisions_file)
-        audit_file = _file("--audit-file", config.audit_file)
+        decisions_file = lines_file("--decisions-file", config.decisions_file)
+        audit_file = lines_file("--audit-file", config.audit_file)
         self.decisions = Decisions(decisions_file, time.time)
         self.requests = LatestRequests()
         self.audit = None if audit_file is None else AuditLog(audit_file, time.time)
@@ -124,9 +126,11 @@ class Node:
         self.keys = Keys(self.key_files.read(), store, time.time)
         self.accounts = self.keys.accounts
         self.keys.on_change = self._use_accounts
+        self.on_accounts: Callable[[], None] = lambda: None
         self.peer_access = peer_access(config, keys=self.accounts.required)
-        self.session_secret = _session_secret(config)
+        self.session_secret = session_secret(config)
         self.port = config.port
+        self.fallbacks = chains_of(config.fallbacks)
         self.siblings: Siblings | None = None
         self._flows = Flows(store, loop_time_s)
         self._parts = NodeParts(
@@ -135,7 +139,7 @@ class Node:
             self.decisions,
             self.policy,
             self._flows,
-            _reach(config),
+            reach_of(config),
         )
         self._files = [file for file in (decisions_file, audit_file) if file is not None]
         self.models = self._own_models(fleets)
@@ -146,6 +150,7 @@ class Node:
         self._read_gauges()
         self._beats: dict[ModelService, asyncio.Task[None]] | None = None  # while they run
         self._starting = set[asyncio.Task[None]]()  # models of other nodes
+        self._opens = False
         self.live = Live(
             lambda: [load for model in self.models for load in model.loads()],
             lambda: [model.meter for model in self.models],
@@ -209,18 +214,22 @@ class Node:
         A model of this node comes before one of the same name at an upstream.
         """
         for model in self.models:
-            if name in {*model.names, model.model_id}:
+            if model.serves(name):
                 return model
         for model in self.models:
+            if not model.is_known:
+                continue
             if name in model.fleet.adapters() or (model.forwards and model.may_forward(name)):
                 return model
         return None
 
     @property
     def may_miss_models(self) -> bool:
-        """Whether the pool may have models that this node has not found since its start."""
+        """Whether the pool or upstreams may have models that this node does not know yet."""
         members = self.models[0].members
-        return members is not None and members.may_miss
+        if members is not None and members.may_miss:
+            return True
+        return any(model.config.upstream and not model.is_known for model in self.models)
 
     def workers(self) -> Iterator[tuple[ModelService, FleetWorker]]:
         """Yield all workers with their models."""
@@ -248,7 +257,8 @@ class Node:
     async def start(self) -> None:
         """Load the models, or find workers of other nodes.
 
-        The node is ready when this method returns.
+        The node is ready, and serves what it has, as soon as the first model is loaded or the
+        upstreams have been asked for their models. All models are loaded when this method returns.
 
         Raises:
             ImportError, CheckpointError, ValueError: as in `Fleet.start`.
@@ -258,9 +268,39 @@ class Node:
             prefix = await self._advertise(join)
         else:
             prefix = f"w-{secrets.token_hex(4)}"
-        for model in self.models[:]:
-            named = bool(model.config.upstream) and join is None  # by the names of its upstreams
-            await model.start("" if named else prefix)
+        # Own models share devices, and measure the memory that is left, so they load in turn.
+        own = [model for model in self.models if not model.config.upstream]
+        upstreams = [model for model in self.models if model.config.upstream]
+        starting = [
+            asyncio.create_task(self._start_models(own, prefix)),
+            asyncio.create_task(self._start_models(upstreams, prefix if join is not None else "")),
+        ]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+        self._check_fallbacks()
+
+    async def _start_models(self, models: Sequence[ModelService], prefix: str) -> None:
+        """Load some models in turn, each of which serves at once.
+
+        Args:
+            prefix: prefix of the ids of workers, or empty for the names of upstreams.
+        """
+        for model in models:
+            await model.start(prefix)
+            # The first model of a pool node finds the other ones of the pool.
+            if model is self.models[0] or self.models[0].members is None:
+                await self._open()
+            if self._beats is not None:
+                self._beats[model] = _beat(model)
+
+    async def _open(self) -> None:
+        """Accept requests from now on. Only the first call has an effect."""
+        if self._opens:
+            return
+        self._opens = True
         await self._find_models()
         await self._join_store()
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
@@ -281,15 +321,15 @@ class Node:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Run the heartbeats of all models until the block ends."""
-        self._beats = {model: _beat(model) for model in self.models}
+        """Run the heartbeats of all models, once they are loaded, until the block ends."""
+        self._beats = {model: _beat(model) for model in self.models if model.is_known}
         try:
             yield
         finally:
             beats, self._beats = self._beats, None
             for beat in beats.values():
                 beat.cancel()
-            await asyncio.wait(beats.values())
+            await asyncio.gather(*beats.values(), return_exceptions=True)
 
     async def leave(self) -> None:
         """Withdraw the workers from the pool. Heartbeats then only renew leases."""
@@ -301,6 +341,7 @@ class Node:
         self.accounts = accounts
         for model in self.models:
             model.dispatcher.admission.quotas.change(accounts.quotas)
+        self.on_accounts()
 
     def _set_spent(self, owner: str, usd: float) -> None:
         self.metrics.set(metric.BUDGET_SPENT, usd, owner)
@@ -360,6 +401,13 @@ class Node:
             await asyncio.wait(self._starting, timeout=FIND_S)
         members.settle()
 
+    def _check_fallbacks(self) -> None:
+        """Warn about models with fallbacks, and about fallbacks, that nothing serves at present."""
+        named = {*self.fallbacks, *(name for chain in self.fallbacks.values() for name in chain)}
+        if missing := sorted(name for name in named if self.model_named(name) is None):
+            words = "nothing serves a model of --fallback at present"
+            log(logging.WARNING, words, models=missing)
+
     async def _join_store(self) -> None:
         """Prepare the store for the first requests, and learn how many nodes share the quotas."""
         await self.store.warm_up()
@@ -400,39 +448,3 @@ def _beat(model: ModelService) -> asyncio.Task[None]:
 
 def _no_factory() -> BackendFactory:
     raise AssertionError("a model of other nodes has no own workers")
-
-
-def _reach(config: ServeConfig) -> Reach | None:
-    """Return the function that reaches other nodes' workers, or None if they are not used.
-
-    Raises:
-        ValueError: the peer secret is missing.
-    """
-    if config.join is None or config.only_forwards:
-        return None
-    secret, tokenizers = secret_of(config.peer_secret_env), Tokenizers()
-
-    def reach(report: WorkerReport) -> PeerBackend:
-        return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
-
-    return reach
-
-
-def _session_secret(config: ServeConfig) -> bytes:
-    """Return the key of sessions: of the pool, of the processes of this node, or of this process.
-
-    Raises:
-        ValueError: the peer secret is missing.
-    """
-    name = config.peer_secret_env or (SECRET_ENV if SECRET_ENV in os.environ else None)
-    shared = secret_of(name)
-    return secrets.token_bytes(32) if shared is None else shared.derive("sessions")
-
-
-def _file(setting: str, path: str | None) -> JsonLinesFile | None:
-    """Return the file of a setting, or None without a path.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    return None if path is None else JsonLinesFile(Path(path), setting)

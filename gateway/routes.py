@@ -190,6 +190,7 @@ def _routes() -> list[web.RouteDef]:
         web.get(keys.PATH, keys.list_keys),
         web.post(keys.PATH, keys.create_key),
         web.get(keys.KEY_PATH, keys.get_key),
+        web.patch(keys.KEY_PATH, keys.change_key),
         web.delete(keys.KEY_PATH, keys.revoke_key),
         web.post(keys.ROTATE_PATH, keys.rotate_key),
         web.get(keys.AUDIT_PATH, keys.list_changes),
@@ -343,7 +344,7 @@ class Entrance:
         if of_browser is not None:
             account = of_browser.account
         if account is None:
-            sent = "no API key was sent" if key is None else "the API key is not known"
+            sent = "no API key was sent" if key is None else self._node.keys.why_refused(key)
             raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
         request[ACCOUNT] = account  # before its role, because the audit log names the tenant
         _check_role(account, request.path.rstrip("/"))

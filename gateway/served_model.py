@@ -48,12 +48,12 @@ class ServedModel:
         """Return the model, with its adapter if the client names an adapter.
 
         Args:
-            requested: the name from the client, or None for this model.
+            requested: the name from the client, or None or an empty text for this model.
 
         Raises:
             ModelNotFound: the client names another model.
         """
-        if requested is None or requested == self.name or requested in self.further_names:
+        if not requested or requested == self.name or requested in self.further_names:
             return self
         adapters = self.adapters()
         if requested not in adapters:
@@ -75,7 +75,7 @@ class ServedModel:
         """Raise `InvalidRequest` if the client names an adapter, which only generates text.
 
         Args:
-            requested: the name from the client, or None for this model.
+            requested: as in `named`.
 
         Raises:
             ModelNotFound: the client names another model.

@@ -40,6 +40,10 @@ class Limit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
 
+    def counted(self, number: int) -> str:
+        """Return a number of units in words, such as `1 request`."""
+        return f"{number} {self.removesuffix('s') if number == 1 else self}"
+
 
 # A name of the module is found in a tenth of the time of a member of an enum.
 _REQUESTS, _TOKENS = Limit

@@ -10,7 +10,7 @@ from typing import Final
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.model_service import Scaling
+from draftgate.gateway.scaling_advice import Scaling
 from draftgate.gateway.telemetry.live import Recent
 
 LOAD_S: Final = 30.0

@@ -19,8 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple, Protocol
 
-import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from draftgate.gateway.batches.batch import (
     Batch,
@@ -35,6 +34,7 @@ from draftgate.gateway.batches.batch import (
     Status,
     distinct_results,
     encode_result,
+    error_of,
     read_line,
 )
 from draftgate.gateway.batches.files import OUTPUT_PURPOSE, Files, NotFound, result_file_id
@@ -55,8 +55,7 @@ LONGEST_DELAY_S: Final = 60.0
 """Delays between the attempts of a line, which double each time. (Chosen, not tuned.)"""
 
 LONGEST_WAIT_S: Final = 300.0
-"""Maximum delay, also if the server asks for a longer one. A budget may be raised before its end,
-for example. (Chosen, not tuned.)"""
+"""Maximum delay, also if the server asks for a longer one. (Chosen, not tuned.)"""
 
 ORPHAN_S: Final = 600.0
 """Time after which an open batch without a record is forgotten, because its gateway has crashed
@@ -109,22 +108,6 @@ class Limits:
     lease_s: float = 30.0
 
 
-class _Error(Struct):
-    """The error in the body of a response."""
-
-    message: str = ""
-    code: str | None = None
-
-
-class _ErrorBody(Struct):
-    """The body of a response that is an error."""
-
-    error: _Error = msgspec.field(default_factory=_Error)
-
-
-_error_body: Final = msgspec.json.Decoder(_ErrorBody)
-
-
 class LostSlot(Exception):
     """The store has not renewed the slot of a batch, so another gateway may run the batch."""
 
@@ -150,6 +133,10 @@ class Host(Protocol):
 
     async def hold(self, batch_id: str) -> bool:
         """Renew the slot of a batch, and return whether this gateway has it."""
+        ...
+
+    async def pause(self, seconds: float) -> bool:
+        """Wait, and return whether a changed key has ended the wait early."""
         ...
 
 
@@ -383,11 +370,11 @@ class BatchRun:
                 return answer
             wait_s = min(max(answer.retry_after_s or 0.0, delay_s), LONGEST_WAIT_S)
             if answer.status in _BUSY:
-                error = _error_of(answer.body)
+                error = error_of(answer.body)
                 until = self._now() + math.ceil(wait_s)
                 self._batch.waits = BatchWait(error.code or "", error.message, until)
-            await asyncio.sleep(wait_s)
-            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+            early = await self._runner.pause(wait_s)
+            delay_s = FIRST_DELAY_S if early else min(2 * delay_s, LONGEST_DELAY_S)
 
     # --- end --------------------------------------------------------------------------------------
 
@@ -431,14 +418,6 @@ class BatchRun:
                     result_id = f"batch_req_{secrets.token_hex(12)}"
                     error = Failure("batch_expired", text)
                     yield encode_result(Result(result_id, line.custom_id, error=error))
-
-
-def _error_of(body: bytes) -> _Error:
-    """Return the error in the body of a response, as far as it has one."""
-    try:
-        return _error_body.decode(body).error
-    except (ValueError, RecursionError):
-        return _Error()
 
 
 def _requests(lines: Iterable[bytes]) -> Iterator[Line]:

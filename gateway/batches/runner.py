@@ -49,10 +49,22 @@ class BatchRunner:
         self.accepts = accepts
         self._running: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._keys_changed = asyncio.Event()
 
     def wake(self) -> None:
         """Search for new batches at once."""
         self._changed.set()
+
+    def retry(self) -> None:
+        """Send the lines that wait at once, because keys, budgets or quotas have changed."""
+        self._keys_changed.set()
+        self._keys_changed = asyncio.Event()
+
+    async def pause(self, seconds: float) -> bool:
+        """Wait, and return whether `retry` has ended the wait early."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self._keys_changed.wait(), seconds)
+        return False
 
     async def run(self) -> None:
         """Run batches until cancelled."""

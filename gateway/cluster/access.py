@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +19,15 @@ from typing import Final
 
 from yarl import URL
 
+from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.proof import ProofChecker, SharedSecret, secret_of
+from draftgate.backends.peer.tokenizer import Tokenizers
+from draftgate.gateway.cluster.members import Reach
 from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.process import SECRET_ENV
 from draftgate.gateway.state.local.store import SCHEME
 from draftgate.gateway.state.redis.url import read_redis_url
+from draftgate.gateway.state.values import WorkerReport
 
 NO_PROOF: Final = ""
 """The response to a peer that needs no proof."""
@@ -129,3 +136,30 @@ def _local_address(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]
     raise ValueError(
         "cannot determine the address at which other nodes reach this node: set --advertise URL"
     )
+
+
+def reach_of(config: ServeConfig) -> Reach | None:
+    """Return the function that reaches other nodes' workers, or None if they are not used.
+
+    Raises:
+        ValueError: the peer secret is missing.
+    """
+    if config.join is None or config.only_forwards:
+        return None
+    secret, tokenizers = secret_of(config.peer_secret_env), Tokenizers()
+
+    def reach(report: WorkerReport) -> PeerBackend:
+        return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
+
+    return reach
+
+
+def session_secret(config: ServeConfig) -> bytes:
+    """Return the key of sessions: of the pool, of the processes of this node, or of this process.
+
+    Raises:
+        ValueError: the peer secret is missing.
+    """
+    name = config.peer_secret_env or (SECRET_ENV if SECRET_ENV in os.environ else None)
+    shared = secret_of(name)
+    return secrets.token_bytes(32) if shared is None else shared.derive("sessions")

@@ -17,6 +17,7 @@ from draftgate.backends.checkpoints import checkpoint_id, named_checkpoints
 from draftgate.backends.generation_defaults import AUTO, NONE
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.config.schema import ServeConfig
+from draftgate.gateway.config.values import chains_of
 
 EMBEDDER_SHARE: Final = 0.05
 """Share of the memory budget for an embedder. An encoder has no KV cache. A decoder keeps the KV of
@@ -59,7 +60,10 @@ def _plan_own(config: ServeConfig) -> tuple[ModelPlan, ...]:
     first = config.first_name or checkpoint_id(config.model)
     names = [first, *(name for name, _ in more)]
     further = config.served_model_name[1:]
-    _check_names([*names, *further, *(name for name, _ in named_checkpoints(config.loras))])
+    all_names = [*names, *further, *(name for name, _ in named_checkpoints(config.loras))]
+    _check_names(all_names)
+    if not (config.only_forwards or config.join):
+        _check_fallbacks(config, all_names)
     if not more:
         if config.memory_shares:
             raise ValueError("--memory-share needs --model or --embedder")
@@ -107,6 +111,17 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(
             f"two models or adapters have the name {twice[0]!r}: rename one with NAME=CHECKPOINT"
         )
+
+
+def _check_fallbacks(config: ServeConfig, names: Sequence[str]) -> None:
+    """Check that a node without upstreams and pool has the models that may get requests."""
+    for model, chain in chains_of(config.fallbacks).items():
+        for name in chain:
+            if name not in names:
+                raise ValueError(
+                    f"--fallback {model}={name}: the node has no model {name!r}; it has "
+                    f"{', '.join(names)}; add others with --model or --upstream"
+                )
 
 
 def _check(config: ServeConfig) -> None:

@@ -41,7 +41,7 @@ from draftgate.gateway.config.values import (
     read_url,
     read_urls,
 )
-from draftgate.gateway.decoding_errors import yaml_problem
+from draftgate.gateway.decoding_errors import TYPE_NAMES, yaml_problem
 
 ENV_PREFIX: Final = "DRAFTGATE_"
 
@@ -95,15 +95,6 @@ _FLAGS: Final = {
 }
 """The names on the command line that differ from those of the fields. A repeatable flag has one
 value, and its field has all of them."""
-
-_TYPE_NAMES: Final = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "array": "a list",
-}
-"""The words for msgspec's type names in messages."""
 
 
 class ConfigError(ValueError):
@@ -257,7 +248,7 @@ def _parts(annotation: Any) -> tuple[Any, msgspec.Meta]:
 def _plain(error: ValueError) -> str:
     """Return the message of an error with plain words for the names of Python's types."""
     reason = str(error).partition(", got ")[0].replace(" | null", "")
-    reason = re.sub(r"`(\w+)`", lambda match: _TYPE_NAMES.get(match[1], match[1]), reason)
+    reason = re.sub(r"`(\w+)`", lambda match: TYPE_NAMES.get(match[1], match[1]), reason)
     return reason[:1].lower() + reason[1:]
 
 

@@ -168,7 +168,7 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
     """Silence of an upstream within a stream after which another one continues it, in seconds."""
 
     fallbacks: Annotated[tuple[str, ...], kind("fallbacks")] = ()
-    """Models that get the requests for a model of upstreams in turn if none of its upstreams can
+    """Models that get the requests for a model in turn if none of its workers or upstreams can
     respond: MODEL=FALLBACK, such as large=small,other. Repeatable."""
 
     join: Annotated[str, kind("store")] | None = None
@@ -320,8 +320,6 @@ class ServeConfig(WorkerSettings, frozen=True, kw_only=True):
                 raise ValueError(f"{option} needs --backend engine, not --backend {self.backend}")
             if self.no_worker:
                 raise ValueError(f"{option} cannot be combined with --no-worker")
-        if self.fallbacks and self.backend != "openai":
-            raise ValueError("--fallback needs --upstream, because own models have no fallbacks")
         peers = [one.url for one in self.upstream if self.backend == "peer"]
         if peers and any(one.role is not Role.ANY for one in self.upstream):
             raise ValueError("--backend peer: the node of an upstream sets its role with --role")

@@ -25,7 +25,7 @@ from draftgate.policies.admission.types import AdmissionView, Admitted, QueueVie
 from draftgate.policies.admission.wait_forecast import WaitForecast, admit, forecast_wait, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
-from draftgate.policies.quotas import QuotaReservation, Shortage
+from draftgate.policies.quotas import Limit, QuotaReservation, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 from draftgate.policies.values import immutable, replace
 
@@ -436,15 +436,15 @@ class AdmissionController:
 
 def _quota_error(shortage: Shortage, request: Entry) -> GatewayError:
     """Return the error for a request that its quota does not allow."""
-    what = f"{shortage.requested} {shortage.limit}"
+    what, most = map(Limit(shortage.limit).counted, (shortage.requested, shortage.most))
     if shortage.retry_after_s is None:
         return InvalidRequest(
             f"the request may use {what}, but the key's quota never exceeds {shortage.most}",
             "max_tokens" if request.max_tokens else "prompt",
         )
     return QuotaExceeded(
-        f"the key's quota allows {shortage.most} {shortage.limit} at once, and {what} do not fit "
-        f"before {shortage.retry_after_s:.1f} s from now",
+        f"the key's quota allows {most} at once, and {what} will fit in "
+        f"{shortage.retry_after_s:.1f} s",
         shortage.retry_after_s,
         f"quota_{shortage.limit}",
     )

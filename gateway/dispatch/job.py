@@ -59,6 +59,7 @@ class Job:
         second_segments: `GenerationRequest.second_segment` of each prompt, empty if all are 0.
         adapter: digest of the LoRA adapter to use, or empty for the model alone.
         corpus: `GenerationRequest.corpus`.
+        fallback: why another model than the requested one gets the request, or empty.
     """
 
     request_id: str
@@ -84,3 +85,4 @@ class Job:
     adapter: str = ""
     usual_max_tokens: int | None = None
     corpus: bool = True
+    fallback: str = ""

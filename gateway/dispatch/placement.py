@@ -198,6 +198,7 @@ class Placer:
             load_age_s=worker.load_age_s,
             degraded=reservation.degraded,
             phases=routed.phases,
+            fallback=job.fallback,
         )
 
     def record_outcome(

@@ -104,7 +104,7 @@ class Preempted:
 
 @immutable
 class Fallback:
-    """Another model than the requested one gets a request for upstreams.
+    """Another model than the requested one gets a request.
 
     Attributes:
         requested, model: the model that cannot respond, and the one that gets the request.

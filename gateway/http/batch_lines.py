@@ -55,13 +55,15 @@ def build_runner(
     if node.files is None:
         return None
     limits = Limits(node.config.batch_concurrency, node.config.max_batch_lines)
-    return BatchRunner(
+    runner = BatchRunner(
         node.files,
         node.store,
         LineSender(node, direct, endpoints),
         limits,
         accepts=lambda: node.lifecycle.state is NodeState.READY,
     )
+    node.on_accounts = runner.retry
+    return runner
 
 
 async def running_batches(app: web.Application) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ because the node then sends the headers of CORS (https://fetch.spec.whatwg.org/#
 
 from __future__ import annotations
 
+import ipaddress
 from functools import lru_cache
 from typing import Final
 
@@ -26,6 +27,13 @@ from draftgate.gateway.http.rate_limits import RATE_LIMIT_HEADERS
 
 EXEMPT_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths for probes, which may use any address and name of the node."""
+
+SCRAPED_PATH: Final = "/metrics"
+"""The path for Prometheus, which may use any address of the node, such as that of its pod.
+
+A page that points its own name at the node (DNS rebinding) sends this name as `Host`, and never an
+address. Names stay limited, because the metrics of a node without keys name its tenants.
+"""
 
 PREFLIGHT_S: Final = 600
 """Time for which a browser may reuse the response to a preflight, in seconds."""
@@ -63,10 +71,13 @@ class BrowserAccess:
             ForbiddenHost: the node does not accept the name in `Host`.
             ForbiddenOrigin: `Origin` is neither the node's own nor a listed origin.
         """
-        if request.path.rstrip("/") in EXEMPT_PATHS or request.path.startswith(PREFIX):
+        path = request.path.rstrip("/")
+        if path in EXEMPT_PATHS or path.startswith(PREFIX):
             return
         host = request.headers.get("Host", "").lower()
-        if host and not self._accepts_host(_without_port(host), keys=keys):
+        name = _without_port(host)
+        accepts = self._accepts_host(name, keys=keys) if host else True
+        if not accepts and not (path == SCRAPED_PATH and _is_address(name)):
             raise ForbiddenHost(f"the Host {host!r} is not allowed; list it in --allowed-hosts")
         origin = _origin_of(request)
         if origin and not (self.is_own_page(request) or origin in self.origins):
@@ -116,6 +127,15 @@ class BrowserAccess:
 def _is_loopback(name: str) -> bool:
     """Return whether a name is of this machine, from a cache of the names that clients use."""
     return is_loopback(name)
+
+
+def _is_address(name: str) -> bool:
+    """Return whether a host is an IP address, of which one of version 6 has brackets."""
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _origin_of(request: Request) -> str:

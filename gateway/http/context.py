@@ -13,7 +13,7 @@ from aiohttp import web
 
 from draftgate.backends.header_numbers import header_count
 from draftgate.backends.types import Task
-from draftgate.gateway.accounts import Account, Role
+from draftgate.gateway.accounts import Account, Role, similar_name
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.errors import (
     BodyTooLarge,
@@ -57,6 +57,10 @@ ERROR_CODE: Final = web.RequestKey("error_code", str)
 
 NOTES: Final = web.RequestKey("notes", dict[str, str])
 """Further headers of the response, by name. Only requests with one have this key."""
+
+PASSES_ON: Final = web.RequestKey("passes_on", bool)
+"""Whether another model gets the request after an error. Only requests with a chain of models have
+this key."""
 
 BUDGET_HEADER: Final = "x-draftgate-budget-warning"
 """The header of responses beyond a soft budget."""
@@ -168,6 +172,14 @@ async def read_body(request: Request) -> bytes:
     return body
 
 
+def replace_body(request: Request, body: bytes) -> None:
+    """Use another body of a request, whose body has been read, from now on."""
+    if isinstance(request, DirectRequest):
+        request.body = body
+    else:
+        request[BODY] = body
+
+
 async def _read_in_time(request: web.Request, config: ServeConfig) -> bytes:
     """Return the body, as `read_body` does for its first call."""
     most, encoding = config.max_body_bytes, body_encoding(request.headers)
@@ -198,8 +210,8 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
 
     Raises:
         ModelNotFound: the node serves several models, and none of this name.
-        Starting: no worker of this model has been found yet, or the node has just started and may
-            not know all models.
+        Starting: the model loads, no worker of it has been found yet, or the node has just started
+            and may not know all models.
         BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
     """
     first, *further = node.models
@@ -207,9 +219,10 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
         return first  # the usual case
     name = await requested_name(request)
     if name is None:
-        offering = (model for model in node.models if task in model.tasks)
-        return min(offering, key=lambda model: model.tasks.index(task), default=first)
+        return _model_for(task, node)
     model = node.model_named(name)
+    if model is not None and not model.is_known and model.fleet.size:
+        raise model.starting()
     if node.may_miss_models if model is None else not model.is_known:
         why = f"this node has no worker of the model {name!r} yet"
         raise Starting(why, retry_after_s=RETRY_STARTING_S)
@@ -219,14 +232,30 @@ async def requested_model(request: Request, node: Node, task: Task = Task.GENERA
     return model
 
 
+def _model_for(task: Task, node: Node) -> ModelService:
+    """Return the model for requests that name none, which does not depend on what has loaded.
+
+    Raises:
+        Starting: a model that still loads may be the one.
+    """
+    offering = (model for model in node.models if task in model.tasks)
+    found = min(offering, key=lambda model: model.tasks.index(task), default=None)
+    for model in node.models:
+        if not model.is_known and model.fleet.size:
+            raise model.starting()
+        if model is found and model.tasks[0] is task:
+            break
+    return found or node.models[0]
+
+
 async def requested_name(request: Request) -> str | None:
-    """Return the name of the model in the body, or None without one.
+    """Return the name of the model in the body, or None without one or if it is empty.
 
     Raises:
         BodyTooLarge, InvalidRequest, RequestTimeout: as in `read_body`.
     """
     try:
-        return _naming.decode(await read_body(request)).model
+        return _naming.decode(await read_body(request)).model or None
     except (ValueError, RecursionError):
         return None  # the endpoint explains what is wrong
 
@@ -237,6 +266,20 @@ def requested_priority(body: bytes) -> int | None:
         return _priority.decode(body).priority
     except (ValueError, RecursionError):
         return None
+
+
+def check_query(request: web.Request, *known: str) -> None:
+    """Check that the query has no other parameters than these.
+
+    A misspelt filter would return what it should exclude.
+
+    Raises:
+        InvalidRequest: a parameter is not one of them.
+    """
+    for name in request.query:
+        if name not in known:
+            hint = similar_name(name, known) if known else "it has none"
+            raise invalid(name, f"is not a parameter of {request.path}; {hint}")
 
 
 def node_of_operator(request: web.Request) -> Node:

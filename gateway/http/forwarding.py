@@ -17,6 +17,7 @@ from draftgate.gateway.accounts import ANONYMOUS, Account
 from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.upstreams.costs import UpstreamCosts
 from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
+from draftgate.gateway.dispatch.upstreams.fallbacks import Turn
 from draftgate.gateway.dispatch.upstreams.forward_state import LOST, NEW
 from draftgate.gateway.dispatch.upstreams.forwarding import ForwardedRequest
 from draftgate.gateway.dispatch.upstreams.prefixes import ForwardedPrompt
@@ -30,7 +31,6 @@ from draftgate.gateway.errors import (
 )
 from draftgate.gateway.http.context import (
     ACCOUNT,
-    READERS,
     REQUEST_ID,
     error_format,
     fingerprint,
@@ -41,9 +41,7 @@ from draftgate.gateway.http.context import (
 from draftgate.gateway.http.direct import DirectRequest, Request, Response, of_headers
 from draftgate.gateway.http.received import INLINE_BYTES, Received, read_received, read_request
 from draftgate.gateway.http.replies.rendering import error_event
-from draftgate.gateway.http.requests.forwarded import (
-    ForwardedFields,
-)
+from draftgate.gateway.http.requests.forwarded import ForwardedFields
 from draftgate.gateway.http.requests.headers import (
     HINTS,
     TPOT_HEADER,
@@ -57,7 +55,13 @@ from draftgate.gateway.http.requests.upstream_prompts import (
     session_id,
 )
 from draftgate.gateway.http.sending import begin_response, new_response, of_aiohttp, send_whole
-from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, OneEnding
+from draftgate.gateway.http.stream import (
+    UNBUFFERED,
+    EventStream,
+    Heartbeats,
+    OneEnding,
+    event_stream,
+)
 from draftgate.gateway.http.translation.translations import ChatTranslation, Translation
 from draftgate.gateway.model_service import ModelService
 from draftgate.gateway.offload import offload
@@ -99,10 +103,12 @@ async def forward(
     *,
     generates: bool = True,
     translate: type[ChatTranslation] | None = None,
+    turn: Turn | None = None,
 ) -> Response:
     """Send a request to an upstream, and forward the response to the client.
 
     Args:
+        turn: the models of a chain that may respond, or None without a chain.
         generates: False for embeddings and scores, which have a prompt and no output.
         translate: the translation for upstreams that have only chats, or None without one.
 
@@ -154,13 +160,14 @@ async def forward(
         watch.span,
         watch,
         prompt,
+        turn,
     )
     costs = model.forwarder.costs
     if not fields.stream:
         await sent.start()
         if not sent.streaming:
             return await _ended(sent, watch, _send_whole(request, sent, watch), costs)
-    events = EventStream(request, request.app[READERS])
+    events = event_stream(request)
     whole = None
     async with OneEnding(events, watch, failure):
         whole = await _ended(sent, watch, _send_events(request, sent, events, watch), costs)
@@ -306,10 +313,7 @@ async def _send_whole(
 async def _send_large(
     request: Request, sent: ForwardedRequest, begin: bytes, watch: RequestWatch | None
 ) -> Response:
-    """Send a response as it arrives.
-
-    The connection is cut if the upstream breaks off.
-    """
+    """Send a response as it arrives, and cut the connection if the upstream breaks off."""
     response = new_response(request, sent.headers, sent.status)
     await begin_response(request, response)
     try:

@@ -13,6 +13,7 @@ from draftgate.backends.types import Task
 from draftgate.gateway.accounts import Account
 from draftgate.gateway.assembly import loop_time_s
 from draftgate.gateway.dispatch.job import FlowTag
+from draftgate.gateway.dispatch.upstreams.fallbacks import Turn
 from draftgate.gateway.errors import (
     Draining,
     Forbidden,
@@ -22,19 +23,18 @@ from draftgate.gateway.errors import (
     as_gateway_error,
 )
 from draftgate.gateway.http.answer import Answer, StoreReply
+from draftgate.gateway.http.chain import find_chain
 from draftgate.gateway.http.context import (
     ACCOUNT,
     BUDGET_HEADER,
     JSON_HEADERS,
     NODE,
-    READERS,
     REQUEST_ID,
     add_note,
     fingerprint,
     new_id,
     note_priority,
     read_body,
-    requested_model,
     requested_name,
     requested_priority,
 )
@@ -46,7 +46,7 @@ from draftgate.gateway.http.requests.decoding import RenamedParams
 from draftgate.gateway.http.requests.headers import Sender, read_stated
 from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.sending import send_whole
-from draftgate.gateway.http.stream import EventStream, stream_answer
+from draftgate.gateway.http.stream import event_stream, stream_answer
 from draftgate.gateway.http.translation.translations import ChatTranslation
 from draftgate.gateway.logs import add_about_request
 from draftgate.gateway.model_service import ModelService
@@ -103,24 +103,19 @@ class WatchedEndpoint:
         node.requests.add(watch)
         try:
             with spending, node.models[0].dispatcher.counted():
-                model = node.models[0]
-                if len(node.models) > 1 or model.members is not None:
-                    model = await requested_model(request, node, self.task)
-                    watch.use(model.request_series)
+                model, chain = node.models[0], None
+                if len(node.models) > 1 or model.members is not None or node.fallbacks:
+                    chain = await find_chain(request, node, self.task)
+                    model = chain.model
                 if spending.budgets or request[ACCOUNT].models is not None:
                     watch.model = spending.model = await requested_name(request) or model.name
                     _check_model(request[ACCOUNT], spending.model)
                 if spending.is_limited:
                     await spending.check(request)
-                request[QUOTAS] = model.dispatcher.admission.quotas
-                if model.forwards:
-                    generates = self.task is Task.GENERATE
-                    response = await forward(
-                        request, model, watch, generates=generates, translate=self.translate
-                    )
+                if chain is None:
+                    response = await self._attempt(request, model, watch)
                 else:
-                    self._check_task(model)
-                    response = await self.respond(request, model, watch)
+                    response = await chain.respond(request, watch, self._attempt)
         except (asyncio.CancelledError, ConnectionResetError) as error:
             watch.end(Ending.CANCELLED, CLIENT_GONE, error)
             raise
@@ -131,6 +126,19 @@ class WatchedEndpoint:
         watch.end(FINISHED, response.status)
         return response
 
+    def _attempt(
+        self, request: Request, model: ModelService, watch: RequestWatch, turn: Turn | None = None
+    ) -> Awaitable[Response]:
+        """Respond to a request from an upstream or a worker of its model."""
+        request[QUOTAS] = model.dispatcher.admission.quotas
+        if model.forwards:
+            generates = self.task is Task.GENERATE
+            return forward(
+                request, model, watch, generates=generates, translate=self.translate, turn=turn
+            )
+        self._check_task(model)
+        return self.respond(request, model, watch)
+
     async def respond(self, request: Request, model: ModelService, watch: RequestWatch) -> Response:
         """Respond to a request from a worker of its model, and report to its watch."""
         raise NotImplementedError
@@ -139,8 +147,11 @@ class WatchedEndpoint:
         """Check that the workers of a model offer the task.
 
         Raises:
+            Starting: the model is still loading.
             UnsupportedTask: the model does not offer the task.
         """
+        if not model.is_known:
+            raise model.starting()
         offered = model.fleet.card.capabilities.tasks
         if self.task not in offered and self.alternative not in offered:
             raise UnsupportedTask(refusal(self.task, offered))
@@ -261,7 +272,7 @@ class Endpoint(WatchedEndpoint):
             answer = Answer(parsed, rendering, watch, self.store(request.app[NODE], parsed))
             running = model.dispatcher.run(parsed.job, watch.span, watch)
             if parsed.stream:
-                events = EventStream(request, request.app[READERS])
+                events = event_stream(request)
                 await stream_answer(events, answer, running)
                 return events.response
             async with running as answer.run:
@@ -308,6 +319,8 @@ async def parse_request(
     parsed = work() if short else await offload(work)
     if flow is not None:
         parsed = replace(parsed, job=replace(parsed.job, flow=flow))
+    if watch.fallback is not None:
+        parsed = replace(parsed, job=replace(parsed.job, fallback=watch.fallback.reason))
     if account.first_priority is not None and b'"priority"' in body:
         note_priority(request, requested_priority(body), parsed.job.service.priority)
     watch.parsed(parsed.job, parsed.served.name, stream=parsed.stream)

@@ -12,14 +12,16 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
+from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.backends.streams import UnreadDeltas
 from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.dispatcher import RunningJob
+from draftgate.gateway.dispatch.upstreams.fallbacks import reason_of
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
-from draftgate.gateway.http.context import request_id_of
+from draftgate.gateway.http.context import PASSES_ON, READERS, request_id_of
 from draftgate.gateway.http.direct import DirectResponse, Request
 from draftgate.gateway.http.readers import Reader, Readers
 from draftgate.gateway.http.replies.rendering import COMMENT
@@ -49,6 +51,7 @@ class EventStream:
     The headers are sent with the first event, and the end of the response with the last event.
 
     Attributes:
+        comment_bytes: bytes of heartbeats that were sent.
         reader: the client that reads the stream.
         response: the response, whose headers may change until it has begun.
         begun: whether the headers are final.
@@ -59,6 +62,7 @@ class EventStream:
         self.reader = Reader(request, readers)
         self.response = new_response(request, EVENT_HEADERS)
         self.begun = False
+        self.comment_bytes = 0
         self._transport = request.transport
         self._protocol = request.protocol
         self._writer: AbstractStreamWriter | DirectResponse | None = None
@@ -87,6 +91,12 @@ class EventStream:
             self.reader.count_write(len(events))
         if self._protocol.writing_paused:
             await self.reader.drained(writer)
+
+    def passes_on(self, error: BaseException) -> bool:
+        """Return whether the next model of a chain responds after an error, on this stream."""
+        if not self._request.get(PASSES_ON, False) or not isinstance(error, Exception):
+            return False
+        return self.reader.written_bytes <= self.comment_bytes and reason_of(error) is not None
 
     def left(self) -> None:
         """Stop checking the client, because the stream has ended."""
@@ -146,6 +156,25 @@ class EventStream:
         await self.response.write_eof(events)
 
 
+_EVENTS: Final = web.RequestKey("events", EventStream)
+
+
+def event_stream(request: Request) -> EventStream:
+    """Return the stream of the response to a request, which is the same for each of its models."""
+    events = request.get(_EVENTS)
+    if events is None:
+        events = EventStream(request, request.app[READERS])
+        if PASSES_ON in request:
+            request[_EVENTS] = events
+    return events
+
+
+def begun_stream(request: Request) -> EventStream | None:
+    """Return the stream of a request whose client has got comments, or None before."""
+    events = request.get(_EVENTS)
+    return events if events is not None and events.begun else None
+
+
 class Heartbeats:
     """A context manager that sends heartbeats while a stream is silent.
 
@@ -187,6 +216,7 @@ class Heartbeats:
         # aiohttp itself cancels the handler if the client has disconnected.
         with suppress(ConnectionResetError):
             await self._events.write(self._heartbeat)
+            self._events.comment_bytes += len(self._heartbeat)
             self._wait()
 
 
@@ -294,7 +324,7 @@ class OneEnding:
             if error is not None:
                 if not (isinstance(error, Exception) and events.begun):
                     return False
-                if isinstance(error, ConnectionResetError):
+                if isinstance(error, ConnectionResetError) or events.passes_on(error):
                     return False
                 shown = as_gateway_error(error)
                 self._watch.fail(Ending.FAILED, shown.status, error)

@@ -41,6 +41,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     Attributes:
         request_id: the id of its decisions, which is its `x-request-id` if an upstream runs it.
         client_id: its `x-request-id`.
+        model: the model that responds.
         workers: ids of the workers that ran it, in order.
         started_s: Unix time of its arrival.
         seconds: time from its arrival to its end, or until now.
@@ -52,6 +53,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
         error: the type of its error, or empty.
         reason: the message of its error, or empty if that may quote the request.
         trace_id: id of its trace, or None without one.
+        requested_model: the model that the client has asked for, of which `model` is a fallback, or
+            empty if both are the same.
+        fallback: why another model responds, or empty.
     """
 
     request_id: str
@@ -78,11 +82,19 @@ class RequestRecord(msgspec.Struct, frozen=True):
     error: str
     reason: str
     trace_id: str | None
+    requested_model: str = ""
+    fallback: str = ""
 
     def mentions(self, text: str) -> bool:
         """Return whether a lower-case text occurs in an id, a name, the ending or the error."""
         names = (self.request_id, self.client_id, self.endpoint, self.model, self.tenant)
-        others = (self.ending, self.error, self.reason, self.trace_id or "")
+        others = (
+            self.requested_model,
+            self.ending,
+            self.error,
+            self.reason,
+            self.trace_id or "",
+        )
         return any(text in one.lower() for one in (*names, *self.workers, *others))
 
 
@@ -221,6 +233,8 @@ class RequestFacts:
             "" if self.error is None or self.ending is CANCELLED else self.error.__name__,
             self.reason,
             self.span.trace_id,
+            "" if self.fallback is None else self.model,
+            "" if self.fallback is None else self.fallback.reason,
         )
 
     def recorded(self) -> RecordedRequest:

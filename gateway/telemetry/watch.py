@@ -92,7 +92,9 @@ class RequestWatch(RequestFacts):
         self._choices = job.n * len(job.prompts)
         self.prompt_tokens = sum(map(len, job.prompts))
         self.tenant = job.tenant or None
-        self.request_id, self.model = job.request_id, model
+        self.request_id = job.request_id
+        if self.fallback is None:
+            self.model = model
         self._service = job.service
         if job.adapter:
             self._adapter = model
@@ -122,7 +124,8 @@ class RequestWatch(RequestFacts):
         """
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
-        self.model = model
+        if self.fallback is None:
+            self.model = model
         self._service = service
         if self.span.recording:
             self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})

@@ -25,6 +25,9 @@ const endingOf = ({ ending, status, error }) => [ending, ...(status >= 400 ? [`(
 const draftsOf = ({ drafted_tokens: drafted, accepted_tokens: accepted }) =>
   drafted ? `${accepted} of ${drafted} (${percent(accepted / drafted)})` : "–";
 
+/** The model that the client has asked for, with the one that responds in its place, if any. */
+const modelOf = ({ model, requested_model: requested }) => (requested ? `${requested} → ${model}` : model);
+
 /** The id of the batch to whose lines a request belongs, or null. */
 const batchOf = ({ client_id: name }) => /^(batch_[0-9a-f]{24})-/.exec(name)?.[1] ?? null;
 
@@ -34,7 +37,7 @@ function row(record) {
   return cells("#listed", [
     clock(record.started_s),
     link(record.request_id),
-    record.model || "–",
+    modelOf(record) || "–",
     (record.tenant || "–") + (batchOf(record) ? " (batch)" : ""),
     record.workers.join(", ") || "–",
     endingOf(record),
@@ -97,6 +100,7 @@ function facts(record) {
   return {
     Ending: endingOf(record),
     Model: record.model || null,
+    "Requested model": record.requested_model && `${record.requested_model} (${record.fallback.replaceAll("_", " ")})`,
     Batch: batchOf(record),
     Tenant: record.tenant || null,
     Workers: record.workers.join(", ") || null,
@@ -163,7 +167,7 @@ function steps(list, { output_tokens: tokens, accepted_tokens: accepted, drafted
 async function show() {
   const { record, spans, steps: listed, decisions } = await getJson(`/records/${encodeURIComponent(id)}`);
   byId("problem").hidden = true;
-  const entries = Object.entries(facts(record)).filter(([, text]) => text !== null);
+  const entries = Object.entries(facts(record)).filter(([, text]) => text !== null && text !== "");
   byId("facts").replaceChildren(...entries.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
   byId("error").hidden = !record.reason;
   byId("error").textContent = record.reason;

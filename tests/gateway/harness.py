@@ -178,7 +178,13 @@ async def running(
     fleets = build_fleets(config)
     if backends:
         scripted = {None: backends, **{name: [one] for name, one in further.items()}}
-        fleets = [(plan, scripted_fleet(plan.config, scripted[plan.name])) for plan, _ in fleets]
+        fleets = [
+            (
+                plan,
+                fleet if plan.config.upstream else scripted_fleet(plan.config, scripted[plan.name]),
+            )
+            for plan, fleet in fleets
+        ]
     node = Node(config, fleets, store or MemoryStore(), tracing or Tracing())
     async with listening(node) as gateway:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,14 @@ from openai.types import Batch
 from draftgate.gateway.app import Listening
 from draftgate.gateway.batches.files import FileObject, Files
 from draftgate.policies.types import OFFLINE_PRIORITY
-from tests.gateway.harness import ScriptedBackend, accepted_request, client, eventually, running
+from tests.gateway.harness import (
+    PATIENCE_S,
+    ScriptedBackend,
+    accepted_request,
+    client,
+    eventually,
+    running,
+)
 from tests.upstream_settings import at
 
 CHATS = "/v1/chat/completions"
@@ -95,6 +103,32 @@ async def test_a_batch_says_that_it_waits_for_the_budget_of_its_key(tmp_path: Pa
             records = (await http.get("/records", params=query, headers=headers)).json()["records"]
         assert len(records) >= 2
         assert all(one["client_id"].startswith(f"{batch.id}-") for one in records)
+
+
+async def test_a_waiting_batch_continues_at_once_when_its_budget_is_raised(tmp_path: Path) -> None:
+    """The key file with a higher budget ends the wait, whose time would be minutes."""
+    keys = tmp_path / "keys.yaml"
+    text = (
+        "prices: {'': {input: 1000000, output: 1000000}}\n"
+        "keys: [{name: a, key: sk-a, budget_usd: 0.1}]"
+    )
+    keys.write_text(text)
+    files = {"files": str(tmp_path / "files"), "batch_concurrency": 1}
+    settings = {**files, "api_keys_file": str(keys)}
+    async with running(**settings) as gateway, client_of(gateway, "sk-a") as api:
+        batch = await begin(api, [chat(f"line-{number}") for number in range(4)])
+
+        async def waits() -> bool:
+            found = await api.batches.retrieve(batch.id)
+            return getattr(found, "waits", None) is not None
+
+        await eventually(waits)
+        found = await api.batches.retrieve(batch.id)
+        assert found.waits["until"] - time.time() > PATIENCE_S
+        keys.write_text(text.replace("0.1", "100000"))
+        gateway.reload()
+        batch = await end_of(api, batch)  # within `PATIENCE_S`
+        assert batch.request_counts.completed == 4
 
 
 async def test_openai_client_runs_a_batch_with_results_and_errors(tmp_path: Path) -> None:

@@ -155,3 +155,22 @@ async def test_responses_have_no_cors_headers_by_default(http: httpx.AsyncClient
     """A node without listed origins sends no header of CORS."""
     headers = (await http.get("/v1/models")).headers
     assert not [name for name in headers if name == "vary" or name.startswith("access-control-")]
+
+
+async def test_metrics_are_read_by_any_address_and_no_other_name() -> None:
+    """Prometheus uses the addresses of pods, which a page that rebinds its name cannot send. The
+    origin of a page is checked as on all paths."""
+    settings = ({"host": "0.0.0.0", "allowed_hosts": ("node.lan",)}, {})
+    for setting in settings:
+        async with running(**setting) as gateway, client(gateway) as http:
+            url = gateway.url.replace("0.0.0.0", "127.0.0.1")
+            for host in ("10.0.0.5:8000", "10.0.0.5", "[fd00::5]:8000"):
+                scraped = await http.get(f"{url}/metrics", headers={"host": host})
+                assert scraped.status_code == 200, host
+                listed = await http.get(f"{url}/decisions", headers={"host": host})
+                assert listed.status_code == 403, host
+                page = {"host": host, "origin": "https://evil.example"}
+                assert (await http.get(f"{url}/metrics", headers=page)).status_code == 403
+            for host in ("evil.example", "10.0.0.5.evil.example", "1e4", "0x7f.1"):
+                scraped = await http.get(f"{url}/metrics", headers={"host": host})
+                assert scraped.status_code == 403, host

@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from draftgate.gateway import keys as module
 from draftgate.gateway.accounts import Account, Accounts, Role
 from draftgate.gateway.app import Listening
+from draftgate.gateway.created_keys import MOST_FORMER, Actor, KeyConflict, KeyNotFound
 from draftgate.gateway.errors import Unavailable
-from draftgate.gateway.keys import Actor, KeyConflict, KeyNotFound, Keys
+from draftgate.gateway.keys import Keys
 from draftgate.gateway.state.commands import ReadKeys, WriteKeys
 from draftgate.gateway.state.guarded.store import open_store
 from draftgate.gateway.state.memory.store import MemoryStore
@@ -38,6 +39,7 @@ keys:
 BY = Actor("root", "00000000", "127.0.0.1")
 NAMES = st.sampled_from(["a", "b", "c"])
 GATEWAYS = st.integers(0, 2)
+NUMBERS = st.integers(0, 9)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -56,6 +58,7 @@ class KeyMachine(RuleBasedStateMachine):
         ]
         self.runner = asyncio.Runner()
         self.until_s: dict[str, dict[str, float]] = {}  # secrets of each key, and their ends
+        self.former_s: dict[str, float] = {}  # the ends of earlier secrets by their rotation
         self.refused = {"sk-unknown"}
 
     def teardown(self) -> None:
@@ -63,12 +66,13 @@ class KeyMachine(RuleBasedStateMachine):
 
     @rule(gateway=GATEWAYS, name=NAMES, life_s=st.none() | st.integers(1, 40))
     def create(self, gateway: int, name: str, life_s: int | None) -> None:
-        """Create a key, whose name must be new."""
+        """Create a key, whose name must be new, or that of a key that has expired."""
         call = self.gateways[gateway].create(Account(name), life_s, BY)
-        if name in self.until_s:
+        if max(self.until_s.get(name, {}).values(), default=0.0) > self.now_s:
             with pytest.raises(KeyConflict):
                 self.runner.run(call)
             return
+        self.refused |= set(self.until_s.get(name, {}))
         _, secret = self.runner.run(call)
         self.until_s[name] = {secret: self.now_s + life_s if life_s else float("inf")}
         assert self.gateways[gateway].accounts.find(secret) is not None
@@ -84,18 +88,38 @@ class KeyMachine(RuleBasedStateMachine):
             return
         last, end_s = list(secrets.items())[-1]
         live = [secret for secret, until_s in secrets.items() if until_s > self.now_s]
-        if end_s <= self.now_s or (grace_s and len(live) > module.MOST_FORMER):
+        if end_s <= self.now_s or (grace_s and len(live) > MOST_FORMER):
             with pytest.raises(KeyConflict):
                 self.runner.run(call)
             return
         _, secret = self.runner.run(call)
         if grace_s:
+            self.former_s[last] = self.now_s + grace_s
             secrets[last] = min(self.now_s + grace_s, end_s)
         else:
             self.refused |= set(secrets)
             secrets.clear()
         secrets[secret] = end_s
         assert self.gateways[gateway].accounts.find(secret) is not None
+
+    @rule(gateway=GATEWAYS, name=NAMES, life_s=st.none() | st.integers(1, 40), priority=NUMBERS)
+    def change(self, gateway: int, name: str, life_s: int | None, priority: int) -> None:
+        """Change the expiry and a limit of a key, whose secrets stay the same."""
+        keys = self.gateways[gateway]
+        call = keys.change(name, {"priority": priority}, BY, expires_in_s=life_s)
+        secrets = self.until_s.get(name)
+        if secrets is None:
+            with pytest.raises(KeyNotFound):
+                self.runner.run(call)
+            return
+        self.runner.run(call)
+        last = list(secrets)[-1]
+        secrets[last] = self.now_s + life_s if life_s else float("inf")
+        for earlier in secrets.keys() - {last}:
+            secrets[earlier] = min(self.former_s[earlier], secrets[last])
+        found = keys.accounts.find(last)
+        assert found is not None
+        assert found.priority == priority
 
     @rule(gateway=GATEWAYS, name=NAMES)
     def revoke(self, gateway: int, name: str) -> None:
@@ -268,6 +292,80 @@ async def test_an_operator_creates_rotates_and_revokes_a_key(operator: httpx.Asy
     assert {(one["key"], one["by"]) for one in changes} == {("new", "root")}
     assert changes[2]["grace_s"] == 60
     assert (await operator.get("/audit?limit=1")).json()["data"] == changes[:1]
+
+
+async def test_an_operator_changes_a_key(operator: httpx.AsyncClient) -> None:
+    """The settings in the body hold at once, and all others and the secret stay as they were."""
+    settings = {"requests_per_minute": 9, "team": "research", "expires_in_s": 60}
+    made = (await operator.post("/keys", json={"name": "new", **settings})).json()
+    secret = made["key"]
+    changed = await operator.patch("/keys/new", json={"models": ["other"], "budget_usd": 3})
+    assert changed.status_code == 200
+    del made["key"]
+    assert changed.json() == {**made, "models": ["other"], "budget_usd": 3.0}
+    body = {"prompt": "x", "max_tokens": 1}
+    refused = await operator.post("/v1/completions", json=body, headers=bearer(secret))
+    assert refused.json()["error"]["code"] == "forbidden"
+    reset = {"models": None, "expires_in_s": None, "requests_per_minute": None}
+    changed = await operator.patch("/keys/new", json=reset)
+    assert changed.json() == {
+        **made, "models": None, "expires_at": None, "requests_per_minute": None, "budget_usd": 3.0,
+    }  # fmt: skip
+    assert (await operator.get("/keys/new")).json() == changed.json()
+    assert await status(operator, secret) == 200
+    latest, first, _ = (await operator.get("/audit")).json()["data"]
+    assert (latest["action"], set(latest["settings"])) == ("changed", set(reset))
+    assert first["settings"] == ["models", "budget_usd"]
+    assert latest["by"] == "root"
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "wanted"),
+    [
+        ("new", {"budgt_usd": 1}, (400, "did you mean 'budget_usd'?")),
+        ("new", {"name": "other"}, (400, "is not a setting of a key")),
+        ("new", {}, (400, "names no setting")),
+        ("new", {"role": "operator"}, (400, "operators are in the key file only")),
+        ("new", {"team": "nobody"}, (400, "'nobody' does not exist")),
+        ("new", {"budget_usd": -1}, (400, "budget_usd")),
+        ("plain", {"priority": 1}, (409, "in the key file")),
+        ("missing", {"priority": 1}, (404, "does not exist")),
+    ],
+)
+async def test_a_change_that_is_not_possible_changes_nothing(
+    operator: httpx.AsyncClient, name: str, body: dict[str, object], wanted: tuple[int, str]
+) -> None:
+    """The error says why, and the audit log has no entry."""
+    await operator.post("/keys", json={"name": "new"})
+    before = (await operator.get("/keys")).json()
+    response = await operator.patch(f"/keys/{name}", json=body)
+    assert response.status_code == wanted[0]
+    assert wanted[1] in response.json()["error"]["message"]
+    assert (await operator.get("/keys")).json() == before
+    assert [one["action"] for one in (await operator.get("/audit")).json()["data"]] == ["created"]
+
+
+async def test_an_expired_key_says_so_and_its_name_can_be_used_again(
+    operator: httpx.AsyncClient, gateway: Listening
+) -> None:
+    """The error of the secret has the time, until another key has the name."""
+    keys = gateway.node.keys
+    begin_s = keys._now_s()
+    secret = (await operator.post("/keys", json={"name": "new", "expires_in_s": 60})).json()["key"]
+    keys._now_s = lambda: begin_s + 61
+    await keys.sync()
+    error = (await operator.get("/v1/models", headers=bearer(secret))).json()["error"]
+    assert error["code"] == "invalid_api_key"
+    assert error["message"].startswith("the API key expired at 20")
+    again = await operator.post("/keys", json={"name": "new", "expires_in_s": 60})
+    assert again.status_code == 200
+    assert await status(operator, again.json()["key"]) == 200
+    error = (await operator.get("/v1/models", headers=bearer(secret))).json()["error"]
+    assert error["message"].startswith("the API key is not known")
+    keys._now_s = lambda: begin_s + 200
+    await keys.sync()
+    await operator.patch("/keys/new", json={"expires_in_s": 600})
+    assert await status(operator, again.json()["key"]) == 200
 
 
 @pytest.mark.parametrize("method", ["rotate", "revoke", "create"])

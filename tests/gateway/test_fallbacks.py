@@ -130,6 +130,8 @@ async def test_next_model_gets_what_a_model_cannot_answer(failure: str, stream: 
         assert f"draftgate_upstream_fallbacks_total{{{labels}}} 1.0" in metrics
         decision, _of_first_model = (await http.get("/decisions")).json()["decisions"]
         assert decision["fallback"] == reason
+        (record,) = (await http.get("/records")).json()["records"]
+        assert (record["model"], record["requested_model"]) == ("small", "large")
         assert is_idle(gateway.node)
 
 
@@ -294,10 +296,13 @@ def test_invalid_chains_are_refused(value: object, reason: str | None) -> None:
         effective_config({"fallbacks": value}, {})
 
 
-def test_fallbacks_need_upstreams() -> None:
-    """Own engines have no fallbacks."""
-    with pytest.raises(ValueError, match="--fallback needs --upstream"):
-        ServeConfig(backend="sim", fallbacks=("a=b",)).worker_configs()
+def test_fallbacks_of_own_models_must_be_own_models() -> None:
+    """A node without upstreams and pool refuses a fallback that it does not have at the start."""
+    own = {"backend": "sim", "models": ("other=unused",), "served_model_name": ("first", "second")}
+    for name in ("other", "second"):
+        plan_models(ServeConfig(**own, fallbacks=(f"x={name}",)))
+    with pytest.raises(ValueError, match=r"--fallback x=third: the node has no model 'third'"):
+        plan_models(ServeConfig(**own, fallbacks=("x=third",)))
 
 
 def test_fallbacks_concern_only_the_upstreams_of_a_node() -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from draftgate.backends.errors import BackendFailed, UpstreamFailed
-from draftgate.gateway.dispatch.upstreams.error_bodies import is_missing_endpoint, read_error
+from draftgate.backends.errors import BackendFailed
+from draftgate.gateway.dispatch.run import Fallback
+from draftgate.gateway.dispatch.upstreams.error_bodies import (
+    UpstreamErrorBody,
+    is_missing_endpoint,
+    read_error,
+)
 from draftgate.gateway.errors import (
+    AdapterUnavailable,
+    Draining,
     GatewayError,
-    ModelNotFound,
     QuotaExceeded,
     TooMany,
+    Unavailable,
+    UnsupportedTask,
     UpstreamBroken,
-    UpstreamUnavailable,
+    UpstreamTimeout,
+    WorkerFailed,
+    as_gateway_error,
 )
 
 FALLBACK_HEADER: Final = "X-Draftgate-Fallback"
@@ -45,13 +55,39 @@ class FallbackReason(StrEnum):
     """Why another model than the requested one gets a request."""
 
     FAILED = "failed"
-    """Every upstream of the model failed before it responded."""
+    """Every upstream or worker of the model failed before it responded."""
     OVERLOADED = "overloaded"
-    """The upstreams of the model accept no requests (429, 503), or have no capacity in time."""
+    """The model accepts no requests (429, 503), has no capacity in time, or is still loading."""
     CONTEXT = "context_too_long"
     """The request does not fit into the context of the model."""
     UNSUPPORTED = "unsupported"
-    """No upstream has the model, or its upstream does not have the endpoint for it."""
+    """Nothing has the model, or the model or its upstream does not have the endpoint."""
+
+
+class Unanswered(GatewayError):
+    """An upstream responded with an error for which the next model of the chain gets the request.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, reason: FallbackReason) -> None:
+        super().__init__(f"no upstream of the model responds: {reason}")
+        self.reason = reason
+
+
+class Turn(NamedTuple):
+    """The models of a chain that the upstreams of a node have in turn.
+
+    Attributes:
+        further: the models after the one that the request names.
+        is_last: whether no model after these may respond.
+        fallback: the change to the model that the request names, or None if the client named it.
+    """
+
+    further: Sequence[str] = ()
+    is_last: bool = True
+    fallback: Fallback | None = None
 
 
 class ChainedRequest(Protocol):
@@ -70,43 +106,58 @@ class ChainedRequest(Protocol):
         ...
 
 
-async def attempt_models(request: ChainedRequest, models: Sequence[str]) -> None:
+async def attempt_models(request: ChainedRequest, turn: Turn) -> None:
     """Get a response from the requested model, or from the next one while the reasons apply.
 
     The client gets the error of the last model.
 
     Raises:
         GatewayError, BackendFailed: as `ChainedRequest.attempt`.
+        Unanswered: the last of these models responds with an error, and is not that of the chain.
     """
-    for model in models:
+    for model in turn.further:
         try:
             await request.attempt()
             reason = _reason_of_response(request)
         except (GatewayError, BackendFailed) as error:
-            reason = _reason_of(error)
+            reason = reason_of(error)
             if reason is None:
                 raise
         if reason is None:
             return
         request.fall_back(model, reason)
     await request.attempt()
+    if not turn.is_last and (reason := _reason_of_response(request)) is not None:
+        raise Unanswered(reason)
 
 
-def _reason_of(error: Exception) -> FallbackReason | None:
-    if isinstance(error, UpstreamFailed | UpstreamBroken):
-        return FallbackReason.FAILED
-    if isinstance(error, ModelNotFound):
-        return FallbackReason.UNSUPPORTED
-    refused = isinstance(error, TooMany) and not isinstance(error, QuotaExceeded)
-    if refused or isinstance(error, UpstreamUnavailable):
-        return FallbackReason.OVERLOADED
-    return None
+def reason_of(error: Exception) -> FallbackReason | None:
+    """Return why another model may get a request that ended with an error, or None if none may."""
+    shown = as_gateway_error(error)
+    match shown:
+        case Unanswered():
+            return shown.reason
+        case QuotaExceeded() | Draining():
+            return None
+        case UpstreamBroken() | UpstreamTimeout() | WorkerFailed() | AdapterUnavailable():
+            return FallbackReason.FAILED
+        case TooMany() | Unavailable():
+            return FallbackReason.OVERLOADED
+        case UnsupportedTask():
+            return FallbackReason.UNSUPPORTED
+    described = UpstreamErrorBody(
+        shown.message, shown.param, shown.code, shown.type, has_openai_form=True
+    )
+    return _reason_of_error(shown.status, described)
 
 
 def _reason_of_response(request: ChainedRequest) -> FallbackReason | None:
     if not request.is_error:
         return None
-    status, error = request.status, read_error(request.body or b"")
+    return _reason_of_error(request.status, read_error(request.body or b""))
+
+
+def _reason_of_error(status: int, error: UpstreamErrorBody) -> FallbackReason | None:
     if status == 429:
         return FallbackReason.OVERLOADED
     words = " ".join(filter(None, (error.message, error.code, error.kind)))

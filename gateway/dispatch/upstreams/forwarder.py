@@ -325,19 +325,13 @@ class Forwarder:
             place.kept = kept
         return kept
 
-    def chain_of(self, model: str) -> list[str]:
-        """Return the fallbacks of a model that an upstream may have.
-
-        The error of another one would say nothing about the requested model.
-        """
-        return [one for one in self.fallbacks.get(model, ()) if self._is_offered(one)]
-
-    def _is_offered(self, model: str) -> bool:
+    def is_offered(self, model: str) -> bool:
+        """Return whether an upstream may have a model."""
         return any(one.offers(model) for one in self.fleet.workers)
 
     def no_upstream(self, model: str) -> GatewayError:
         """Return the error for a request without an available upstream."""
-        if model in self.fallbacks and not self._is_offered(model):
+        if model in self.fallbacks and not self.is_offered(model):
             return ModelNotFound(model, *self.fallbacks[model])
         retry_after_s = self.retry_after_s(model)
         pauses = self._pauses(model)

@@ -16,7 +16,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.decisions import Decision
 from draftgate.gateway.dispatch.run import Fallback, Watch, ignore
 from draftgate.gateway.dispatch.upstreams import refusals
-from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, attempt_models
+from draftgate.gateway.dispatch.upstreams.fallbacks import FallbackReason, Turn, attempt_models
 from draftgate.gateway.dispatch.upstreams.forward_state import (
     ADMITTED,
     ANSWERED,
@@ -74,9 +74,9 @@ class ForwardedRequest:
 
     __slots__ = (
         "_avoid", "_call", "_call_span", "_divided", "_first", "_forwarder", "_kept", "_need",
-        "_place", "_pool", "_prompt", "_span", "_view", "_watch", "body", "decision", "entry",
-        "exchange", "fallback", "headers", "is_error", "plan", "state", "status", "streaming",
-        "translation", "worker", "worker_id",
+        "_place", "_pool", "_prompt", "_span", "_turn", "_view", "_watch", "body", "decision",
+        "entry", "exchange", "fallback", "headers", "is_error", "plan", "state", "status",
+        "streaming", "translation", "worker", "worker_id",
     )  # fmt: skip
 
     status: int
@@ -95,6 +95,7 @@ class ForwardedRequest:
         span: Span = NO_SPAN,
         watch: Watch = ignore,
         prompt: ForwardedPrompt | None = None,
+        turn: Turn | None = None,
     ) -> None:
         """Create a request, which `start` sends.
 
@@ -102,6 +103,7 @@ class ForwardedRequest:
             view: the policies' view of the request.
             span, watch: the parent of its spans, and what takes its events.
             prompt: what is known about its prompt beside its size, or None.
+            turn: the models of a chain that may respond, or None without a chain.
         """
         self.state = NEW
         self.entry = entry
@@ -121,7 +123,8 @@ class ForwardedRequest:
         self.decision: Decision | None = None
         self._kept: KeptStream | None = None  # of a stream that can be continued
         self._place: PreemptibleRequest | None = None  # if it may lose its upstream to another one
-        self.fallback: Fallback | None = None
+        self._turn = turn
+        self.fallback = None if turn is None else turn.fallback
         self._divided: DividedCall | None = None  # for upstreams with roles
 
     def usage(self) -> TokenUsage:
@@ -140,10 +143,7 @@ class ForwardedRequest:
         """
         forwarder, entry = self._forwarder, self.entry
         try:
-            if forwarder.fallbacks and entry is not None:
-                await attempt_models(self, forwarder.chain_of(self._call.model))
-            else:
-                await self.attempt()
+            await (self.attempt() if self._turn is None else attempt_models(self, self._turn))
         except BaseException as error:
             await self.end(error)
             raise

@@ -63,20 +63,23 @@ async def ready(request: web.Request) -> web.Response:
         return json_response(ReadyReply(state.value, round(node.progress, 3)), 503)
     described = [_described(worker) for _, worker in node.workers()]
     out = [one for one in described if one.reason is not UNSET] or UNSET
+    progress = UNSET if all(one.is_known for one in node.models) else round(node.progress, 3)
     outage = outage_of(node)
     if state is NodeState.READY and outage is not None:  # the outage may end
-        return json_response(ReadyReply(_UNAVAILABLE, reason=outage, workers=out), 503)
+        return json_response(ReadyReply(_UNAVAILABLE, progress, outage, out), 503)
     status = 200 if state is NodeState.READY else 503
-    return json_response(ReadyReply(state.value, workers=out), status)
+    return json_response(ReadyReply(state.value, progress, workers=out), status)
 
 
 def outage_of(node: Node) -> str | None:
     """Return why no request can run on any model of a node, or None."""
     # A node whose upstreams may start accepts requests, for which autoscalers start them.
     outages = [
-        None if model.forwarder.may_start("") else _outage(model.fleet) for model in node.models
+        None if model.forwarder.may_start("") else _outage(model.fleet)
+        for model in node.models
+        if model.is_known
     ]
-    return None if None in outages else outages[0]
+    return None if None in outages or not outages else outages[0]
 
 
 def _outage(fleet: Fleet) -> str | None:

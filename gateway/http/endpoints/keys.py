@@ -1,4 +1,4 @@
-"""The endpoints `/keys` and `/audit`, with which operators create, rotate and revoke API keys."""
+"""The endpoints `/keys` and `/audit`, with which operators manage API keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from draftgate.gateway.accounts import (
     Account,
@@ -16,18 +16,19 @@ from draftgate.gateway.accounts import (
     fingerprint_of_key,
     similar_name,
 )
-from draftgate.gateway.errors import invalid
+from draftgate.gateway.created_keys import MOST_CHANGES, Actor, CreatedKey, KeyChange, KeyNotFound
+from draftgate.gateway.errors import InvalidRequest, invalid
 from draftgate.gateway.http.authentication import key_of
 from draftgate.gateway.http.context import (
     ACCOUNT,
+    check_query,
     json_response,
     node_of_operator,
     query_number,
     read_body,
 )
 from draftgate.gateway.http.requests.decoding import decode
-from draftgate.gateway.http.requests.schemas import KeyBody, RotationBody
-from draftgate.gateway.keys import MOST_CHANGES, Actor, CreatedKey, KeyChange, KeyNotFound
+from draftgate.gateway.http.requests.schemas import KeyBody, KeyChangesBody, RotationBody
 from draftgate.gateway.node import Node
 
 PATH: Final = "/keys"
@@ -91,6 +92,7 @@ class AuditList(msgspec.Struct):
 
 
 _created: Final = msgspec.json.Decoder(KeyBody)
+_changes: Final = msgspec.json.Decoder(KeyChangesBody)
 _rotation: Final = msgspec.json.Decoder(RotationBody)
 
 
@@ -100,7 +102,9 @@ async def list_keys(request: web.Request) -> web.Response:
     Raises:
         Forbidden: the API key does not belong to an operator.
     """
-    return json_response(KeyList(_listed(node_of_operator(request))))
+    node = node_of_operator(request)
+    check_query(request)
+    return json_response(KeyList(_listed(node)))
 
 
 async def get_key(request: web.Request) -> web.Response:
@@ -111,6 +115,7 @@ async def get_key(request: web.Request) -> web.Response:
         KeyNotFound: no key has this name.
     """
     node, name = node_of_operator(request), request.match_info["name"]
+    check_query(request)
     found = next((one for one in _listed(node) if one.name == name), None)
     if found is None:
         raise KeyNotFound(name)
@@ -131,6 +136,25 @@ async def create_key(request: web.Request) -> web.Response:
     settings = {name: getattr(body, name) for name in _SETTINGS}
     account = Account(body.name, **settings)
     return json_response(_new(*await node.keys.create(account, body.expires_in_s, _actor(request))))
+
+
+async def change_key(request: web.Request) -> web.Response:
+    """Change the settings that the body names, and return the key without its secret.
+
+    Raises:
+        Forbidden: the API key does not belong to an operator.
+        InvalidRequest: a setting is invalid, or the body names none.
+        KeyNotFound, KeyConflict: the key does not exist, or is in the key file.
+        Unavailable: the store does not respond.
+    """
+    node, name = node_of_operator(request), request.match_info["name"]
+    body = _decoded(await read_body(request), _changes)
+    given = {one: value for one, value in structs.asdict(body).items() if value is not UNSET}
+    if not given:
+        raise InvalidRequest("the body names no setting of a key")
+    life = {one: given.pop(one) for one in ("expires_in_s",) if one in given}
+    changed = await node.keys.change(name, given, _actor(request), **life)
+    return json_response(ListedKey(**_fields_of_created(changed)))
 
 
 async def rotate_key(request: web.Request) -> web.Response:
@@ -168,6 +192,7 @@ async def list_changes(request: web.Request) -> web.Response:
         InvalidRequest: the limit is not a whole number from 1 to `MOST_CHANGES`.
     """
     node = node_of_operator(request)
+    check_query(request, "limit")
     limit = query_number(request, "limit", SHOWN_CHANGES, MOST_CHANGES)
     return json_response(AuditList(list(node.keys.changes[::-1][:limit])))
 

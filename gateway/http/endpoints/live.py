@@ -14,7 +14,14 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.http.context import ACCOUNT, NODE, READERS, json_response, query_number
+from draftgate.gateway.http.context import (
+    ACCOUNT,
+    NODE,
+    READERS,
+    check_query,
+    json_response,
+    query_number,
+)
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.sending import of_aiohttp
 from draftgate.gateway.http.stream import EventStream
@@ -39,6 +46,7 @@ async def live(request: web.Request) -> web.StreamResponse:
     Raises:
         InvalidRequest: the interval is not a whole number from 1 to `MOST_INTERVAL_S`.
     """
+    check_query(request, "interval")
     interval = query_number(request, "interval", 1, MOST_INTERVAL_S)
     samples, events = request.app[NODE].live, EventStream(request, request.app[READERS])
     await events.write(b": live\n\n")
@@ -63,6 +71,7 @@ async def list_workers(request: web.Request) -> web.Response:
     Tenants see only their own streams and moves, and the workers of the models that their key may
     use. The streams of the other processes of the node are up to a second late.
     """
+    check_query(request)
     node, account = request.app[NODE], request[ACCOUNT]
     others = [] if node.siblings is None else await node.siblings.streams()
     processes, tenant = [node.streams(), *others], account.sees_tenant
@@ -91,6 +100,7 @@ async def list_decisions(request: web.Request) -> web.Response:
     Raises:
         InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
     """
+    check_query(request, "limit")
     node, limit = request.app[NODE], query_number(request, "limit", SHOWN, KEPT)
     tenant = request[ACCOUNT].sees_tenant
     own = node.decisions.latest(limit, tenant)

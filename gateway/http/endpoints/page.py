@@ -14,7 +14,8 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.gateway.errors import RouteNotFound
-from draftgate.gateway.http.context import LONGEST_ID
+from draftgate.gateway.http.context import LONGEST_ID, NODE, SESSION
+from draftgate.gateway.http.endpoints.records import find_record
 
 WEB: Final = Path(__file__).parents[2] / "web"
 
@@ -62,16 +63,29 @@ def file_names() -> list[str]:
 
 
 async def page(request: web.Request) -> web.Response:
-    """Return the page of a path (`PAGES`).
+    """Return the page of a path (`PAGES`), with status 404 for a request that does not exist.
 
     Raises:
         RouteNotFound: no request has an id of this length.
     """
-    if len(request.match_info.get("request_id", "")) > LONGEST_ID:
-        raise RouteNotFound("the id of the request is too long")
     resource = request.match_info.route.resource
     assert resource is not None
-    return _served(request, PAGES[resource.canonical.rstrip("/") or "/"])
+    name = PAGES[resource.canonical.rstrip("/") or "/"]
+    request_id = request.match_info.get("request_id", "")
+    if len(request_id) > LONGEST_ID:
+        raise RouteNotFound("the id of the request is too long")
+    if request_id and await _is_missing(request, request_id):
+        return _served(request, name, 404)  # the script shows why
+    return _served(request, name)
+
+
+async def _is_missing(request: web.Request, request_id: str) -> bool:
+    """Return whether no request has an id, as far as the browser may know that."""
+    node, of_browser = request.app[NODE], request.get(SESSION)
+    if node.accounts.required and of_browser is None:
+        return False  # the script asks for a key
+    tenant = None if of_browser is None else of_browser.account.sees_tenant
+    return await find_record(node, request_id, tenant) is None
 
 
 async def file(request: web.Request) -> web.Response:
@@ -83,11 +97,15 @@ async def file(request: web.Request) -> web.Response:
     return _served(request, request.match_info["name"])
 
 
-def _served(request: web.Request, name: str) -> web.Response:
+def _served(request: web.Request, name: str, status: int = 200) -> web.Response:
     if name not in _files():
         raise RouteNotFound(f"the path {request.path} does not exist")
     body, etag = _files()[name]
-    headers = {**_HEADERS, "ETag": f'"{etag}"'}
+    headers = {**_HEADERS, "Content-Type": _TYPES[Path(name).suffix]}
+    if status != 200:
+        return web.Response(status=status, body=body, headers=headers)
+    headers["ETag"] = f'"{etag}"'
     if any(tag.value in (etag, "*") for tag in request.if_none_match or ()):
+        del headers["Content-Type"]
         return web.Response(status=304, headers=headers)
-    return web.Response(body=body, headers={**headers, "Content-Type": _TYPES[Path(name).suffix]})
+    return web.Response(body=body, headers=headers)

@@ -10,7 +10,13 @@ from aiohttp import web
 
 from draftgate.gateway.dispatch.decisions import KEPT, Decision
 from draftgate.gateway.errors import RequestNotFound
-from draftgate.gateway.http.context import ACCOUNT, NODE, json_response, query_number
+from draftgate.gateway.http.context import (
+    ACCOUNT,
+    NODE,
+    check_query,
+    json_response,
+    query_number,
+)
 from draftgate.gateway.http.endpoints.live import SHOWN
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.request_facts import (
@@ -25,7 +31,7 @@ PATH: Final = "/records/{request_id}"
 
 FILTERS: Final[Mapping[str, str]] = {
     "q": "A text in an id, a name, the ending or the error of the request.",
-    "model": "The name of the model.",
+    "model": "The name of the model that the client has asked for, or of the one that responds.",
     "tenant": "The tenant.",
     "worker": "The id of a worker that ran the request.",
     "ending": "The ending: running, finished, cancelled, rejected or failed.",
@@ -43,8 +49,9 @@ async def list_records(request: web.Request) -> web.Response:
     late.
 
     Raises:
-        InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
+        InvalidRequest: a parameter is unknown, or the limit no whole number from 1 to `KEPT`.
     """
+    check_query(request, "limit", *FILTERS)
     node, limit = request.app[NODE], query_number(request, "limit", SHOWN, KEPT)
     tenant = request[ACCOUNT].sees_tenant
     records = [one.record() for one in node.requests if tenant in {None, one.account}]
@@ -54,7 +61,7 @@ async def list_records(request: web.Request) -> web.Response:
     return json_response(
         RequestList(
             [one for one in records if _matches(one, wanted)][:limit],
-            _names(one.model for one in records),
+            _names(name for one in records for name in (one.model, one.requested_model)),
             _names(one.tenant for one in records),
             _names(worker for one in records for worker in one.workers),
             _names(one.ending for one in records),
@@ -68,10 +75,10 @@ async def get_record(request: web.Request) -> web.Response:
     Raises:
         RequestNotFound: none of the latest requests that the tenant may see has this id.
     """
+    check_query(request)
     node, tenant = request.app[NODE], request[ACCOUNT].sees_tenant
     named = request.match_info["request_id"]
-    ids = {named, named.rpartition("-")[2], named.rpartition("_")[2]}  # chatcmpl-, resp_
-    found = await _find(node, ids, tenant)
+    found = await find_record(node, named, tenant)
     if found is None:
         raise RequestNotFound(f"none of the latest {KEPT} requests has the id {named!r}")
     decisions = await _decisions_about(node, found.record, tenant)
@@ -80,8 +87,14 @@ async def get_record(request: web.Request) -> web.Response:
     )
 
 
-async def _find(node: Node, ids: set[str], tenant: str | None) -> RecordedRequest | None:
-    """Return the newest request with one of these ids, or None."""
+async def find_record(node: Node, named: str, tenant: str | None) -> RecordedRequest | None:
+    """Return the newest request of this id, or None.
+
+    Args:
+        named: the id of the request or of its response, or its `x-request-id`.
+        tenant: the tenant whose requests are searched, or None for all.
+    """
+    ids = {named, named.rpartition("-")[2], named.rpartition("_")[2]}  # chatcmpl-, resp_
     for one in node.requests:
         if tenant in {None, one.account} and not ids.isdisjoint((one.request_id, one.client_id)):
             return one.recorded()
@@ -121,7 +134,7 @@ def _with_queue(found: RecordedRequest, decisions: list[Decision]) -> list[Reque
 
 def _matches(record: RequestRecord, wanted: Mapping[str, str]) -> bool:
     return (
-        wanted["model"] in {"", record.model}
+        wanted["model"] in {"", record.model, record.requested_model}
         and wanted["tenant"] in {"", record.tenant}
         and wanted["ending"] in {"", record.ending}
         and (not wanted["worker"] or wanted["worker"] in record.workers)

@@ -54,7 +54,7 @@ async def log_in(request: web.Request) -> web.Response:
         return json_response(_reply(request, None))
     account = node.accounts.find(key.strip())
     if account is None:
-        raise Unauthorized("the API key is not known; enter a key of this node")
+        raise Unauthorized(f"{node.keys.why_refused(key.strip())}; enter a key of this node")
     if account.role is Role.METRICS:
         raise Forbidden("the role of this API key is metrics, so it can only read /metrics")
     response = web.Response(content_type="application/json")

@@ -9,7 +9,7 @@ from aiohttp import web
 from draftgate.gateway.accounts import Period, Role
 from draftgate.gateway.budgets import UsageReply
 from draftgate.gateway.errors import Unavailable, invalid
-from draftgate.gateway.http.context import ACCOUNT, NODE, json_response, query_number
+from draftgate.gateway.http.context import ACCOUNT, NODE, check_query, json_response, query_number
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.usage import KEPT, UsageHistory
 
@@ -22,6 +22,7 @@ FILTERS: Final = ("key", "team", "model")
 
 async def get_usage(request: web.Request) -> web.Response:
     """Return the spending of the key and its team, or for an operator that of all of them."""
+    check_query(request)
     account, node = request[ACCOUNT], request.app[NODE]
     accounts = node.accounts
     sees_all = account.role is Role.OPERATOR
@@ -35,9 +36,10 @@ async def get_history(request: web.Request) -> web.Response:
     Tenants see only their own key.
 
     Raises:
-        InvalidRequest: the period or the number of periods is invalid.
+        InvalidRequest: a parameter is unknown, or the period or the number of periods is invalid.
         Unavailable: the store does not respond.
     """
+    check_query(request, "period", "last", *FILTERS)
     node, named = request.app[NODE], request.query.get("period", Period.DAY)
     if named not in set(Period):
         raise invalid("period", f"must be day or month, not {named!r}")

@@ -6,10 +6,10 @@ from typing import Final
 
 from draftgate.gateway.accounts import Period
 from draftgate.gateway.budgets import UsageReply
+from draftgate.gateway.created_keys import MOST_CHANGES
 from draftgate.gateway.http.endpoints import keys, usage
 from draftgate.gateway.http.openapi.operation import Operation, in_path, in_query, in_query_text
-from draftgate.gateway.http.requests.schemas import KeyBody, RotationBody
-from draftgate.gateway.keys import MOST_CHANGES
+from draftgate.gateway.http.requests.schemas import KeyBody, KeyChangesBody, RotationBody
 from draftgate.gateway.usage import KEPT, UsageHistory
 
 _NAME: Final = in_path("name", minLength=1, maxLength=1024)
@@ -43,6 +43,15 @@ ADMINISTRATION: Final = (
         "Return an API key, without its secret.",
         keys.ListedKey,
         errors=(404,),
+        parameters=(_NAME,),
+    ),
+    Operation(
+        "PATCH",
+        keys.KEY_PATH,
+        "Change settings of an API key.",
+        keys.ListedKey,
+        KeyChangesBody,
+        errors=(400, 404, 408, 409, 413, 503),
         parameters=(_NAME,),
     ),
     Operation(

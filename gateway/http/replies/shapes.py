@@ -427,8 +427,9 @@ class HealthReply(Struct):
 class ReadyReply(Struct):
     """The response of `/ready`.
 
-    The field `progress` is the completed share of loading. The field `reason` says why no worker is
-    available. The field `workers` lists the workers that get no requests at present.
+    The field `progress` is the completed share of loading, while a model loads. The field `reason`
+    says why no worker is available. The field `workers` lists the workers that get no requests at
+    present.
     """
 
     status: str

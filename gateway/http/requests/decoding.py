@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from draftgate.backends.errors import RequestRejected
-from draftgate.gateway.decoding_errors import allowed_values
+from draftgate.gateway.decoding_errors import allowed_values, description_of, malformed, plain_words
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.inventory import FieldLists
 from draftgate.gateway.http.requests.unlisted import only_listed
@@ -73,7 +73,7 @@ def decode(
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except ValueError as error:  # malformed JSON, or text that is not UTF-8
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        raise InvalidRequest(f"the body is not valid JSON: {malformed(error)}") from None
 
 
 def _decode_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -108,14 +108,18 @@ def _reader(names: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
 def _named(message: str, kind: Any) -> InvalidRequest:
     match = _PATH.match(message)
     reason, path = (match["reason"], match["path"]) if match else (message, "")
-    if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
-        path = missing[1]
-    reason = reason.replace("`", "")
-    if reason.startswith("Invalid"):
+    if missing := re.match(r"Object missing required field `(.*)`$", reason):
+        field = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(f"{field}: is required", path or missing[1])
+    if wrong := re.match("Invalid (?:enum )?value (.*)$", reason, re.DOTALL):
         known = _KNOWN.get(_INDEX.sub("", path), ()) or allowed_values(kind, path)
-        reason += f"; known: {', '.join(known)}" if known else ""
-    where = path or "the body"
-    return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
+        reason = f"expected one of {', '.join(known)}" if known else "expected another value"
+        reason += f", not {wrong[1]}"
+    elif "matching regex" in reason and (form := description_of(kind, path)) is not None:
+        reason = f"expected {form}"
+    else:
+        reason = plain_words(reason)
+    return InvalidRequest(f"{path or 'the body'}: {reason}", path or None)
 
 
 class RenamedParams:

@@ -58,7 +58,7 @@ class ForwardedFields:
 
     Attributes:
         is_object: whether the body is a JSON object.
-        model: name of the model, or None if missing.
+        model: name of the model, empty as sent, or None if missing. An empty name is no name.
         prompts: number of prompts.
         n: number of choices that the upstream generates for each prompt.
         prompt_tokens: an estimate of the tokens of all prompts, from the size of the body.
@@ -139,10 +139,12 @@ def changed_fields(
     found: dict[str, str | int] = {}
     ours, theirs = names
     if ours:
-        if fields.model is not None and fields.model not in ours:
+        if fields.model and fields.model not in ours:
             raise ModelNotFound(fields.model, *ours)
         if theirs and (fields.model or ours[0]) != theirs:
             found["model"] = theirs
+    elif fields.model == "" and theirs:  # some servers refuse an empty name
+        found["model"] = theirs
     first, default = account.first_priority, account.priority
     if first is not None and first >= OFFLINE_PRIORITY:
         first = default = 0  # only the gateway knows this class, and many servers accept none

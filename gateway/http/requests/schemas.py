@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, defstruct
+from msgspec.structs import fields
 
 from draftgate.gateway.accounts import KeySettings
 from draftgate.gateway.http.requests.inventory import (
@@ -25,6 +26,10 @@ ToolMode = Literal["none", "auto", "required"]
 
 KEY_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@:-]{0,63}$"
 """Names of created keys, which need no escapes in a path."""
+
+KEY_NAME_WORDS: Final = (
+    "1 to 64 letters, digits and characters of ._@:-, of which the first is a letter or a digit"
+)
 
 MOST_LIFE_S: Final = 100 * 366 * 86_400
 MOST_GRACE_S: Final = 30 * 86_400
@@ -405,8 +410,25 @@ class KeyBody(KeySettings, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     lists: ClassVar[FieldLists] = NONE
 
-    name: Annotated[str, Meta(pattern=KEY_NAME)]
+    name: Annotated[str, Meta(pattern=KEY_NAME, description=KEY_NAME_WORDS)]
     expires_in_s: Annotated[float, Meta(gt=0, le=MOST_LIFE_S)] | None = None
+
+
+KeyChangesBody: Final = defstruct(
+    "KeyChangesBody",
+    [
+        ("expires_in_s", Annotated[float, Meta(gt=0, le=MOST_LIFE_S)] | None | UnsetType, UNSET),
+        *((one.name, one.type | UnsetType, UNSET) for one in fields(KeySettings)),
+    ],
+    namespace={
+        "__doc__": "Body of `PATCH /keys/{name}`. Settings that it does not have stay as they are.",
+        "lists": NONE,
+    },
+    module=__name__,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
 
 
 class RotationBody(Body):
