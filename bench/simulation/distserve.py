@@ -5,7 +5,10 @@
 DistServe (Zhong et al., OSDI 2024) separates prompts from outputs. 90% of the requests must have a
 TTFT of 200 ms and a TPOT of 100 ms. Its best deployment has two tensor-parallel GPUs for prompts
 and one for outputs, with 1.56 requests/s per GPU. The study measures this deployment with each
-seed, and searches all deployments of up to four GPUs.
+batching policy and each seed, and searches all deployments of up to four GPUs with `slack`.
+
+DistServe computes whole prompts in order of arrival, as `prefill_first` does. With either policy,
+requests are in order of arrival, because all have the same targets.
 
 Step times are fitted to DistServe's coefficients. The trace gives the shape of the lengths, which
 are scaled to the means of the paper (755 and 200 tokens). Requests over 2,048 tokens are left out.
@@ -23,18 +26,20 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 
 from bench.harness.provenance import bench_parser, simulated_provenance
 from bench.harness.study import running_study
 from draftgate.lab.plan.answer import search_as_json
 from draftgate.lab.plan.goodput import PLACEMENT
-from draftgate.lab.plan.machines import MachineTypes
+from draftgate.lab.plan.machines import CONFIG, MachineTypes
 from draftgate.lab.plan.planner import Planner, link_of, targets_of
 from draftgate.lab.plan.sources import TraceSource
 from draftgate.lab.planning.best_deployment import Measured, Report
 from draftgate.lab.planning.deployments import Budget, Deployment, Group, deployments
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.types import Slo
+from draftgate.policies.registry import batching_policy
 from draftgate.policies.types import Role
 
 MODEL: Final = "facebook/opt-13b"
@@ -54,6 +59,9 @@ MEANS: Final = (755.0, 200.0)
 MOST_TOKENS: Final = 2048
 PAPER_RPS: Final = 1.56
 """Requests per second and GPU of DistServe's best deployment, by its simulator."""
+
+BATCHING: Final = ("slack", "prefill_first")
+"""Draftgate's batching policy, and that of DistServe."""
 
 DECODES: Final = 95
 """Largest batch of the coefficients for small batches. Prompts of `PROMPT` tokens and more follow
@@ -135,10 +143,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", type=Path, required=True, help="lengths of ShareGPT")
     parser.add_argument("--precision", type=float, default=0.1)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--batching",
+        default=",".join(BATCHING),
+        help="batching policies of DistServe's deployment (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-search", dest="search", action="store_false", help="measure only this deployment"
+    )
     args = parser.parse_args(arguments)
     facts = simulated_provenance("distserve", arguments)
     coefficients = json.loads(args.times.read_text(encoding="utf-8"))[MODEL]
     targets = targets_of(TTFT_MS, TPOT_MS, SHARE)
+    policies = [batching_policy(name).name for name in args.batching.split(",")]
     source = TraceSource(scaled(read_trace(args.trace)), Slo.of_ms(TTFT_MS, TPOT_MS))
     with TemporaryDirectory() as folder:
         names = []
@@ -149,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         machines = MachineTypes.load(",".join(names))
         gpus_of = {Path(name).stem: gpus for name, gpus in zip(names, SIZES, strict=True)}
 
-        def planner(seed: int) -> Planner:
-            return Planner.for_source(
+        def planner(seed: int, batching: str = BATCHING[0]) -> Planner:
+            found = Planner.for_source(
                 machines,
                 source,
                 targets,
@@ -159,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 precision=args.precision,
                 seed=seed,
             )
+            config = structs.replace(CONFIG, batching=batching)
+            return replace(found, simulation=replace(found.simulation, config=config))
 
         results: dict[str, Any] = {
             "format": "distserve/1",
@@ -175,14 +194,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "search": None,
         }
         paper = Deployment((Group("a100x2", Role.PREFILL, 1), Group("a100x1", Role.DECODE, 1)))
+        rows = [(batching, 1000 * n) for batching in policies for n in range(args.seeds)]
         with running_study(args.json, results, "deployments") as progress:
-            for number in range(args.seeds):
-                one = planner(1000 * number)
+            for done, (batching, seed) in enumerate(rows, 1):
+                one = planner(seed, batching)
                 found = one.measure(one.candidate(paper, paper.total(machines.prices)))
-                results["apart"].append({"seed": 1000 * number, **per_gpu(found, gpus_of)})
-                print(results["apart"][-1], f"DistServe: {PAPER_RPS}", flush=True)
-                progress.report("DistServe's, by seed", number + 1, args.seeds)
-            results["search"] = searched(planner(0), gpus_of, progress.report)
+                row = {"batching": batching, "seed": seed, **per_gpu(found, gpus_of)}
+                results["apart"].append(row)
+                print(row, f"DistServe: {PAPER_RPS}", flush=True)
+                progress.report("DistServe's, by batching and seed", done, len(rows))
+            if args.search:
+                results["search"] = searched(planner(0), gpus_of, progress.report)
 
 
 def searched(planner: Planner, gpus: Mapping[str, int], report: Report) -> dict[str, Any]:
