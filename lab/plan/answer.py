@@ -48,7 +48,7 @@ class PlanAnswer:
         if self.deployment is None:
             return f"{self._no_deployment.capitalize()}."
         price = self.deployment.total(self.planner.machines.prices)
-        best, targets = self.search.best, self._targets_text
+        best, targets = self.search.best, self.planner.targets
         if self.rate_rps is not None:
             served = f"{self.rate_rps:.2f} requests/s"
         else:
@@ -59,13 +59,6 @@ class PlanAnswer:
             f" {'serves' if self.deployment.machines == 1 else 'serve'} {served} with {targets}."
         )
 
-    @property
-    def _targets_text(self) -> str:
-        targets = self.planner.targets
-        named = (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s))
-        limits = [f"a {name} of {1e3 * value:g} ms" for name, value in named if value < math.inf]
-        return f"{' and '.join(limits)} for {targets.share:.0%} of the requests"
-
     def as_plan(self) -> dict[str, Any]:
         """Return the plan in the form `plan/1` with its search."""
         machines, deployment, targets = self.planner.machines, self.deployment, self.planner.targets
@@ -75,6 +68,7 @@ class PlanAnswer:
         return {
             "format": "plan/1",
             "question": self.question,
+            "answer": self.sentence,
             "feasible": deployment is not None,
             "cost_per_hour": deployment.total(machines.prices) if deployment else None,
             "counts": dict(counts),

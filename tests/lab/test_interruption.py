@@ -56,6 +56,14 @@ COMMANDS = {
         "decided",
         lambda plan: plan["search"]["interrupted"] and len(plan["search"]["measured"]) > 0,
     ),
+    "plan mix": Long(
+        (
+            *("plan", "mix", "--workload", "chat", "--rate", "8", "--requests", "4000"),
+            *("--profiles", "a100-8b,h100-8b", "--speculation", "off", *TARGETS),
+        ),
+        "simulated ",
+        lambda plan: plan["interrupted"] and plan["simulated"]["requests"] > 0,
+    ),
     "load search": Long(
         ("load", "search", "URL", "--rate", "50", "--slo-tpot-ms", "60000", "--max-tokens", "8"),
         "probe 2 at ",
