@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from bench.harness.provenance import bench_parser
 from draftgate.gateway.cli import app
 from draftgate.lab.plan.load_question import LoadQuestion, best_attempt, is_better, search_mix
 from draftgate.lab.plan.machines import Rentable
@@ -241,3 +242,28 @@ def test_plan_of_a_single_type_has_one_number_of_machines(tmp_path: Path) -> Non
     plan = json.loads(out.read_text())
     assert plan["single_types"]["l4-8b"]["count"] == plan["counts"]["l4-8b"] >= 1
     assert plan["single_types"]["l4-8b"]["cost_per_hour"] == plan["cost_per_hour"]
+
+
+@pytest.mark.parametrize("question", ["mix", "placement", "pools"])
+def test_folder_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, question: str
+) -> None:
+    """A file in the way of the manifests costs no plan."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "manifests"):
+        result = CliRunner().invoke(app, ["plan", question, "--kubernetes", str(path)])
+        assert result.exit_code == 2, result.output
+        assert "is not a folder" in " ".join(result.output.split())
+
+
+def test_results_of_a_study_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in place of the file, or a file in place of its folder, ends the command."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, why in ((tmp_path, "is a folder"), (file / "found.json", "is not a folder")):
+        with pytest.raises(SystemExit, match="2"):
+            bench_parser("study", None).parse_args(["--json", str(path)])
+        assert why in capsys.readouterr().err
