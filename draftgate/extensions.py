@@ -9,7 +9,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 _log = logging.getLogger(__name__)
-_reported: set[tuple[str, str, type[Exception]]] = set()
+_reported: set[tuple[str, str, type[BaseException]]] = set()
 
 
 def extensions(group: str) -> dict[str, EntryPoint]:
@@ -25,7 +25,7 @@ def is_own(entry: EntryPoint) -> bool:
     return entry.value.startswith("draftgate.")
 
 
-def report_failure(what: str, method: str, error: Exception) -> None:
+def report_failure(what: str, method: str, error: BaseException) -> None:
     """Log that an extension failed, once for each method and type of error.
 
     Args:

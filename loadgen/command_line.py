@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from copy import copy
@@ -34,13 +35,51 @@ def output_file(path: Path | None) -> Path | None:
     The check comes before the work, so that a wrong path does not cost its result.
 
     Raises:
-        BadParameter: the path is a folder, or its folder does not exist.
+        BadParameter: the path is a folder, its folder does not exist, or it may not be written.
     """
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder")
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist")
+    if path is not None:
+        _check_output(_check_output_file, path)
     return path
+
+
+def output_folder(path: Path | None) -> Path | None:
+    """Return the path of a folder that a command makes at its end, as the callback of an option.
+
+    Raises:
+        BadParameter: the path or one of its folders is a file, or may not be written.
+    """
+    if path is not None:
+        _check_output(check_output_folder, path)
+    return path
+
+
+def _check_output_file(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"the folder {path.parent} does not exist")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} may not be written")
+
+
+def check_output_folder(path: Path) -> None:
+    """Check that a folder can be made and written to, without making it.
+
+    Raises:
+        ValueError: the path or one of its folders is a file, or may not be written.
+    """
+    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"the folder {nearest} may not be written")
+
+
+def _check_output(check: Callable[[Path], None], path: Path) -> None:
+    try:
+        check(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 class HelpCommand(TyperCommand):

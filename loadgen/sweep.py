@@ -174,7 +174,7 @@ async def run_sweep(sweep: Sweep, console: Console) -> Done:
             if run is None:
                 target = replace(sweep.target, url=cell.target.url, events=_path(sweep, cell))
                 run, _ = await run_load(cell.load(sweep.load), target, console)
-            if run.interrupted:
+            if run.interrupted and not run.lost:  # the loss of a process makes one cell INVALID
                 break
             done.append((cell, RunReport(cell.target.name, run)))
             result = " ".join(invalid_reasons(run)) or percent(attainment(run.records).share)

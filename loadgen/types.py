@@ -295,7 +295,7 @@ class LoadRun:
         duration_s: the time from the start to the end of the last request.
         scheduled_duration_s: the length of the schedule, or None in a closed loop.
         health: None if the run ended before its health was known.
-        interrupted: whether the run stopped before its plan was complete.
+        interrupted: whether the run stopped before it was complete.
         lost: a description of each sending process that died.
     """
 

@@ -7,11 +7,12 @@ the result of a built-in policy. Draft lengths that are too long are limited.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from draftgate.policies.admission.bounded import Bounded
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
@@ -41,7 +42,10 @@ T = TypeVar("T")
 _ROUNDING_S: Final = 1e-6
 """Tolerance of a sum of the work of many requests."""
 
-Report = Callable[[str, Exception], None]
+Failure: TypeAlias = Exception | SystemExit
+"""What code of other packages may raise: anything but the user's interruption."""
+
+Report = Callable[[str, Failure], None]
 """Receives the method of a policy that failed, and why."""
 
 
@@ -49,10 +53,26 @@ class WrongResult(ValueError):
     """A result that the protocol of a policy forbids."""
 
 
-class _Guard:
+class Guard:
+    """A policy whose failures are reported and counted.
+
+    Attributes:
+        calls: number of calls by method, of those that may fail.
+        failed: number of calls that raised or had a forbidden result, by method.
+        errors: the first failure of each method.
+    """
+
     def __init__(self, policy: Any, report: Report) -> None:
-        self._policy, self._report = policy, report
+        self._policy, self._given_report = policy, report
         self.name: str = policy.name
+        self.calls, self.failed = Counter[str](), Counter[str]()
+        self.errors: dict[str, Failure] = {}
+        for guards in _WATCHED:
+            guards.append(self)
+
+    def _report(self, method: str, error: Failure) -> None:
+        self.errors.setdefault(method, error)
+        self._given_report(method, error)
 
     def _call(
         self,
@@ -62,21 +82,39 @@ class _Guard:
         check: Callable[[Any], T] = lambda result: result,
     ) -> T:
         """Return the checked result of a method, or of `otherwise` if one of them raises."""
+        self.calls[method] += 1
         try:
             return check(getattr(self._policy, method)(*arguments))
-        except Exception as error:  # noqa: BLE001 - code of other packages may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
+            self.failed[method] += 1
             self._report(method, error)
             return otherwise()
 
     def _flag(self, name: str) -> bool:
+        self.calls[name] += 1
         try:
             return bool(getattr(self._policy, name))
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            self.failed[name] += 1
             self._report(name, error)
             return False
 
 
-class GuardedSpeculation(_Guard):
+_WATCHED: Final[list[list[Guard]]] = []
+
+
+@contextmanager
+def watched_guards() -> Iterator[list[Guard]]:
+    """Yield a list of the guarded policies that are built until the context ends."""
+    guards: list[Guard] = []
+    _WATCHED.append(guards)
+    try:
+        yield guards
+    finally:
+        _WATCHED.remove(guards)
+
+
+class GuardedSpeculation(Guard):
     """A speculation policy that drafts nothing where it fails."""
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
@@ -125,7 +163,7 @@ class GuardedSpeculation(_Guard):
         )
 
 
-class GuardedBatching(_Guard):
+class GuardedBatching(Guard):
     """A batching policy in whose place `slack` decides where it fails."""
 
     @property
@@ -146,7 +184,7 @@ class GuardedBatching(_Guard):
         return self._call("prefill_tokens", batch, cost, otherwise=usual, check=check)
 
 
-class GuardedRouting(_Guard):
+class GuardedRouting(Guard):
     """A routing policy in whose place `least_loaded` decides where it fails."""
 
     def __init__(self, policy: Any, report: Report) -> None:
@@ -177,7 +215,7 @@ class GuardedRouting(_Guard):
         self._call("placed", request, worker, otherwise=lambda: None)
 
 
-class GuardedRescheduling(_Guard):
+class GuardedRescheduling(Guard):
     """A rescheduling policy that moves nothing where it fails."""
 
     @property
@@ -203,7 +241,7 @@ class GuardedRescheduling(_Guard):
         return self._call("choose", pool, offering, otherwise=tuple, check=check)
 
 
-class GuardedPhases(_Guard):
+class GuardedPhases(Guard):
     """A phases policy that keeps requests on one worker where it fails."""
 
     @property
@@ -233,7 +271,7 @@ class GuardedPhases(_Guard):
         return self._call("choose", request, pool, otherwise=usual, check=check)
 
 
-class GuardedAdmission(_Guard):
+class GuardedAdmission(Guard):
     """An admission policy in whose place `bounded` decides where it fails."""
 
     def __init__(self, policy: Any, report: Report) -> None:
@@ -268,7 +306,7 @@ class GuardedAdmission(_Guard):
         self._call("learn", admitted, ttft_s, otherwise=lambda: None)
 
 
-class GuardedOrdering(_Guard):
+class GuardedOrdering(Guard):
     """An ordering policy whose waiting requests move to `fair` for good when it fails.
 
     The guard keeps the waiting requests itself, because the state of a queue that has failed is
@@ -284,11 +322,13 @@ class GuardedOrdering(_Guard):
     def _in_order(self, method: str, *arguments: Any, check: Callable[[Any], T]) -> T:
         """Call a method of the queue, or of `fair` with the same requests from its failure on."""
         usual = isinstance(self._policy, Fair)
+        self.calls[method] += 1
         try:
             return check(getattr(self._policy, method)(*arguments))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if usual:
                 raise
+            self.failed[method] += 1
             self._report(method, error)
         self._policy = Fair()
         for ticket in self._waiting.values():

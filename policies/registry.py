@@ -173,7 +173,7 @@ class _Family(Generic[Policy]):
             try:
                 policy: Policy = found[name].load()(argument)
                 return policy if is_own(found[name]) else self._guarded(policy, spec)
-            except Exception as error:  # code of other packages may raise anything
+            except (Exception, SystemExit) as error:  # code of other packages may raise anything
                 words = error if isinstance(error, ImportError | ValueError) else repr(error)
                 raise ValueError(f"{self._kind} policy {spec!r}: {words}") from error
         names = sorted(self._built_in.keys() | found.keys() | set(also))

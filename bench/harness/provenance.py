@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgate import __version__
+from draftgate.loadgen.command_line import check_output_folder
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,24 @@ def bench_parser(name: str, description: str | None) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--json", type=output_path, help="write the results to this JSON file")
     return parser
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file that a benchmark writes at its end, with its folders.
+
+    Raises:
+        ArgumentTypeError: it cannot be written.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder")
+    try:
+        check_output_folder(path.parent)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
 
 
 def simulated_provenance(name: str, arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 from draftgate.lab.plan.goodput import speculation_of
 from draftgate.lab.plan.planner import MOST_REQUESTS, Planner
@@ -18,6 +18,11 @@ from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.report.charts import Chart, colour, scatter
 from draftgate.loadgen.report.html import html_chart, html_page, html_settings, html_table
 from draftgate.loadgen.types import Record
+
+MOST_LEFT: Final = 5
+"""Deployments that an interrupted search shows with their bounds. The JSON file has all of them."""
+
+_HEAD_LEFT: Final = ("deployment that is left", "USD per hour", "bound, requests/s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class PlanAnswer:
         if self.deployment is None:
             return f"{self._no_deployment.capitalize()}."
         price = self.deployment.total(self.planner.machines.prices)
-        best, targets = self.search.best, self._targets_text
+        best, targets = self.search.best, self.planner.targets
         if self.rate_rps is not None:
             served = f"{self.rate_rps:.2f} requests/s"
         else:
@@ -59,13 +64,6 @@ class PlanAnswer:
             f" {'serves' if self.deployment.machines == 1 else 'serve'} {served} with {targets}."
         )
 
-    @property
-    def _targets_text(self) -> str:
-        targets = self.planner.targets
-        named = (("TTFT", targets.ttft_s), ("TPOT", targets.tpot_s))
-        limits = [f"a {name} of {1e3 * value:g} ms" for name, value in named if value < math.inf]
-        return f"{' and '.join(limits)} for {targets.share:.0%} of the requests"
-
     def as_plan(self) -> dict[str, Any]:
         """Return the plan in the form `plan/1` with its search."""
         machines, deployment, targets = self.planner.machines, self.deployment, self.planner.targets
@@ -75,6 +73,7 @@ class PlanAnswer:
         return {
             "format": "plan/1",
             "question": self.question,
+            "answer": self.sentence,
             "feasible": deployment is not None,
             "cost_per_hour": deployment.total(machines.prices) if deployment else None,
             "counts": dict(counts),
@@ -126,16 +125,42 @@ class PlanAnswer:
             )
         if self._missing:
             console.print(self._missing)
+        if self._left:
+            table = Table(*_HEAD_LEFT)
+            for row in self._left:
+                table.add_row(*row)
+            console.print(table)
 
     @property
     def _missing(self) -> str:
         """What the search left out."""
+        left = len(self.search.unmeasured)
         if self.search.interrupted:
-            return "The search was interrupted, so a better deployment may exist."
+            missing = "The search was interrupted, so a better deployment may exist."
+            return f"{missing} {left:,} deployments are left.{self._least}" if left else missing
         if self.search.complete:
             return ""
-        left = len(self.search.unmeasured)
         return f"--max-simulations ended the search before {left} deployments."
+
+    @property
+    def _least(self) -> str:
+        """The least possible price of pools, if the search is for the least price."""
+        first = self.search.unmeasured[0]  # they are sorted by weight
+        price = first.deployment.total(self.planner.machines.prices)
+        if self.question != "pools" or first.weight != price:
+            return ""
+        return f" None that costs less than {price:.2f} USD per hour serves the rate."
+
+    @property
+    def _left(self) -> list[list[str]]:
+        """The first deployments that an interruption left out, with their bounds."""
+        if not self.search.interrupted:
+            return []
+        prices = self.planner.machines.prices
+        return [
+            [str(one.deployment), f"{one.deployment.total(prices):.2f}", f"{one.bound_rps:.2f}"]
+            for one in self.search.unmeasured[:MOST_LEFT]
+        ]
 
     @property
     def _no_deployment(self) -> str:
@@ -198,6 +223,9 @@ class PlanAnswer:
         if chart.data:
             yield f'<div class="charts">{html_chart(chart)}</div>'
         yield html_table(self._head, self._rows, words=(0,))
+        if self._left:
+            yield "<h2>Deployments that are left</h2>"
+            yield html_table(list(_HEAD_LEFT), self._left, words=(0,))
         settings = {"load": self.load, **{key: plan[key] for key in ("rate_rps", "targets")}}
         yield "<h2>The question</h2>" + html_settings(settings)
 

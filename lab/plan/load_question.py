@@ -2,15 +2,16 @@
 
 The integer program knows mean rates, and the simulation has real arrivals and the production
 scheduler. The search varies the factor of over-provisioning: it grows while the share of requests
-within the targets is missed, and is then bisected.
+within the targets is missed, and is then bisected. An interrupted search returns what it knows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, count
 from typing import Any, Final
 
 from draftgate.lab.plan.machines import (
@@ -23,6 +24,7 @@ from draftgate.lab.plan.machines import (
 from draftgate.lab.plan.simulated import summary_of
 from draftgate.lab.plan.solver import silent_solver
 from draftgate.lab.plan.sources import Requests
+from draftgate.lab.planning.best_deployment import Report
 from draftgate.lab.planning.histogram import Bucket, PlannedLength
 from draftgate.lab.planning.load_mix import LoadPlanner, Offer
 from draftgate.lab.planning.mix import Mix
@@ -55,6 +57,7 @@ class LoadQuestion:
         proposer: what machines draft with.
         attempts: largest number of simulated mixes.
         report: receives each simulated mix.
+        progress: receives the mix that is simulated, and how many of its requests have ended.
     """
 
     requests: Requests
@@ -67,6 +70,7 @@ class LoadQuestion:
     proposer: str = "ngram"
     attempts: int = ATTEMPTS
     report: Callable[[Attempt], None] = lambda _attempt: None
+    progress: Report = lambda _what, _done, _of: None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -116,8 +120,15 @@ class LoadQuestion:
     def simulate(self, mix: Mix) -> Sequence[Record]:
         """Return the records of the load on a mix, until the share is certainly missed."""
         most_missed = int((1.0 - self.share) * len(self.lengths) + 1e-9)
+        step, ended = f"simulating {mix} with speculation {self.speculation}", count(1)
+        self.progress(step, 0, len(self.lengths))
         return simulate_machines(
-            mix.counts, self.requests, self.speculation, self.proposer, most_missed
+            mix.counts,
+            self.requests,
+            self.speculation,
+            self.proposer,
+            most_missed,
+            lambda _record: self.progress(step, next(ended), len(self.lengths)),
         )
 
     def answer(self) -> tuple[dict[str, Any], Sequence[Record]]:
@@ -125,13 +136,19 @@ class LoadQuestion:
 
         There are no simulated requests if the plan is infeasible. With `auto`, the plan is the one
         without speculation if that is cheaper, because the searches simulate different mixes.
+
+        Raises:
+            KeyboardInterrupt: the search was interrupted before it had a mix.
         """
         found = self.solve()
-        if self.speculation == AUTO:
+        if self.speculation == OFF or found[0]["interrupted"]:
+            return found
+        try:
             without = replace(self, speculation=OFF).solve()
-            if is_better(without[0], found[0]):
-                return without
-        return found
+        except KeyboardInterrupt:
+            return {**found[0], "interrupted": True}, found[1]
+        plan, records = without if is_better(without[0], found[0]) else found
+        return {**plan, "interrupted": without[0]["interrupted"]}, records
 
     def solve(self) -> tuple[dict[str, Any], Sequence[Record]]:
         """Return the plan and the simulated requests with `speculation`, even if it costs more."""
@@ -156,59 +173,75 @@ class LoadQuestion:
                 "share": self.share,
             },
             "prices_per_hour": {name: one.price for name, one in self.types.items()},
+            "interrupted": False,
         }
         if not first.feasible:
             return plan, ()
-        attempts = search_mix(
-            self.mix_at, self.simulate, self.share, factor, self.attempts, self.report
-        )
-        attempts += self._single_types(attempts)
-        chosen = best_attempt(attempts, self.share)
-        alone = {
-            name: self._alone(name, attempts) or self.mix_at(chosen.factor or factor, name)
-            for name in self.types
-        }
+        attempts, interrupted = self._simulated(factor)
+        chosen = best_attempt(attempts, self.share) if attempts else Attempt(factor, first, ())
         plan |= {
             "cost_per_hour": chosen.mix.cost_per_hour,
             "counts": dict(chosen.mix.counts),
             "machines": self._machines(chosen.mix),
-            "simulated": summary_of(chosen.records),
+            "simulated": summary_of(chosen.records) if chosen.records else None,
             "bursts": factor,
             "over_provisioning": chosen.factor,
             "attempts": [one.as_dict() for one in attempts],
-            "single_types": {
-                name: {
-                    "count": one.counts[name] if one.feasible else None,
-                    "cost_per_hour": one.cost_per_hour if one.feasible else None,
-                }
-                for name, one in alone.items()
-            },
+            "single_types": {} if interrupted else self._each_alone(chosen.factor, attempts),
+            "interrupted": interrupted,
         }
         return plan, chosen.records
 
-    def _single_types(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+    def _simulated(self, factor: float) -> tuple[Sequence[Attempt], bool]:
+        """Return the simulated mixes, and whether an interruption ended the search."""
+        tried: list[Attempt] = []
+        mixes = search_mix(self.mix_at, self.simulate, self.share, factor, self.attempts)
+        try:
+            for attempt in chain(mixes, self._single_types(tried)):
+                tried.append(attempt)
+                self.report(attempt)
+        except KeyboardInterrupt:
+            return tried, True
+        return tried, False
+
+    def _each_alone(
+        self, factor: float | None, attempts: Sequence[Attempt]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the number and the price of the machines of each type alone."""
+        found = {
+            name: self._alone(name, attempts) or self.mix_at(factor or self.bursts(), name)
+            for name in self.types
+        }
+        return {
+            name: {
+                "count": one.counts[name] if one.feasible else None,
+                "cost_per_hour": one.cost_per_hour if one.feasible else None,
+            }
+            for name, one in found.items()
+        }
+
+    def _single_types(self, attempts: Sequence[Attempt]) -> Iterator[Attempt]:
         """Simulate machines of one type that cost less than the best attempt.
 
         The program is cautious about several machines that share their queue, so fewer machines of
         one type than it needs may suffice.
+
+        Args:
+            attempts: all attempts so far, to which the caller appends those of this function.
         """
-        tried: list[Attempt] = []
         for name, one in self.types.items():
             if not self.mix_at(1.0, name).feasible:
                 continue
-            while (
-                chosen := best_attempt([*attempts, *tried], self.share)
-            ).attainment >= self.share:
+            while (chosen := best_attempt(attempts, self.share)).attainment >= self.share:
                 most = math.ceil(chosen.mix.cost_per_hour / one.price - 1e-9) - 1
-                count = min(most, self.limits.get(name, most))
-                mix = self.mix_of(name, count)
-                if count < 1 or any(one.mix.counts == mix.counts for one in attempts):
+                machines = min(most, self.limits.get(name, most))
+                mix = self.mix_of(name, machines)
+                if machines < 1 or any(one.mix.counts == mix.counts for one in attempts):
                     break
-                tried.append(Attempt(None, mix, self.simulate(mix)))
-                self.report(tried[-1])
-                if tried[-1].attainment < self.share:
+                attempt = Attempt(None, mix, self.simulate(mix))
+                yield attempt
+                if attempt.attainment < self.share:
                     break
-        return tried
 
     def _alone(self, name: str, attempts: Sequence[Attempt]) -> Mix | None:
         """Return the fewest machines of one type that met the share in a simulation, if any."""
@@ -237,6 +270,8 @@ def is_better(plan: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether a plan costs less than another one, or alone meets its share."""
     if not plan["feasible"] or not other["feasible"]:
         return bool(plan["feasible"])
+    if plan["simulated"] is None:  # an interruption came first
+        return False
     met, other_met = (
         one["simulated"]["attainment"] >= one["targets"]["share"] for one in (plan, other)
     )
@@ -288,18 +323,15 @@ def search_mix(
     share: float,
     factor: float,
     attempts: int = ATTEMPTS,
-    report: Callable[[Attempt], None] = lambda _attempt: None,
-) -> list[Attempt]:
+) -> Iterator[Attempt]:
     """Simulate mixes until one meets the share and a smaller factor gives none that does.
+
+    The plan is the `best_attempt` of all yielded attempts.
 
     Args:
         mix_at: the cheapest mix for a factor, which must be feasible for the first factor.
         factor: the first factor, at least 1.
         attempts: largest number of simulations.
-        report: receives each attempt when its simulation ends.
-
-    Returns:
-        The attempts in order. The plan is the `best_attempt` of them.
     """
     tried: list[Attempt] = []
     missed, met = 0.0, math.inf
@@ -311,7 +343,7 @@ def search_mix(
         attempt = known[0] if known else Attempt(factor, mix, simulate(mix))
         if not known:
             tried.append(attempt)
-            report(attempt)
+            yield attempt
         if attempt.attainment >= share:
             met = factor
         else:
@@ -322,7 +354,6 @@ def search_mix(
             factor = math.sqrt(met * max(missed, 1.0))
         else:
             factor *= _GROWTH
-    return tried
 
 
 def best_attempt(attempts: Sequence[Attempt], share: float) -> Attempt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -116,6 +116,7 @@ def simulate_machines(
     speculation: str,
     proposer: str,
     most_missed: int,
+    on_record: Callable[[Record], None] = lambda _record: None,
 ) -> list[Record]:
     """Return the records of requests on machines with the production scheduler and `least_cost`.
 
@@ -124,6 +125,7 @@ def simulate_machines(
         speculation: policy of the workers.
         most_missed: number of requests that may miss their targets. The simulation ends early when
             more have missed them, and later requests then have no record.
+        on_record: receives each record when its request ends.
     """
     names = tuple(name for name, count in counts.items() for _ in range(count))
     config = structs.replace(CONFIG, speculation=speculation, proposer=proposer)
@@ -133,6 +135,7 @@ def simulate_machines(
     def count(record: Record) -> None:
         nonlocal missed
         missed += not meets_slo(record)
+        on_record(record)
 
     sent = takewhile(lambda _planned: missed <= most_missed, requests.planned)
     return simulate_requests(cluster, sent, count, requests.to_job)

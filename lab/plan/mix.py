@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +15,9 @@ from draftgate.gateway.cli.options import BAD_USAGE, fail
 from draftgate.lab.plan.options import PlanFiles, Profiles, Share, WorkloadFlags, limits
 from draftgate.lab.plan.solver import require_solver, silent_solver
 from draftgate.lab.planning.mix import BucketRates, MachineType, cheapest_mix
+
+if TYPE_CHECKING:
+    from draftgate.lab.plan.load_question import LoadQuestion
 
 Matrix = tuple[tuple[float, ...], ...]
 """A number for each range of input lengths (row) and output lengths (column)."""
@@ -63,51 +66,92 @@ def mix(
     of given throughputs in the format of Mélange. If no mix is feasible, the plan names the lengths
     of the requests that cannot be served.
     """
-    require_solver()
-    try:
-        if tputs is not None:
-            files.write(_given(tputs, limits(limit or [])), None)
-        else:
-            from draftgate.lab.plan.load_question import LoadQuestion
-            from draftgate.lab.plan.machines import CONFIG, Rentable, with_engine
-            from draftgate.lab.plan.mix_report import mix_page, print_attempt, print_plan
-            from draftgate.lab.plan.sources import source_with_arrivals
-            from draftgate.loadgen.types import Slo
+    from draftgate.loadgen.interruption import interruptible
 
-            rate = flags.rate
-            if rate is None:
-                raise ValueError("give --rate, or --tputs")
-            if not rate > 0.0:
-                raise ValueError(f"--rate must be positive, not {rate}")
-            slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
-            source = source_with_arrivals(
-                flags.workload,
-                flags.trace,
-                slo,
-                arrival=arrival,
-                class_name=class_name,
-                most_tokens=CONFIG.max_model_len or 0,
-            )
-            types = with_engine(flags.profiles.split(","), flags.engine)
-            question = LoadQuestion(
-                source.requests(rate, 0, requests).kept(),
-                rate,
-                slo,
-                flags.share,
-                {name: Rentable.load(name, flags.proposer) for name in types},
-                {
-                    with_engine([name], flags.engine)[0]: n
-                    for name, n in limits(limit or []).items()
-                },
-                flags.speculation,
-                flags.proposer,
-                report=print_attempt,
-            )
-            plan, records = question.answer()
-            print_plan(plan)
-            files.write(plan, lambda: mix_page(plan, question.planner, records))
-    except (OSError, ValueError) as error:
-        fail(error, BAD_USAGE)
+    require_solver()
+    with interruptible() as interruption:
+        try:
+            most = limits(limit or [])
+            if tputs is not None:
+                files.write(_given(tputs, most), None)
+                return
+            question = _question(flags, most, arrival, class_name, requests)
+            interrupted = _answer(question, files)
+        except (OSError, ValueError) as error:
+            fail(error, BAD_USAGE)
+        except KeyboardInterrupt:
+            fail("interrupted before there was a mix", interruption.status)
+    if interrupted:
+        raise typer.Exit(interruption.status)
+
+
+def _question(
+    flags: MixFlags,
+    most: Mapping[str, int],
+    arrival: str | None,
+    class_name: str | None,
+    requests: int,
+) -> LoadQuestion:
+    """Return the question that the flags ask.
+
+    Raises:
+        OSError: the trace cannot be read.
+        ValueError: a flag is missing or wrong.
+    """
+    from draftgate.lab.plan.load_question import LoadQuestion
+    from draftgate.lab.plan.machines import CONFIG, Rentable, with_engine
+    from draftgate.lab.plan.sources import source_with_arrivals
+    from draftgate.loadgen.types import Slo
+
+    rate = flags.rate
+    if rate is None:
+        raise ValueError("give --rate, or --tputs")
+    if not rate > 0.0:
+        raise ValueError(f"--rate must be positive, not {rate}")
+    slo = Slo.of_ms(flags.slo_ttft_ms, flags.slo_tpot_ms)
+    source = source_with_arrivals(
+        flags.workload,
+        flags.trace,
+        slo,
+        arrival=arrival,
+        class_name=class_name,
+        most_tokens=CONFIG.max_model_len or 0,
+    )
+    types = with_engine(flags.profiles.split(","), flags.engine)
+    return LoadQuestion(
+        source.requests(rate, 0, requests).kept(),
+        rate,
+        slo,
+        flags.share,
+        {name: Rentable.load(name, flags.proposer) for name in types},
+        {with_engine([name], flags.engine)[0]: number for name, number in most.items()},
+        flags.speculation,
+        flags.proposer,
+    )
+
+
+def _answer(question: LoadQuestion, files: PlanFiles) -> bool:
+    """Print and write the plan, and return whether the search was interrupted.
+
+    Raises:
+        OSError: a file cannot be written.
+        KeyboardInterrupt: the search was interrupted before it had a mix.
+    """
+    from draftgate.lab.plan.mix_report import answer_of, attempt_line, mix_page, print_plan
+    from draftgate.loadgen.report.progress import StepProgress
+
+    with StepProgress("predicting throughputs", "requests") as progress:
+        question = replace(
+            question,
+            report=lambda attempt: progress.print(attempt_line(attempt)),
+            progress=progress.report,
+        )
+        found, records = question.answer()
+    head = {key: found[key] for key in ("format", "question")}
+    plan = {**head, "answer": answer_of(found, question.targets), **found}
+    print_plan(plan)
+    files.write(plan, lambda: mix_page(plan, question.planner, records))
+    return bool(plan["interrupted"])
 
 
 def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
@@ -117,21 +161,23 @@ def _given(file: Path, limits: Mapping[str, int]) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: the file or a limit is wrong.
     """
-    from draftgate.lab.plan.mix_report import print_counts
+    from draftgate.lab.plan.mix_report import print_counts, served_by
 
     given = msgspec.json.decode(file.read_bytes(), type=Throughputs)
     with silent_solver():
         found = cheapest_mix(given.workload(), given.types(limits))
     buckets = [list(given.buckets[one]) for one in found.infeasible_buckets]
+    names = ", ".join(map(str, buckets))
+    answer = f"No mix within the limits serves the buckets {names} (row and column, from 0)."
     if found.feasible:
-        prices = {name: gpu.cost for name, gpu in given.gpu_info.items()}
-        print_counts(found.counts, prices, {})
-    else:
-        names = ", ".join(map(str, buckets))
-        typer.echo(f"no mix serves the buckets {names} (row and column, from 0)")
+        answer = f"{served_by(found, given.total_request_rate)}."
+    typer.echo(answer)
+    if found.feasible:
+        print_counts(found.counts, {name: gpu.cost for name, gpu in given.gpu_info.items()}, {})
     return {
         "format": "plan/1",
         "question": "mix",
+        "answer": answer,
         "feasible": found.feasible,
         "cost_per_hour": found.cost_per_hour if found.feasible else None,
         "counts": dict(found.counts),

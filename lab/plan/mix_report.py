@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from html import escape
+from typing import Any, Final
 
 import typer
 
@@ -11,22 +12,66 @@ from draftgate.lab.plan.load_question import Attempt
 from draftgate.lab.plan.simulated import latency_charts
 from draftgate.lab.planning.histogram import describe_range
 from draftgate.lab.planning.load_mix import LoadPlanner
+from draftgate.lab.planning.mix import Mix
+from draftgate.lab.planning.throughput import Targets
 from draftgate.loadgen.report.formatting import percent
 from draftgate.loadgen.report.html import html_page, html_settings, html_table
 from draftgate.loadgen.types import Record
 
+UNSERVED: Final = "It cannot serve all requests of these lengths:"
+
+
+def served_by(mix: Mix, rate_rps: float) -> str:
+    """Return which machines serve a rate, and their price, without a full stop."""
+    verb = "serves" if sum(mix.counts.values()) == 1 else "serve"
+    return f"{mix} for {mix.cost_per_hour:.2f} USD per hour {verb} {rate_rps:g} requests/s"
+
+
+def answer_of(plan: Mapping[str, Any], targets: Targets) -> str:
+    """Return the answer of a plan in one sentence."""
+    rate_rps = plan["rate_rps"]
+    if not plan["feasible"]:
+        return f"No mix within the limits serves {rate_rps:g} requests/s with {targets}."
+    mix, simulated = Mix(plan["counts"], plan["cost_per_hour"]), plan["simulated"]
+    if simulated is None:
+        return f"{served_by(mix, rate_rps)} with {targets}, according to a prediction only."
+    share = simulated["attainment"]
+    if share < targets.share:
+        return (
+            f"No simulated mix serves {rate_rps:g} requests/s with {targets}: {mix} for"
+            f" {mix.cost_per_hour:.2f} USD per hour comes nearest, with {share:.2%}."
+        )
+    return f"{served_by(mix, rate_rps)} with {targets}."
+
+
+def _missing(plan: Mapping[str, Any]) -> str:
+    """Return what an interruption left out, or an empty text."""
+    if not plan["interrupted"]:
+        return ""
+    return "The search was interrupted, so a cheaper mix may exist."
+
+
+def _unserved(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lengths that no mix serves."""
+    for bucket in plan["infeasible_buckets"]:
+        prompt, output = (describe_range(bucket[f"{one}_tokens"]) for one in ("prompt", "output"))
+        yield f"prompts of {prompt} tokens with outputs of {output}"
+
 
 def print_plan(plan: Mapping[str, Any]) -> None:
-    """Print the machines of a plan, or the lengths that no mix serves."""
+    """Print the answer and the machines of a plan, or the lengths that no mix serves."""
+    typer.echo(plan["answer"])
+    if _missing(plan):
+        typer.echo(_missing(plan))
     if not plan["feasible"]:
-        typer.echo("no mix within the limits serves")
-        for bucket in plan["infeasible_buckets"]:
-            ranges = bucket["prompt_tokens"], bucket["output_tokens"]
-            prompt, output = map(describe_range, ranges)
-            typer.echo(f"  prompts of {prompt} tokens with outputs of {output}")
+        typer.echo(UNSERVED)
+        for lengths in _unserved(plan):
+            typer.echo(f"  {lengths}")
         return
-    print_counts(plan["counts"], plan["prices_per_hour"], plan.get("single_types", {}))
+    print_counts(plan["counts"], plan["prices_per_hour"], plan["single_types"])
     simulated, targets, attempts = plan["simulated"], plan["targets"], plan["attempts"]
+    if simulated is None:
+        return
     share = simulated["attainment"]
     typer.echo(f"{share:.2%} of {simulated['requests']} simulated requests met their targets.")
     first = attempts[0]
@@ -48,10 +93,10 @@ def print_plan(plan: Mapping[str, Any]) -> None:
         )
 
 
-def print_attempt(attempt: Attempt) -> None:
-    """Print the outcome of a simulation to stderr."""
+def attempt_line(attempt: Attempt) -> str:
+    """Return the outcome of a simulation as a line."""
     _, machines, cost, met = _attempt_row(attempt.as_dict())
-    typer.echo(f"simulated {machines} for {cost} an hour: {met} met both targets", err=True)
+    return f"simulated {machines} for {cost} an hour: {met} met both targets"
 
 
 def print_counts(
@@ -92,6 +137,10 @@ def _body(
     plan: Mapping[str, Any], planner: LoadPlanner, records: Sequence[Record]
 ) -> Iterator[str]:
     yield "<h1>Mix of GPUs</h1>"
+    yield f"<p><strong>{escape(plan['answer'])}</strong> {_missing(plan)}</p>"
+    if not plan["feasible"]:
+        items = "".join(f"<li>{escape(lengths)}</li>" for lengths in _unserved(plan))
+        yield f"<p>{UNSERVED}</p><ul>{items}</ul>"
     prices, alone = plan["prices_per_hour"], plan.get("single_types", {})
     rows = [
         [
@@ -124,10 +173,9 @@ def _body(
 
 
 def _attempt_row(attempt: Mapping[str, Any]) -> list[str]:
-    counts = attempt["counts"].items()
     return [
         "-" if attempt["over_provisioning"] is None else f"{attempt['over_provisioning']:.2f}",
-        ", ".join(f"{count} {name}" for name, count in counts if count),
+        str(Mix(attempt["counts"], attempt["cost_per_hour"])),
         f"{attempt['cost_per_hour']:.2f}",
         f"{attempt['attainment']:.2%}",
     ]

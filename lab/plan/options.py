@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from draftgate.loadgen.command_line import output_file
+from draftgate.loadgen.command_line import output_file, output_folder
 
 Profiles = Annotated[
     str, typer.Option(help="Device profiles: names or files, separated by commas.")
@@ -95,7 +95,10 @@ class PlanFiles:
     ] = None
     kubernetes: Annotated[
         Path | None,
-        typer.Option(help="Write the machines as Kubernetes manifests to this folder."),
+        typer.Option(
+            help="Write the machines as Kubernetes manifests to this folder.",
+            callback=output_folder,
+        ),
     ] = None
 
     def write(self, plan: Mapping[str, Any], page: Callable[[], str] | None) -> None:

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
+from threading import Thread
 from typing import Final, Self, TypeVar
 
 from msgspec import structs
@@ -260,7 +261,7 @@ class _Processes:
 
     def __init__(self) -> None:
         self.width = len(os.sched_getaffinity(0))
-        self._pool = ProcessPoolExecutor(self.width, get_context("spawn"), _ignore_interrupts)
+        self._pool = ProcessPoolExecutor(self.width, get_context("spawn"), _follow_parent)
 
     def __enter__(self) -> Self:
         return self
@@ -282,9 +283,18 @@ class _Processes:
             yield future.result()
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that searches."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the process that searches, and end when it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the parent, which may be killed, and exit in the middle of a task."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def planner_of(flags: DeploymentFlags, phases: Mapping[Layout, str]) -> Planner:

@@ -417,6 +417,7 @@ def find_least(
     least: Measured | None = None
     interrupted = False
     try:
+        report("decided", 0, total)
         while left and len(measured) < most:
             place = len(left) // 2
             tried = left[place]

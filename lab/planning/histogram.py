@@ -60,27 +60,33 @@ def describe_range(lengths: Iterable[int | None]) -> str:
 
 
 def histogram(requests: Sequence[PlannedLength]) -> tuple[list[Bucket], list[int]]:
-    """Return the buckets that are not empty, and the index of each request's bucket."""
-    places: dict[tuple[str, int, int], int] = {}
-    members = defaultdict[int, list[PlannedLength]](list)
-    owners = []
-    for one in requests:
-        row = bisect_right(PROMPT_EDGES, one.prompt_tokens) - 1
-        column = bisect_right(OUTPUT_EDGES, one.output_tokens) - 1
-        place = places.setdefault((one.class_name, row, column), len(places))
-        members[place].append(one)
-        owners.append(place)
+    """Return the buckets that are not empty, and the index of each request's bucket.
+
+    The buckets are sorted by class and then by lengths.
+    """
+    members = defaultdict[tuple[str, int, int], list[PlannedLength]](list)
+    keys = [
+        (
+            one.class_name,
+            bisect_right(PROMPT_EDGES, one.prompt_tokens) - 1,
+            bisect_right(OUTPUT_EDGES, one.output_tokens) - 1,
+        )
+        for one in requests
+    ]
+    for key, one in zip(keys, requests, strict=True):
+        members[key].append(one)
+    places = {key: place for place, key in enumerate(sorted(members))}
     buckets = [
         Bucket(
             class_name,
             _range(PROMPT_EDGES, row),
             _range(OUTPUT_EDGES, column),
-            _mean_size(members[place]),
-            len(members[place]) / len(requests),
+            _mean_size(members[class_name, row, column]),
+            len(members[class_name, row, column]) / len(requests),
         )
-        for (class_name, row, column), place in places.items()
+        for class_name, row, column in places
     ]
-    return buckets, owners
+    return buckets, [places[key] for key in keys]
 
 
 def burst_factor(

@@ -76,6 +76,10 @@ class Mix:
         """Whether the mix serves the workload."""
         return not self.infeasible_buckets
 
+    def __str__(self) -> str:
+        """Return, for example, `3 x a10g + 1 x a100`."""
+        return " + ".join(f"{n} x {name}" for name, n in self.counts.items() if n) or "no machines"
+
 
 def cheapest_mix(workload: BucketRates, types: Mapping[str, MachineType]) -> Mix:
     """Return the cheapest mix of machines for a workload.

@@ -54,6 +54,12 @@ class Targets:
     tpot_s: float = math.inf
     share: float = 0.95
 
+    def __str__(self) -> str:
+        """Return, for example, `a TTFT of 500 ms and a TPOT of 50 ms for 95% of the requests`."""
+        named = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
+        limits = [f"a {name} of {1e3 * value:g} ms" for name, value in named if value < math.inf]
+        return f"{' and '.join(limits) or 'no target'} for {100.0 * self.share:g}% of the requests"
+
 
 @immutable
 class DraftPoint:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
 
-from draftgate.gateway.cli.options import BAD_USAGE, fail
+from draftgate.gateway.cli.options import BAD_USAGE, FAILED, fail
 from draftgate.loadgen.command_line import PlainTyper, flag_values, output_file, with_groups
 
 if TYPE_CHECKING:
@@ -201,6 +201,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - flags
             fail("interrupted before the first run was complete", interruption.status)
     if results.interrupted:
         raise typer.Exit(interruption.status)
+    every = (one for outcome in results.outcomes for one in outcome.failures.values())
+    if any(one.never_worked for one in every):
+        raise typer.Exit(FAILED)
 
 
 app.command()(with_groups(simulate))

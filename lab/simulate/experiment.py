@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
@@ -32,6 +32,7 @@ from draftgate.loadgen.planning.plan import Load, Plan, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record, RequestSpec, Slo
+from draftgate.policies.guarded import Guard, watched_guards
 from draftgate.policies.registry import phases_policy, rescheduling_policy, routing_policy
 from draftgate.policies.speculation.plan_reason import PlanCause
 from draftgate.policies.types import Role
@@ -173,6 +174,30 @@ class Setup:
         return range(self.load.seed, self.load.seed + self.repeat)
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyFailure:
+    """The failures of a method of a policy.
+
+    Attributes:
+        failed, calls: number of calls that failed, and of all calls.
+        error: the first error.
+    """
+
+    policy: str
+    method: str
+    failed: int
+    calls: int
+    error: str
+
+    @property
+    def never_worked(self) -> bool:
+        """Whether all calls failed."""
+        return self.failed >= self.calls
+
+    def __str__(self) -> str:
+        return f"{self.policy} failed in {self.failed} of {self.calls} calls of {self.method}"
+
+
 @dataclass(slots=True)
 class ExperimentOutcome:
     """The results of one policy.
@@ -183,6 +208,7 @@ class ExperimentOutcome:
         samples: nearly independent values of each metric, from the batches of one run or from
             several seeds. Values of two policies at the same index belong to the same requests.
         moves: number of moves by reason and end, as in `MoveCounts`.
+        failures: failures of policies of other packages, in whose place others decided.
     """
 
     policy: str
@@ -190,6 +216,7 @@ class ExperimentOutcome:
     run: LoadRun | None = None
     samples: dict[str, list[float | None]] = field(default_factory=dict)
     moves: Counter[str] = field(default_factory=Counter)
+    failures: dict[tuple[str, str], PolicyFailure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +281,12 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
         for seed in setup.seeds:
             runs = list[tuple[LoadRun, MoveCounts]]()
             try:
-                for policy in setup.policies:
+                for policy, outcome in zip(setup.policies, outcomes, strict=True):
                     watch = MoveCounts()
-                    runs.append((_run(setup, policy, seed, rows, on_record, watch), watch))
+                    with watched_guards() as guards:
+                        run = _run(setup, policy, seed, rows, on_record, watch)
+                    runs.append((run, watch))
+                    _add_failures(outcome, guards)
             except KeyboardInterrupt:
                 interrupted = True
             if not interrupted or seed == setup.load.seed:
@@ -270,6 +300,18 @@ def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) 
     if interrupted:
         raise ExperimentInterrupted(results)
     return results
+
+
+def _add_failures(outcome: ExperimentOutcome, guards: Iterable[Guard]) -> None:
+    """Add the failures of a run to those of earlier seeds and of other workers."""
+    for guard in guards:
+        for method, failed in guard.failed.items():
+            key = guard.name, method
+            error, calls = repr(guard.errors[method]), guard.calls[method]
+            before = outcome.failures.get(key, PolicyFailure(*key, 0, 0, error))
+            outcome.failures[key] = replace(
+                before, failed=before.failed + failed, calls=before.calls + calls
+            )
 
 
 def _run(

@@ -7,6 +7,7 @@ depend on the machine or the time, so the same command gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any, Final
 
@@ -155,7 +156,12 @@ def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _policy(outcome: ExperimentOutcome) -> dict[str, Any]:
     intervals = {metric: value.as_dict() for metric, value in estimates(outcome).items()}
-    found = {"moves": dict(sorted(outcome.moves.items())), "intervals": intervals}
+    found: dict[str, Any] = {
+        "moves": dict(sorted(outcome.moves.items())),
+        "intervals": intervals,
+    }
+    if outcome.failures:
+        found["failures"] = [asdict(one) for one in outcome.failures.values()]
     if len(outcome.summaries) == 1:
         return {**outcome.summaries[0], **found}
     return {**mean_summary(outcome.summaries), **found, "runs": outcome.summaries}
@@ -181,7 +187,7 @@ def render_outcomes(results: Results) -> RenderableType:
     for row in _rows(results):
         table.add_row(*row)
     cut_short = (CUT_SHORT,) if results.interrupted else ()
-    return Group(table, "", NOTES, *_moves(results), *cut_short)
+    return Group(table, "", NOTES, *_moves(results), *failed_policies(results), *cut_short)
 
 
 def _rows(results: Results) -> Iterator[list[str]]:
@@ -189,7 +195,7 @@ def _rows(results: Results) -> Iterator[list[str]]:
     for outcome in results.outcomes:
         summary = mean_summary(outcome.summaries)
         yield [
-            outcome.policy,
+            outcome.policy + (" (failed)" if outcome.failures else ""),
             _ms(summary["latency_s"], "mean"),
             _ms(summary["latency_s"], "p99"),
             _ms(summary["ttft_s"], "p99"),
@@ -206,6 +212,16 @@ def _moves(results: Results) -> Iterator[str]:
         if outcome.moves:
             counts = ", ".join(f"{count} {name}" for name, count in sorted(outcome.moves.items()))
             yield f"Moves with {outcome.policy}: {counts}."
+
+
+def failed_policies(results: Results) -> Iterator[str]:
+    """Yield a sentence for each method of a policy that failed, once for all rows.
+
+    The log has the error, with its traceback.
+    """
+    found = {key: one for outcome in results.outcomes for key, one in outcome.failures.items()}
+    for one in found.values():
+        yield f"{one}, where a built-in policy decided instead."
 
 
 def _ms(distribution: dict[str, Any] | None, value: str) -> str:
@@ -249,13 +265,18 @@ def simulation_page(setup: Setup, results: Results) -> str:
 
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1><p><strong>{escape(_answer(results))}</strong></p>"
-    yield html_table(list(_HEAD), list(_rows(results)), " ".join((NOTES, *_moves(results))))
+    yield html_table(list(_HEAD), list(_rows(results)), _notes(results))
     charts = list(_charts(results))
     yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, charts))}</div>'
     for outcome in results.outcomes:
         if outcome.run is not None:
             yield f"<h2>{escape(outcome.policy)}</h2>" + _policy_part(outcome.run)
     yield "<h2>The simulation</h2>" + html_settings(settings_of(setup))
+
+
+def _notes(results: Results) -> str:
+    errors = {one.error for outcome in results.outcomes for one in outcome.failures.values()}
+    return " ".join((NOTES, *_moves(results), *failed_policies(results), *sorted(errors)))
 
 
 def _charts(results: Results) -> Iterator[Chart]:

@@ -91,14 +91,17 @@ def run(
     """Send load and check every stream.
 
     The exit status is 0 on success. A broken stream or a different replay gives 1. An unreachable
-    server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up
-    or was interrupted. Refused requests (429, 503) without a worse failure give 4.
+    server or a wrong flag gives 2. An INVALID run gives 3, because this generator did not keep up.
+    Refused requests (429, 503) without a worse failure give 4. Ctrl-C and SIGTERM keep the result
+    so far, and give 130 and 143.
     """
     with _exit_on_error(f"cannot load {mask_url(url)}", mask_url(url)) as interruption:
         target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
         load = schedule.load(request)
         ran, check = interruption.run(run_load(load, target, Console(stderr=True)))
         _print_reports([RunReport(mask_url(url), ran, check)], output)
+    if ran.interrupted and not ran.lost:  # not by the end of a process
+        raise typer.Exit(interruption.status)
     raise typer.Exit(exit_status(ran, check))
 
 
@@ -175,8 +178,8 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
     """Run every rate against every server and mode (`--speculation off,ngram:4`), interleaved.
 
     Each round has a random order. All targets receive the same requests at the same times for each
-    rate. Ctrl-C and SIGTERM keep the completed cells. The exit status is the worst of all cells, as
-    in `run`.
+    rate. The exit status is the worst of all cells, as in `run`. Ctrl-C and SIGTERM keep the
+    completed cells, and give 130 and 143.
     """
     with _exit_on_error("cannot sweep") as interruption:
         modes = request.speculation.split(",") if request.speculation else []
@@ -189,8 +192,9 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
         if not done:
             raise KeyboardInterrupt
         write_json(json_out, report_sweep(planned, done, html_out))
-    unfinished = _INVALID if len(done) < len(cells) else 0
-    raise typer.Exit(worst([unfinished, *(exit_status(one.run, None) for _, one in done)]))
+    if len(done) < len(cells):
+        raise typer.Exit(interruption.status)
+    raise typer.Exit(worst(exit_status(one.run, None) for _, one in done))
 
 
 def search(

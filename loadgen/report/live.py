@@ -1,4 +1,4 @@
-"""Shows the progress of a run in a table that is redrawn twice a second, on terminals only."""
+"""The progress of a run, as a table that is redrawn twice a second, or as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import ceil, exp, log
 from typing import Final
@@ -25,6 +25,9 @@ from draftgate.loadgen.types import Record
 
 REDRAWS_PER_S: Final = 2.0
 """Redraws per second. Drawing blocks the event loop for some milliseconds."""
+
+PROGRESS_S: Final = 10.0
+"""Interval between lines of progress, in seconds, if stderr is not a terminal."""
 
 _STEP: Final = 0.02
 """Width of a histogram's buckets, as a share of their value."""
@@ -93,6 +96,21 @@ class Progress:
             return self.done / self.total
         return min(1.0, elapsed_s / self.schedule_s) if self.schedule_s else None
 
+    def left_s(self, elapsed_s: float) -> float | None:
+        """Return the estimated rest of the run in seconds, or None if unknown.
+
+        A schedule ends at its time, except for requests that are still open then.
+        """
+        if self.schedule_s:
+            return max(0.0, self.schedule_s - elapsed_s)
+        share = self.share(elapsed_s)
+        return elapsed_s * (1.0 / share - 1.0) if share else None
+
+
+def describe_times(elapsed_s: float, left_s: float | None) -> str:
+    """Return how long a command has run, and how long it will still take, if known."""
+    return f"{elapsed_s:.0f} s" + ("" if left_s is None else f", about {left_s:.0f} s left")
+
 
 def render_progress(progress: Progress, elapsed_s: float) -> RenderableType:
     """Return the table."""
@@ -110,19 +128,24 @@ def render_progress(progress: Progress, elapsed_s: float) -> RenderableType:
     for cause, number in sorted(progress.failed.items()):
         table.add_row("failed", cause, "", str(number), style="red")
     bar = ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None)
-    return Group(bar, f"{elapsed_s:.0f} s", table)
+    return Group(bar, describe_times(elapsed_s, progress.left_s(elapsed_s)), table)
+
+
+def progress_line(progress: Progress, elapsed_s: float) -> str:
+    """Return the progress in one line."""
+    total = "" if progress.total is None else f" of {progress.total}"
+    times = describe_times(elapsed_s, progress.left_s(elapsed_s))
+    failed = f", {progress.failed.total()} failed" if progress.failed else ""
+    return f"sent {progress.sent}{total} requests, {progress.done} done{failed}, {times}"
 
 
 @asynccontextmanager
 async def live_view(console: Console, progress: Progress) -> AsyncGenerator[None, None]:
-    """Show the progress until the context ends, if the console is a terminal.
+    """Show the progress until the context ends.
 
     A task of the run's own event loop draws. A thread would hold the interpreter just as long, at
     arbitrary times, and would read counters while they change.
     """
-    if not console.is_terminal:
-        yield
-        return
     started_s = time.monotonic()
 
     async def redraw() -> None:
@@ -130,8 +153,15 @@ async def live_view(console: Console, progress: Progress) -> AsyncGenerator[None
             live.update(render_progress(progress, time.monotonic() - started_s), refresh=True)
             await asyncio.sleep(1 / REDRAWS_PER_S)
 
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        drawing = asyncio.create_task(redraw())
+    async def print_lines() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            console.print(progress_line(progress, time.monotonic() - started_s), soft_wrap=True)
+
+    terminal = console.is_terminal
+    live = Live(console=console, auto_refresh=False, transient=True)
+    with live if terminal else nullcontext():
+        drawing = asyncio.create_task(redraw() if terminal else print_lines())
         try:
             yield
         finally:

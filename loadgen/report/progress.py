@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from threading import Event, Thread
-from typing import Final, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -16,18 +16,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from draftgate.loadgen.report.live import REDRAWS_PER_S
-
-PROGRESS_S: Final = 10.0
-"""Interval between lines of progress, in seconds, if stderr is not a terminal."""
+from draftgate.loadgen.report.live import PROGRESS_S, REDRAWS_PER_S, describe_times
 
 
 class StepProgress:
     """Shows on stderr how far a long command is.
 
     A command has steps, such as runs or rounds, of which one is shown. A terminal shows a bar with
-    the elapsed time and the time left. Elsewhere, there is a line at the beginning of each step,
-    and another one every `PROGRESS_S`.
+    the elapsed time and the time left of the step. Elsewhere, there is a line at the beginning of
+    each step, and another one every `PROGRESS_S`.
 
     Attributes:
         console: prints further lines of the command, which the bar does not overwrite.
@@ -78,7 +75,9 @@ class StepProgress:
 
     def _print_lines(self) -> None:
         while not self._ended.wait(PROGRESS_S):
-            self.print(f"{self._text}, {time.monotonic() - self._began_s:.0f} s")
+            left_s = self._bars.tasks[0].time_remaining
+            times = describe_times(time.monotonic() - self._began_s, left_s)
+            self.print(f"{self._text}, {times}")
 
     def __enter__(self) -> Self:
         """Show the progress until the command ends."""

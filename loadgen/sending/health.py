@@ -105,7 +105,7 @@ def invalid_reasons(run: LoadRun) -> list[str]:
         return [*run.lost, unknown]
     reasons = list(run.lost)
     if run.interrupted:
-        reasons.append("the run was interrupted before its plan was complete")
+        reasons.append("the run was interrupted before it was complete")
     for name, value_s, limit_s in (
         ("p99 of the lag", health.p99_lag_s, MAX_P99_LAG_S),
         ("largest lag", health.max_lag_s, MAX_LAG_S),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from draftgate.loadgen.sending.client import (
     allow_many_connections,
     open_session,
 )
-from draftgate.loadgen.sending.driver import run_plan, timed_requests
+from draftgate.loadgen.sending.driver import resume_after_cancel, run_plan, timed_requests
 from draftgate.loadgen.sending.passage_index import build_retriever
 from draftgate.loadgen.sending.processes import run_in_processes
 from draftgate.loadgen.sending.sender import SenderJob
@@ -37,6 +38,8 @@ async def run_load(
     load: Load, target: Target, console: Console
 ) -> tuple[LoadRun, LosslessCheck | None]:
     """Send a load, and show its progress on the console.
+
+    Cancelling (Ctrl-C) ends the run, whose records so far are kept.
 
     Raises:
         aiohttp.ClientError, TimeoutError: the server cannot be reached.
@@ -74,7 +77,12 @@ async def run_load(
                 events.end(run)
             if not target.verify or run.interrupted:
                 return run, None
-            check = await check_lossless(client, run.records, target.verify, seed=load.seed)
+            try:
+                check = await check_lossless(client, run.records, target.verify, seed=load.seed)
+            except asyncio.CancelledError:  # the run itself is kept
+                run.interrupted = True
+                resume_after_cancel()
+                return run, None
             if events is not None:
                 events.lossless(check)
     return run, check

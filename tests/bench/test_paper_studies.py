@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bench.simulation.distserve import MEANS, MOST_TOKENS, scaled
 from bench.simulation.melange import DATASETS, PROFILES, lengths, rows
 from bench.simulation.splitwise import A100, H100, Cluster, Times, nine_limits
 from draftgate.lab.plan.machines import with_engine
+from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, Slo, TextChunk
 from draftgate.policies.costs.step_cost import StepCost, StepSize
 
@@ -39,6 +44,21 @@ def test_fitted_step_times_are_those_measured(kind) -> None:
             for chunk in [min(2048, tokens - begin)]
         )
         assert found_s == pytest.approx(seconds, rel=0.2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 8000), st.integers(1, 2000)), min_size=100, max_size=200
+    ).filter(lambda lengths: len(set(lengths)) > 50)
+)
+@settings(max_examples=30, deadline=None)
+def test_scaled_lengths_have_the_means_of_the_paper(lengths) -> None:
+    """Requests that are cut to the context do not lower the means, whatever the trace."""
+    rows = [TraceRow(0.0, prompt, output) for prompt, output in lengths]
+    found = scaled(rows)
+    assert all(one.prompt_tokens + one.output_tokens <= MOST_TOKENS for one in found)
+    assert fmean(one.prompt_tokens for one in found) == pytest.approx(MEANS[0], rel=0.01)
+    assert fmean(one.output_tokens for one in found) == pytest.approx(MEANS[1], rel=0.01)
 
 
 def test_slowdowns_are_relative_to_an_idle_machine() -> None:

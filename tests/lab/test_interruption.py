@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -55,6 +56,14 @@ COMMANDS = {
         ("plan", "pools", *PLANNED, "--rate", "20"),
         "decided",
         lambda plan: plan["search"]["interrupted"] and len(plan["search"]["measured"]) > 0,
+    ),
+    "plan mix": Long(
+        (
+            *("plan", "mix", "--workload", "chat", "--rate", "8", "--requests", "4000"),
+            *("--profiles", "a100-8b,h100-8b", "--speculation", "off", *TARGETS),
+        ),
+        "simulated ",
+        lambda plan: plan["interrupted"] and plan["simulated"]["requests"] > 0,
     ),
     "load search": Long(
         ("load", "search", "URL", "--rate", "50", "--slo-tpot-ms", "60000", "--max-tokens", "8"),
@@ -202,3 +211,20 @@ def test_a_signal_before_the_first_result_is_explained(tmp_path: Path) -> None:
     assert status == 143, output
     assert output.splitlines()[-1] == "draftgate: interrupted before the first run was complete"
     assert not (tmp_path / "found.json").exists()
+
+
+def test_simulating_processes_end_with_a_killed_command(tmp_path: Path) -> None:
+    """SIGKILL gives a search no time to end its processes, which then end by themselves."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "50,5\n60,4\n" * 10)
+    profile = write_profile(tmp_path, "one", 0.05, 2.0)
+    words = ["plan", "placement", "--trace", str(trace), "--profiles", profile, *TARGETS]
+    with started([*words, "--precision", "0.02"]) as process:
+        assert process.stdout is not None
+        assert any("tested" in line for line in process.stdout)
+        ends = [os.pidfd_open(pid) for pid in child_pids(process.pid)]
+        process.kill()
+        for end in ends:
+            assert select.select([end], [], [], WAIT_S / 4)[0], "a process is left"
+            os.close(end)
+    assert ends

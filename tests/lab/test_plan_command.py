@@ -44,6 +44,7 @@ def test_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "plan.json").read_text()) == {
         "format": "plan/1",
         "question": "mix",
+        "answer": "3 x A10G + 1 x A100-80GB for 6.70 USD per hour serve 30 requests/s.",
         "feasible": True,
         "cost_per_hour": pytest.approx(6.70),
         "counts": {"A10G": 3, "A100-80GB": 1},

@@ -258,6 +258,31 @@ def test_interrupted_search_writes_what_it_knows(
     assert all(row["goodput_rps"] is None for row in plan["search"]["measured"])
 
 
+@pytest.mark.parametrize(("objective", "known"), [("cost", True), ("power", False)])
+def test_interrupted_pools_show_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, *, known: bool
+) -> None:
+    """Before the first simulation, a search for a rate has the deployments that may serve it."""
+
+    def interrupt(_self: object, *_args: object) -> Iterator[object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner._Processes, "results", interrupt)
+    profile, page = write_profile(tmp_path, "one", 0.05, 2.0), tmp_path / "plan.html"
+    flags = ["--profiles", profile, "--slo-ttft-ms", "1000", "--slo-tpot-ms", "250", "--rate", "6"]
+    flags += ["--speculation", "off", "--html", str(page), "--objective", objective]
+    result = _plan(tmp_path, *flags, question="pools")
+    assert result.exit_code == 130, result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    left = plan["search"]["unmeasured"]
+    assert all(one["bound_rps"] >= 6.0 for one in left)
+    least = min(one["weight"] for one in left)
+    for text in (" ".join(result.output.split()), page.read_text()):
+        assert f"{len(left):,} deployments are left" in text
+        assert left[0]["deployment"] in text
+        assert (f"None that costs less than {least:.2f} USD per hour" in text) == known
+
+
 def test_pools_with_the_least_cost_serve_the_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from draftgate.loadgen.checking.lossless import (
     CONTEXT,
@@ -15,8 +18,11 @@ from draftgate.loadgen.checking.lossless import (
     first_difference,
     replay_of,
 )
+from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.run import run_load
+from draftgate.loadgen.sending.target import Target
 from tests.loadgen.mock_server import Mock, Script, planned, serving
 
 
@@ -29,6 +35,29 @@ async def run_and_check(scripts: list[Script], count: int, mock: Mock | None = N
         again = await check_lossless(OpenAIClient(session, url, "mock"), run.records, count)
     assert check == again
     return check, run
+
+
+async def test_an_interrupted_check_leaves_the_run(monkeypatch) -> None:
+    """Ctrl-C during the replays keeps the records of the run, which then counts as interrupted."""
+    original, replaying = Mock._stream, asyncio.Event()
+
+    async def stream(self, request, script, body):
+        if body.get("speculation") == {"mode": "off"}:
+            replaying.set()
+            script = Script(fault="stall")
+        return await original(self, request, script, body)
+
+    monkeypatch.setattr(Mock, "_stream", stream)
+    load = Load(requests=3, concurrency=3, max_tokens=4)
+    async with serving(Mock()) as url:
+        console = Console(file=io.StringIO())
+        running = asyncio.create_task(run_load(load, Target(url, verify=3), console))
+        await replaying.wait()
+        running.cancel()
+        run, check = await running
+    assert [record.verdict for record in run.records] == ["ok"] * 3
+    assert run.interrupted
+    assert check is None
 
 
 async def test_equal_texts_pass() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import socket
@@ -254,9 +255,15 @@ def _sigint_not_ignored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_sigint_not_ignored")
-def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
-    """The command reports an INVALID run after a signal to the whole process group."""
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGINT, "2"), (signal.SIGTERM, "2"), (signal.SIGINT, "1")]
+)
+def test_a_signal_ends_the_command_with_its_report(
+    tmp_path, monkeypatch, number: int, processes: str
+) -> None:
+    """A signal to the whole process group leaves all files, and gives its own status."""
     events, received = tmp_path / "e.jsonl", threading.Semaphore(0)
+    summary = tmp_path / "run.json"
     original = Mock._stream
 
     async def stream(self, request, _, body):
@@ -265,9 +272,10 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(Mock, "_stream", stream)
     with serving_in_a_thread(Mock()) as url:
-        flags = ["--requests", "4", "--concurrency", "4", "--processes", "2"]
+        flags = ["--requests", "4", "--concurrency", "4", "--processes", processes]
+        flags += ["--events", str(events), "--json", str(summary)]
         with subprocess.Popen(
-            [sys.executable, "-m", "loadgen", url, *flags, "--events", events],
+            [sys.executable, "-m", "loadgen", url, *flags],
             start_new_session=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -275,12 +283,13 @@ def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
         ) as running:
             try:
                 assert all(received.acquire(timeout=30) for _ in range(4))
-                os.killpg(running.pid, signal.SIGINT)
+                os.killpg(running.pid, number)
                 out, err = running.communicate(timeout=60)
             finally:
                 running.kill()
-    assert running.returncode == 3, err
+    assert running.returncode == 128 + number, err
     assert "INVALID" in out
+    assert not json.loads(summary.read_text())["valid"]
     assert "Traceback" not in err
     run, _ = read_events(events)
     assert [r.verdict for r in run.records] == ["interrupted"] * 4

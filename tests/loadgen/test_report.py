@@ -15,12 +15,20 @@ import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
+from draftgate.lab.sim.virtual_time import run_virtual
 from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import thinned
 from draftgate.loadgen.report.formatting import milliseconds
 from draftgate.loadgen.report.html import plotly_base64
-from draftgate.loadgen.report.live import Histogram, Progress, live_view, render_progress
+from draftgate.loadgen.report.live import (
+    PROGRESS_S,
+    Histogram,
+    Progress,
+    live_view,
+    progress_line,
+    render_progress,
+)
 from draftgate.loadgen.report.page import charts as charts_of
 from draftgate.loadgen.report.page import run_page as page_of
 from draftgate.loadgen.report.runs import RunReport, name_of
@@ -228,6 +236,26 @@ def test_progress_is_counted() -> None:
     assert progress.share(3.0) == 3 / 8
     assert Progress(None, 10.0).share(4.0) == 0.4
     assert Progress(None, None).share(4.0) is None
+    assert progress_line(progress, 3.0) == (
+        "sent 4 of 8 requests, 3 done, 1 failed, 3 s, about 5 s left"
+    )
+
+
+@pytest.mark.parametrize(
+    ("progress", "left_s"),
+    [
+        (Progress(8, None, done=2), 12.0),
+        (Progress(8, 10.0, done=2), 6.0),
+        (Progress(None, 10.0), 6.0),
+        (Progress(8, 3.0), 0.0),
+        (Progress(8, None), None),
+    ],
+)
+def test_time_left_is_that_of_the_schedule_or_the_requests(
+    progress: Progress, left_s: float | None
+) -> None:
+    """A schedule has a known end, and a closed loop ends as fast as its requests did so far."""
+    assert progress.left_s(4.0) == left_s
 
 
 def test_percentiles_so_far_are_within_a_percent() -> None:
@@ -242,13 +270,20 @@ def test_percentiles_so_far_are_within_a_percent() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
-    """The view draws the progress on a terminal, but not in other output."""
+def test_progress_is_a_view_on_a_terminal_and_lines_elsewhere(terminal: bool) -> None:
+    """The view is drawn at once. Other output has a line in each interval."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-    progress = Progress(None, 1.0, sent=1234)
-    async with live_view(console, progress):
-        await asyncio.sleep(0)
-    assert ("1234" in console.file.getvalue()) is terminal
+    progress = Progress(None, 100.0, sent=1234)
+
+    async def run() -> None:
+        async with live_view(console, progress):
+            await asyncio.sleep(0.01)
+            assert ("1234" in console.file.getvalue()) is terminal
+            await asyncio.sleep(2.5 * PROGRESS_S)
+            lines = console.file.getvalue().count("sent 1234 requests, 0 done")
+            assert lines == (0 if terminal else 2)
+
+    run_virtual(run())
 
 
 @pytest.mark.parametrize(

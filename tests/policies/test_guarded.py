@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 import re
@@ -14,7 +15,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from draftgate.gateway.cli import app
 from draftgate.policies.admission.bounded import Bounded
 from draftgate.policies.batching import Slack
 from draftgate.policies.costs.step_cost import StepCost
@@ -46,10 +49,18 @@ class Bad:
     Attributes:
         share: probability of a failure.
         results: what it returns in case of a failure, or nothing if it raises.
+        error: what it raises.
     """
 
-    def __init__(self, honest: Any, share: float = 1.0, results: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        honest: Any,
+        share: float = 1.0,
+        results: Sequence[Any] = (),
+        error: type[BaseException] = ZeroDivisionError,
+    ) -> None:
         self._honest, self._share, self._results = honest, share, results
+        self._error = error
         self._random = Random(0)
 
     name = "bad"
@@ -63,7 +74,7 @@ class Bad:
             if self._random.random() >= self._share:
                 return value(*arguments)
             if not self._results:
-                raise ZeroDivisionError(name)
+                raise self._error(name)
             return self._random.choice(self._results)
 
         return method
@@ -84,11 +95,17 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("results", [(), NONSENSE], ids=["raises", "nonsense"])
+@pytest.mark.parametrize(
+    ("results", "error"),
+    [((), ZeroDivisionError), ((), SystemExit), (NONSENSE, ZeroDivisionError)],
+    ids=["raises", "exits", "nonsense"],
+)
 @pytest.mark.parametrize("kind", GUARDS)
-def test_bad_policies_keep_the_contract(kind: str, results: Sequence[Any]) -> None:
+def test_bad_policies_keep_the_contract(
+    kind: str, results: Sequence[Any], error: type[BaseException]
+) -> None:
     """A policy whose methods all fail passes the conformance suite of its protocol."""
-    CHECKS[kind](lambda honest: GUARDS[kind](Bad(honest, results=results), ignore))
+    CHECKS[kind](lambda honest: GUARDS[kind](Bad(honest, results=results, error=error), ignore))
 
 
 @pytest.mark.parametrize("kind", GUARDS)
@@ -175,6 +192,7 @@ def install(monkeypatch: pytest.MonkeyPatch, path: Path, name: str, source: str)
         ("nothing", "def build(argument): return None", "no attribute 'name'"),
         ("misspelt", "def builds(argument): return None", "no attribute 'build'"),
         ("broken", "1 / 0", "ZeroDivisionError"),
+        ("leaver", "import sys; sys.exit(3)", "SystemExit"),
     ],
 )
 def test_policy_that_cannot_be_built_is_an_invalid_setting(
@@ -208,3 +226,32 @@ def test_installed_policy_is_guarded_and_named_once(
     assert messages[0] == f"{words} decide: KeyError('no idea')"
     assert messages[1].startswith(f"{words} least_survival: AttributeError")
     assert len(messages) == 2
+
+
+@pytest.mark.parametrize(("name", "after", "status"), [("never", 0, 1), ("sometimes", 3, 0)])
+def test_simulation_marks_a_policy_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int, status: int
+) -> None:
+    """Row and JSON file say how many calls failed. A policy that never worked gives status 1."""
+    source = (
+        "from draftgate.policies.speculation.baselines import Off\n"
+        "class Failing(Off):\n"
+        f"    name, calls = '{name}', 0\n"
+        "    def decide(self, request, load):\n"
+        "        Failing.calls += 1\n"
+        f"        if Failing.calls > {after}: raise SystemExit(0)\n"
+        "        return super().decide(request, load)\n"
+        "def build(argument): return Failing()\n"
+    )
+    install(monkeypatch, tmp_path, name, source)
+    out = tmp_path / "found.json"
+    flags = ["--requests", "8", "--rate", "4", "--speculation", f"off,{name}", "--json", str(out)]
+    result = CliRunner().invoke(app, ["simulate", *flags, "--html", str(tmp_path / "found.html")])
+    assert result.exit_code == status, result.output
+    assert f"{name} (failed)" in " ".join(result.output.split())
+    policies = json.loads(out.read_text())["policies"]
+    assert "failures" not in policies["off"]
+    (failure,) = policies[name]["failures"]
+    assert (failure["method"], failure["error"]) == ("decide", "SystemExit(0)")
+    assert failure["calls"] - failure["failed"] == after
+    assert "SystemExit(0)" in (tmp_path / "found.html").read_text()
