@@ -86,15 +86,15 @@ class Accounting:
 
     def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append the emitted tokens, settle the blocks, and return the tokens that are kept."""
-        sequence, start, token_ids, _, draft = work
+        sequence = work.sequence
         kept = self._append(sequence, emitted)
         # Tokens after the end are not part of the text, and no recording contains them.
         self._drafting.learn(sequence, kept)
-        computed = sequence.num_computed = start + len(token_ids) + len(emitted) - 1
+        computed = sequence.num_computed = work.confirmed_end + len(emitted) - 1
         if (
             not computed % self._blocks.block_size
-            or draft.token_ids
-            or len(token_ids) > 1
+            or work.draft.token_ids
+            or len(work.token_ids) > 1
             or sequence.finish_reason is not None
         ):
             self._settle(sequence)

@@ -361,9 +361,9 @@ class DraftPlan:
         """Reserve blocks for drafts, and return the number of slots for each offer."""
         spare_blocks, budget, size = spare.blocks, spare.slots, self._blocks.block_size
         slots = []
-        for (sequence, _, _, _), length in zip(offers, lengths, strict=True):
+        for offer, length in zip(offers, lengths, strict=True):
             reserved = min(length, budget)
-            table, tokens = sequence.block_table, len(sequence.token_ids)
+            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
             held = len(table)
             if tokens + reserved > held * size:  # most drafts fit into the sequence's last block
                 reserved = min(reserved, max(0, (held + spare_blocks) * size - tokens))

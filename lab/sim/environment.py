@@ -302,12 +302,7 @@ class RooflineDevice(ProfileDevice):
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
         """See `DeviceModel`."""
         size = plan.size
-        splits = sum(
-            [
-                -(-(start + len(token_ids) + len(draft.token_ids)) // SPLIT_TOKENS)
-                for _, start, token_ids, _, draft in plan.work
-            ]
-        )
+        splits = sum([-(-work.context_tokens // SPLIT_TOKENS) for work in plan.work])
         read_s = self._cost.kv_token_s * (splits * SPLIT_TOKENS)
         attention_s = _overlapped(read_s, self._cost.pair_s * size.pairs)
         dense_s = self._roofline.seconds(size.tokens)

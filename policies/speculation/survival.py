@@ -25,12 +25,13 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftgate.policies.speculation.table_counts import TableCounts
+from draftgate.policies.values import immutable
 
 PRIOR_ACCEPTANCE: Final = 0.5
 """Running acceptance of a worker before its first draft. Plans of requests depend on it, but no
@@ -172,7 +173,8 @@ def outcome_row(accepted: int, *, rejected: bool) -> int:
     return 1 + LONG_RUN + (not rejected)
 
 
-class Row(NamedTuple):
+@immutable
+class Row:
     """The estimates for a draft at a request's shift.
 
     Attributes:
@@ -215,12 +217,13 @@ class RequestShift:
 
     def add_draft(self, row: Row, accepted: int, *, rejected: bool) -> None:
         """Learn from a draft with the expected acceptance of `row`."""
-        chances, _, surprises, information = row
         tested = accepted + rejected
         if tested > POSITIONS:
             tested, accepted = POSITIONS, min(accepted, POSITIONS)
-        gradient = surprises[accepted] - (chances[accepted] if tested > accepted else 0.0)
-        self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + information[tested]
+        gradient = row.surprises[accepted]
+        if tested > accepted:
+            gradient -= row.chances[accepted]
+        self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + row.information[tested]
         shift = self.shift + gradient / self.information
         if not -MOST_SHIFT <= shift <= MOST_SHIFT:
             shift = math.copysign(MOST_SHIFT, shift)
