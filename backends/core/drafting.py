@@ -204,16 +204,19 @@ class Drafting:
             drafting_s = self.step_work.computed_s + self.step_work.explored_s
             self._exploration.charge_overrun(host_s - drafting_s)
 
+    @property
+    def has_proposed(self) -> bool:
+        """Whether a sequence has drafts that `learn` compares with its next tokens."""
+        return bool(self._proposed)
+
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
         """Learn from the sequence's verified and unverified drafts.
 
         An unverified draft can also be compared with the token that followed. So a policy that has
         stopped drafting notices when drafts become worth their time again.
         """
-        proposed = self._proposed
-        if proposed:
-            for source, draft in proposed.pop(sequence.key, ()):
-                self._scores.learn(sequence, source, draft, emitted)
+        for source, draft in self._proposed.pop(sequence.key, ()):
+            self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the proposers' state of a finished sequence."""

@@ -302,7 +302,12 @@ class RooflineDevice(ProfileDevice):
     def step_s(self, plan: StepPlan, emitted: Many[tuple[int, ...]]) -> float:
         """See `DeviceModel`."""
         size = plan.size
-        splits = sum([-(-work.context_tokens // SPLIT_TOKENS) for work in plan.work])
+        splits = sum(
+            [
+                -(-(work.start + len(work.token_ids) + len(work.draft.token_ids)) // SPLIT_TOKENS)
+                for work in plan.work
+            ]
+        )
         read_s = self._cost.kv_token_s * (splits * SPLIT_TOKENS)
         attention_s = _overlapped(read_s, self._cost.pair_s * size.pairs)
         dense_s = self._roofline.seconds(size.tokens)
