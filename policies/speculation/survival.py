@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Final
@@ -426,15 +427,16 @@ def _offsets(
 
     An offset has a normal prior with the information of `weight` tokens of probability 1/2.
     """
-    information = weight / 4.0
-    right = accepted.sum(axes, keepdims=True)
+    # The sums call `np.add.reduce` themselves, because the arrays are small.
+    total = partial(np.add.reduce, axis=axes, keepdims=True)
+    information, right = weight / 4.0, total(accepted)
     offsets: NDArray[np.float64] = np.zeros(right.shape)
     for _ in range(OFFSET_STEPS):
         chances = 1.0 / (1.0 + np.exp(-(logits + offsets)))
-        expected = (tested * chances).sum(axes, keepdims=True)
-        variance = (tested * chances * (1.0 - chances)).sum(axes, keepdims=True)
-        step = (right - expected - information * offsets) / (variance + information)
-        offsets += np.clip(step, -MOST_OFFSET_STEP, MOST_OFFSET_STEP)
+        expected = tested * chances
+        variance = total(expected * (1.0 - chances))
+        step = (right - total(expected) - information * offsets) / (variance + information)
+        offsets += np.minimum(np.maximum(step, -MOST_OFFSET_STEP), MOST_OFFSET_STEP)
     return offsets
 
 
