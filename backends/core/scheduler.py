@@ -293,8 +293,7 @@ class Scheduler:
         self._now_s = self._now_s + result.step_s if now_s is None else now_s
         if plan.scored:
             self._accounting.keep_prompt_logprobs(plan, result)
-        running, detailed_keys = SequenceState.RUNNING, self._detailed
-        confirm_tokens = self._accounting.confirm_tokens
+        running = SequenceState.RUNNING
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not running:
@@ -306,15 +305,13 @@ class Scheduler:
                 continue
             if assumed:
                 sequence.token_ids.pop()  # the pending token, which is known now
-            detailed = sequence.key in detailed_keys  # checked before the sequence may end
-            kept, details = confirm_tokens(work, emitted), None
-            if detailed:
-                details = step_details(plan, work, self._now_s)
-                if not sequence.request.traced:
-                    detailed_keys.discard(sequence.key)
+            detailed = sequence.key in self._detailed  # checked before the sequence may end
+            kept = self._accounting.confirm_tokens(work, emitted)
+            details = step_details(plan, work, self._now_s) if detailed else None
+            if detailed and not sequence.request.traced:
+                self._detailed.discard(sequence.key)
             draft = verified_draft(work) if work.draft.token_ids else None
-            logprobs = logprobs and logprobs[: len(kept)]
-            emissions.append((sequence, kept, logprobs, draft, details))
+            emissions.append((sequence, kept, logprobs and logprobs[: len(kept)], draft, details))
         self._accounting.learn_drafts(emissions)
         emissions += self._accounting.finish_embeddings(plan, result)
         self._learn_costs(plan, result)
@@ -337,8 +334,7 @@ class Scheduler:
 
     def _learn_host_time(self) -> None:
         """Learn the host's share of the last step, which ends as the next step begins."""
-        whole_s = self._speed.begin_step(self._now_s)
-        self._drafts.observe_time(whole_s, self._fit.cost)
+        self._drafts.observe_time(self._speed.begin_step(self._now_s), self._fit.cost)
 
     def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
         """Feed one token to every decode, starting with the longest wait (`Queues.decodes`)."""
@@ -380,8 +376,7 @@ class Scheduler:
         blocks = self.blocks.num_free - next_blocks
         if len(decodes) == len(self._queues.running) and not next_blocks:
             return SpareCapacity(step.budget, blocks)
-        pending = [len(s.token_ids) - s.num_computed for s in self._queues.running]
-        ready = sum([tokens for tokens in pending if tokens > 1])
+        ready = sum([n for s in self._queues.running if (n := s.pending_tokens) > 1])
         if next_blocks:
             ready += self._queues.waiting_prompt_tokens(self._free_sequences, step.budget)
         most = self._most_prefill_tokens(step)

@@ -53,8 +53,9 @@ class SimExecutor:
         plain = plan.is_plain
         next_tokens, finished = self._tokens.tokens, SequenceState.FINISHED
         accepted, emitted = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        nothing: tuple[int, ...] = ()
         for work in plan.work:
-            path, tokens = (), ()
+            path = tokens = nothing
             # A step that was planned ahead may contain sequences that have ended since then.
             if work.samples and work.sequence.state is not finished:
                 if plain and not work.draft.token_ids:  # the usual case
