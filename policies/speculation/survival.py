@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Final
@@ -221,9 +220,7 @@ class RequestShift:
         tested = accepted + rejected
         if tested > POSITIONS:
             tested, accepted = POSITIONS, min(accepted, POSITIONS)
-        gradient = row.surprises[accepted]
-        if tested > accepted:
-            gradient -= row.chances[accepted]
+        gradient = row.surprises[accepted] - (row.chances[accepted] if tested > accepted else 0.0)
         self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + row.information[tested]
         shift = self.shift + gradient / self.information
         if not -MOST_SHIFT <= shift <= MOST_SHIFT:
@@ -427,15 +424,14 @@ def _offsets(
 
     An offset has a normal prior with the information of `weight` tokens of probability 1/2.
     """
-    # The sums call `np.add.reduce` themselves, because the arrays are small.
-    total = partial(np.add.reduce, axis=axes, keepdims=True)
-    information, right = weight / 4.0, total(accepted)
+    information, right = weight / 4.0, accepted.sum(axes, keepdims=True)
     offsets: NDArray[np.float64] = np.zeros(right.shape)
     for _ in range(OFFSET_STEPS):
         chances = 1.0 / (1.0 + np.exp(-(logits + offsets)))
         expected = tested * chances
-        variance = total(expected * (1.0 - chances))
-        step = (right - total(expected) - information * offsets) / (variance + information)
+        variance = (expected * (1.0 - chances)).sum(axes, keepdims=True)
+        missing = right - expected.sum(axes, keepdims=True)
+        step = (missing - information * offsets) / (variance + information)
         offsets += np.minimum(np.maximum(step, -MOST_OFFSET_STEP), MOST_OFFSET_STEP)
     return offsets
 
