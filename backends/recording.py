@@ -10,13 +10,14 @@ import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.recorded_run import Call, RecordedWorker
+from draftgate.policies.values import immutable, replace
 
 SLOTS: Final = 16
 """Length of the longest recorded draft, which is the longest that `auto` plans."""
@@ -76,7 +77,8 @@ class Tree(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
             raise ValueError(f"the tree {self.parents!r} has shares of other tokens")
 
 
-class Guess(NamedTuple):
+@immutable
+class Guess:
     """A proposer's draft for a position.
 
     Attributes:
@@ -109,7 +111,7 @@ class Guess(NamedTuple):
         if self.tree is None:
             return Guess(self.evidence, self.agreement, tokens, min(tokens, self.agreed))
         path = tuple(place for place in self.path if place < tokens)
-        return self._replace(proposed=tokens, agreed=len(path), path=path)
+        return replace(self, proposed=tokens, agreed=len(path), path=path)
 
     @property
     def right_places(self) -> tuple[int, ...]:

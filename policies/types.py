@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import Struct
 
@@ -301,7 +301,8 @@ class SpeculationPlan:
     later_draft_tokens: int = 0
 
 
-class DraftCandidate(NamedTuple):
+@immutable
+class DraftCandidate:
     """A decoding sequence whose next step could verify a draft.
 
     Attributes:

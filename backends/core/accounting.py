@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from draftgate.backends.core.drafting import Drafting
@@ -86,19 +86,25 @@ class Accounting:
 
     def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append the emitted tokens, settle the blocks, and return the tokens that are kept."""
-        sequence, start, token_ids, _, draft = work
+        sequence = work.sequence
         kept = self._append(sequence, emitted)
-        # Tokens after the end are not part of the text, and no recording contains them.
-        self._drafting.learn(sequence, kept)
-        computed = sequence.num_computed = start + len(token_ids) + len(emitted) - 1
+        fed = len(work.token_ids)
+        computed = sequence.num_computed = work.start + fed + len(emitted) - 1
         if (
             not computed % self._blocks.block_size
-            or draft.token_ids
-            or len(token_ids) > 1
+            or fed > 1
             or sequence.finish_reason is not None
+            or work.draft.token_ids
         ):
             self._settle(sequence)
         return kept
+
+    def learn_drafts(self, emissions: Iterable[Emission]) -> None:
+        """Compare the drafts of the step with the tokens that followed."""
+        if self._drafting.has_proposed:
+            # Tokens after the end are not part of the text, and no recording contains them.
+            for sequence, kept, *_ in emissions:
+                self._drafting.learn(sequence, kept)
 
     def keep_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
         """Keep the log probabilities of prompts until the first delta."""

@@ -114,8 +114,7 @@ class DraftPlan:
             return []
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
-        plain_rate = rate(view, cost)
-        terms = self._current_terms(view, decodes, cost, plain_rate * self._speedup.ratio)
+        terms = self._current_terms(view, decodes, cost)
         drafting: Many[Sequence] = ()
         if sum([sequence.draft_cap for sequence in decodes]):  # otherwise all plans are off
             drafting = self.saved_time.sequences_that_may_draft(decodes, terms)
@@ -142,7 +141,7 @@ class DraftPlan:
             offer.sequence.draft_source = offer.source
         self._learn_gains(offers, lengths, cost)
         taken_s = step_s(view, cost, self._slots) + self.drafting_s
-        self._speedup.add_step(view.total_weight + self._accepted, plain_rate * taken_s)
+        self._speedup.add_step(view.total_weight + self._accepted, rate(view, cost) * taken_s)
         self._step_work = self._drafting.step_work
         self._step_work.sequences = len(decodes)
         self._step_work.verified = sum([1 for offer in drafted if offer.draft])
@@ -315,14 +314,8 @@ class DraftPlan:
             verify_s=verify_s,
         )
 
-    def _current_terms(
-        self, view: StepView, decodes: Many[Sequence], cost: StepCost, tokens_per_s: float
-    ) -> DraftTerms:
-        """Return the terms of drafting, recomputed only if the worker has proposers.
-
-        Args:
-            tokens_per_s: value of one second.
-        """
+    def _current_terms(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
+        """Return the terms of drafting, recomputed only if the worker has proposers."""
         turn = self._step // TERMS_STEPS
         key = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
         if self._drafting.names and key != self._terms_key:
@@ -332,7 +325,7 @@ class DraftPlan:
                 self._policy.least_survival(view, cost),
                 self.price(cost),
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-                tokens_per_s,
+                rate(view, cost) * self._speedup.ratio,
                 most,
                 self._meter.cost,
             )
@@ -361,9 +354,9 @@ class DraftPlan:
         """Reserve blocks for drafts, and return the number of slots for each offer."""
         spare_blocks, budget, size = spare.blocks, spare.slots, self._blocks.block_size
         slots = []
-        for (sequence, _, _, _), length in zip(offers, lengths, strict=True):
+        for offer, length in zip(offers, lengths, strict=True):
             reserved = min(length, budget)
-            table, tokens = sequence.block_table, len(sequence.token_ids)
+            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
             held = len(table)
             if tokens + reserved > held * size:  # most drafts fit into the sequence's last block
                 reserved = min(reserved, max(0, (held + spare_blocks) * size - tokens))

@@ -152,11 +152,11 @@ class Drafting:
         if not offers and not self._exploration.has_candidates:
             return []
         requested: dict[str, list[DraftRequest]] = {}
-        for (sequence, source, draft, _), most in zip(offers, slots, strict=True):
-            if draft is None:
-                wanted = requested.setdefault(source, [])
+        for offer, most in zip(offers, slots, strict=True):
+            if offer.draft is None:
+                wanted = requested.setdefault(offer.source, [])
                 if most:
-                    wanted.append(DraftRequest(sequence, most))
+                    wanted.append(DraftRequest(offer.sequence, most))
         computed: dict[int, DraftOffer] = {}
         used = {name: requests for name, requests in requested.items() if requests}
         for name in requested:
@@ -186,10 +186,11 @@ class Drafting:
             slot_tokens: mean cost of a slot, in weighted tokens.
         """
         gains = {}
-        for (sequence, source, draft, candidate), length in zip(offers, lengths, strict=True):
-            if length and draft is not None:
-                cost = length * slot_tokens / candidate.weight
-                gains[source, sequence.key] = sum(candidate.survivals[:length]) - cost
+        for offer, length in zip(offers, lengths, strict=True):
+            if length and offer.draft is not None:
+                cost = length * slot_tokens / offer.candidate.weight
+                gain = sum(offer.candidate.survivals[:length]) - cost
+                gains[offer.source, offer.sequence.key] = gain
         self._gate.learn_gains(gains)
 
     def decline(self, offers: Many[DraftOffer]) -> None:
@@ -203,16 +204,19 @@ class Drafting:
             drafting_s = self.step_work.computed_s + self.step_work.explored_s
             self._exploration.charge_overrun(host_s - drafting_s)
 
+    @property
+    def has_proposed(self) -> bool:
+        """Whether a sequence has drafts that `learn` compares with its next tokens."""
+        return bool(self._proposed)
+
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
         """Learn from the sequence's verified and unverified drafts.
 
         An unverified draft can also be compared with the token that followed. So a policy that has
         stopped drafting notices when drafts become worth their time again.
         """
-        proposed = self._proposed
-        if proposed:
-            for source, draft in proposed.pop(sequence.key, ()):
-                self._scores.learn(sequence, source, draft, emitted)
+        for source, draft in self._proposed.pop(sequence.key, ()):
+            self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the proposers' state of a finished sequence."""
@@ -247,7 +251,8 @@ class Drafting:
             return
         self.step_work.looked_up += len(requests)
         add_lookup = self._gate.add_lookup
-        for (sequence, _), draft in zip(requests, proposer.propose(requests), strict=True):
+        for request, draft in zip(requests, proposer.propose(requests), strict=True):
+            sequence = request.sequence
             legal = draft if sequence.grammar is None else legal_draft(sequence, draft)
             add_lookup(name, sequence, terms)
             if legal.token_ids:

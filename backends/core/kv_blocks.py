@@ -360,8 +360,9 @@ class FreeRuns:
 
     def _new_start(self, wanted: int) -> tuple[int, int]:
         """Return the start of the largest gap, and that of a new run in the middle of its slack."""
-        gap_start = max(self._gaps, key=self._gaps.__getitem__)
-        slack = self._gaps[gap_start] - wanted
+        largest = max(self._gaps.values())
+        gap_start = next(start for start, length in self._gaps.items() if length == largest)
+        slack = largest - wanted
         # No run before block 0 could grow into the gap.
         return gap_start, gap_start + max(slack // 2, 0) if gap_start else 0
 

@@ -9,9 +9,11 @@ from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.costs.drafting_cost import NO_DRAFTING_COST, DraftingCost
 from draftgate.policies.types import DraftCandidate
+from draftgate.policies.values import immutable
 
 
-class DraftRequest(NamedTuple):
+@immutable
+class DraftRequest:
     """A sequence that may get a draft of up to `max_tokens` tokens."""
 
     sequence: Sequence
@@ -78,7 +80,8 @@ NO_CANDIDATE: Final = DraftCandidate(())
 """The candidate of an empty draft."""
 
 
-class DraftOffer(NamedTuple):
+@immutable
+class DraftOffer:
     """A draft that a sequence could verify in the next step.
 
     Attributes:
@@ -101,10 +104,10 @@ class DraftOffer(NamedTuple):
 
     def first(self, tokens: int) -> DraftOffer:
         """Return the offer shortened to the best tokens of its draft."""
-        sequence, source, draft, candidate = self
+        draft, candidate = self.draft, self.candidate
         if draft is None or tokens >= len(draft.token_ids):
             return self
         if not tokens:
-            return DraftOffer(sequence, source, NO_DRAFT, NO_CANDIDATE)
+            return DraftOffer(self.sequence, self.source, NO_DRAFT, NO_CANDIDATE)
         shorter = DraftCandidate(candidate.survivals[:tokens], candidate.depth_s, candidate.weight)
-        return DraftOffer(sequence, source, draft.first(tokens), shorter)
+        return DraftOffer(self.sequence, self.source, draft.first(tokens), shorter)

@@ -103,14 +103,13 @@ class ProposerGate:
         return [s for s in sequences if s.grammar is not None or s is self._probed]
 
     def admits_all(self, terms: DraftTerms) -> bool:
-        """Return whether `may_be_worthwhile` is true for all sequences of the step."""
+        """Return whether all sequences of the step may draft, because a check is due."""
         return not terms.least_survival or not self._step % HOPELESS_STEPS
 
     def may_be_worthwhile(self, sequence: Sequence, name: str, terms: DraftTerms) -> bool:
-        """Return whether the sequence's next draft may be worth a slot, or a check is due."""
-        if self.admits_all(terms) or sequence is self._probed:
+        """Return whether the sequence's next draft may be worth a slot."""
+        if terms.least_survival is None or sequence is self._probed:
             return True
-        assert terms.least_survival is not None
         first = self._scores.predicted(sequence, name).survivals[0]
         return sequence.weight * first > terms.least_survival
 

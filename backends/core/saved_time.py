@@ -93,13 +93,11 @@ class SavedTime:
             self._last = DecodeWork(decodes, kv_tokens, 0, looked_up, decodes, step_s)
             return
         slots, decoded = 0, []
-        for (sequence, _, token_ids, samples, draft), path in zip(
-            plan.work, result.accepted, strict=True
-        ):
-            drafts = len(draft.token_ids)
+        for work, path in zip(plan.work, result.accepted, strict=True):
+            drafts = len(work.draft.token_ids)
             slots += drafts
-            if samples and len(token_ids) == 1:
-                decoded.append((sequence, len(path), drafts))
+            if work.samples and len(work.token_ids) == 1:
+                decoded.append((work.sequence, len(path), drafts))
         decodes, kv_tokens = len(decoded), size.kv_tokens - slots
         if not decodes:
             return

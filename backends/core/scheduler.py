@@ -311,7 +311,8 @@ class Scheduler:
             if detailed and not sequence.request.traced:
                 self._detailed.discard(sequence.key)
             draft = verified_draft(work) if work.draft.token_ids else None
-            emissions.append((sequence, kept, logprobs[: len(kept)], draft, details))
+            emissions.append((sequence, kept, logprobs and logprobs[: len(kept)], draft, details))
+        self._accounting.learn_drafts(emissions)
         emissions += self._accounting.finish_embeddings(plan, result)
         self._learn_costs(plan, result)
         if assumed:
@@ -333,8 +334,7 @@ class Scheduler:
 
     def _learn_host_time(self) -> None:
         """Learn the host's share of the last step, which ends as the next step begins."""
-        whole_s = self._speed.begin_step(self._now_s)
-        self._drafts.observe_time(whole_s, self._fit.cost)
+        self._drafts.observe_time(self._speed.begin_step(self._now_s), self._fit.cost)
 
     def _plan_decodes(self, step: StepBuilder, *, early: bool = False) -> None:
         """Feed one token to every decode, starting with the longest wait (`Queues.decodes`)."""
@@ -376,7 +376,7 @@ class Scheduler:
         blocks = self.blocks.num_free - next_blocks
         if len(decodes) == len(self._queues.running) and not next_blocks:
             return SpareCapacity(step.budget, blocks)
-        ready = sum(s.pending_tokens for s in self._queues.running if s.pending_tokens > 1)
+        ready = sum([n for s in self._queues.running if (n := s.pending_tokens) > 1])
         if next_blocks:
             ready += self._queues.waiting_prompt_tokens(self._free_sequences, step.budget)
         most = self._most_prefill_tokens(step)

@@ -21,10 +21,9 @@ PENDING: Final = -1
 """
 
 
-class SequenceWork(NamedTuple):
+@immutable
+class SequenceWork:
     """The part of a step for one sequence: confirmed tokens to feed and a draft to verify.
-
-    A tuple, because every step creates one per sequence and a dataclass takes three times as long.
 
     Attributes:
         start: position of the first token fed, where all earlier tokens are in the cache.
@@ -119,11 +118,12 @@ class StepPlan:
         """The quantities that determine the cost of the step."""
         if self._size is None:
             tokens = kv_tokens = pairs = sampled = 0
-            for _, start, token_ids, samples, draft in self.work:
-                fed = len(token_ids) + len(draft.token_ids)
+            for work in self.work:
+                start, drafts = work.start, len(work.draft.token_ids)
+                fed = len(work.token_ids) + drafts
                 tokens += fed
                 kv_tokens += start + fed
-                sampled += samples + len(draft.token_ids)
+                sampled += work.samples + drafts
                 if fed > 1:
                     pairs += (fed - 1) * start + fed * (fed + 1) // 2 - 1
             self._size = StepSize(tokens, kv_tokens, len(self.work), pairs, sampled)
@@ -206,8 +206,10 @@ class StepBuilder:
     def attach_draft(self, key: int, draft: Draft) -> None:
         """Verify a draft after the tokens of a sequence of the step."""
         self.budget -= len(draft.token_ids)
-        sequence, start, token_ids, samples, _ = self.work[key]
-        self.work[key] = SequenceWork(sequence, start, token_ids, samples, draft)
+        work = self.work[key]
+        self.work[key] = SequenceWork(
+            work.sequence, work.start, work.token_ids, work.samples, draft
+        )
 
     def view(
         self,
@@ -227,7 +229,7 @@ class StepBuilder:
             cost_error: relative error of predicted step times (`StepCostFit.relative_error`).
         """
         decodes = self.work.values()
-        tokens = sum([len(fed) + len(draft.token_ids) for _, _, fed, _, draft in decodes])
+        tokens = sum([len(work.token_ids) + len(work.draft.token_ids) for work in decodes])
         kv_tokens = tokens + sum([work.start for work in decodes])
         left_s, targets_s = list[float](), list[float]()
         if now_s is not None:

@@ -310,14 +310,14 @@ def attention_inputs(span: AttentionSpan, rows: int) -> StepInputs:
 
 def feed_of(work: SequenceWork) -> Feed:
     """Return the target's input for a sequence in a step."""
-    sequence, start, token_ids, samples, draft = work
+    sequence, start, draft = work.sequence, work.start, work.draft
     if not draft.token_ids:
         table, slot = sequence.block_table, sequence.adapter_slot
-        return Feed(token_ids, start, table, samples, adapter_slot=slot)
+        return Feed(work.token_ids, start, table, work.samples, adapter_slot=slot)
     fed, table, slot = work.fed_ids, sequence.block_table, sequence.adapter_slot
     if draft.is_chain:
         return Feed(fed, start, table, work.num_samples, adapter_slot=slot)
-    end = start + len(token_ids)
+    end = work.confirmed_end
     positions = [*range(start, end), *[end + depth - 1 for depth in draft.depths]]
     return Feed(fed, start, table, work.num_samples, positions, _spans(work, table), slot)
 

@@ -141,8 +141,8 @@ class SamplingColumns:
             positions = [work.start + 1 for work in sampling]
         else:
             positions, repeats = [], []
-            for _, start, token_ids, _, draft in sampling:
-                end, rows = start + len(token_ids), 1 + len(draft.token_ids)
+            for work in sampling:
+                end, draft, rows = work.confirmed_end, work.draft, work.num_samples
                 repeats.append(rows)
                 if draft.is_chain:
                     positions += range(end, end + rows)

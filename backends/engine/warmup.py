@@ -205,7 +205,7 @@ def rehearse_tree(runner: ModelRunner) -> None:
     """Run a step that verifies a draft with two branches, so that its kernels are compiled."""
     work = _verify(3)
     branches = Draft(work.draft.token_ids, (ROOT, ROOT))
-    runner.execute(StepPlan((work._replace(draft=branches),)))
+    runner.execute(StepPlan((replace(work, draft=branches),)))
 
 
 def steps_are_exact(

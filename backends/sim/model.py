@@ -51,12 +51,19 @@ class SimExecutor:
         """Return the true tokens: the agreeing part of each draft and the next token."""
         self.host_s = self._device.pop_host_s(len(plan.work))
         plain = plan.is_plain
-        if plain and plan.decodes_only:
-            next_token = self._tokens.tokens
-            emitted = tuple([next_token(work.sequence, work.start + 1) for work in plan.work])
-            accepted: Many[tuple[int, ...]] = ((),) * len(emitted)
-        else:
-            accepted, emitted = zip(*map(self._walk, plan.work), strict=True)
+        next_tokens, finished = self._tokens.tokens, SequenceState.FINISHED
+        accepted, emitted = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        nothing: tuple[int, ...] = ()
+        for work in plan.work:
+            path = tokens = nothing
+            # A step that was planned ahead may contain sequences that have ended since then.
+            if work.samples and work.sequence.state is not finished:
+                if plain and not work.draft.token_ids:  # the usual case
+                    tokens = next_tokens(work.sequence, work.start + len(work.token_ids))
+                else:
+                    path, tokens = self._walk(work)
+            accepted.append(path)
+            emitted.append(tokens)
         logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
         if not plain:
             logprobs = [
@@ -68,10 +75,7 @@ class SimExecutor:
         return StepResult(emitted, accepted, logprobs, step_s, None, scored)
 
     def _walk(self, work: SequenceWork) -> Walk:
-        """Return the accepted path of a sequence, and its tokens."""
-        # A step that was planned ahead may contain sequences that have ended since then.
-        if not work.samples or work.sequence.state is SequenceState.FINISHED:
-            return (), ()
+        """Return the accepted path of a sequence that samples, and its tokens."""
         if self._forms is not None and work.sequence.grammar is not None:
             return self._forms.walk(work)
         true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)

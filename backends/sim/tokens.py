@@ -11,8 +11,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
+from itertools import islice
 from random import Random
 from typing import Final, Protocol, TypeVar
 
@@ -97,11 +98,13 @@ def _cycles(
     vocabulary: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """Return the cycles of true tokens, of tokens that differ from them, and of uniforms."""
-    random = Random(0)
-    drawn = [random.randrange(len(vocabulary)) for _ in range(CYCLE)]
-    tokens = tuple(vocabulary[index] for index in drawn)
-    others = tuple(vocabulary[(index + 1) % len(vocabulary)] for index in drawn)
-    uniforms = tuple(random.random() for _ in range(CYCLE))
+    random, size = Random(0), len(vocabulary)
+    # `randrange` draws the same numbers, in three times as long.
+    numbers = iter(partial(random.getrandbits, size.bit_length()), None)
+    drawn = list(islice(filter(size.__gt__, numbers), CYCLE))
+    tokens = tuple([vocabulary[index] for index in drawn])
+    others = tuple([vocabulary[(index + 1) % size] for index in drawn])
+    uniforms = tuple([random.random() for _ in range(CYCLE)])
     return _closed(tokens), _closed(others), _closed(uniforms)
 
 

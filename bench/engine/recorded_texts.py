@@ -193,7 +193,8 @@ class SparseDrafts:
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Keep the drafts of the proposer, and return no drafts."""
-        for (sequence, _), draft in zip(requests, self._proposer.propose(requests), strict=True):
+        for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
+            sequence = request.sequence
             kept = self.drafts.setdefault(sequence.request.request_id, {})
             kept[str(len(sequence.token_ids))] = draft
         return [NO_DRAFT] * len(requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
@@ -90,7 +91,7 @@ def with_trees(plan: StepPlan) -> StepPlan:
         size = len(each.draft)
         parents = tuple((place - 2) // 2 if place > 1 else ROOT for place in range(size))
         draft = Draft(each.draft.token_ids, parents).depth_first()
-        work.append(each._replace(draft=draft))
+        work.append(replace(each, draft=draft))
     return StepPlan(tuple(work))
 
 

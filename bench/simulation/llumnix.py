@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -53,7 +53,7 @@ from draftgate.lab.simulate.cluster import (
 )
 from draftgate.lab.simulate.experiment import MoveCounts
 from draftgate.lab.simulate.intervals import estimate
-from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, chunk_gaps_s, percentile, values_of
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import PlannedRequest, Record, Slo
@@ -272,8 +272,7 @@ def metrics(records: Sequence[Record]) -> dict[str, float]:
 
 def lost_s(record: Record) -> float:
     """Return the time of a request in long gaps between its tokens, in seconds."""
-    gaps = (after.at_s - before.at_s for before, after in pairwise(record.chunks))
-    return sum(gap for gap in gaps if gap > GAP_S)
+    return sum(gap for gap in chunk_gaps_s(record) if gap > GAP_S)
 
 
 def ratios(rows: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:

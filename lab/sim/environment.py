@@ -304,8 +304,8 @@ class RooflineDevice(ProfileDevice):
         size = plan.size
         splits = sum(
             [
-                -(-(start + len(token_ids) + len(draft.token_ids)) // SPLIT_TOKENS)
-                for _, start, token_ids, _, draft in plan.work
+                -(-(work.start + len(work.token_ids) + len(work.draft.token_ids)) // SPLIT_TOKENS)
+                for work in plan.work
             ]
         )
         read_s = self._cost.kv_token_s * (splits * SPLIT_TOKENS)

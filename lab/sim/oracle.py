@@ -117,12 +117,13 @@ class InformedDrafting(Drafting):
         if Knowledge.DRAFTS not in self.known or not self._gate.looks_up[name]:
             yield from super()._offers_of(name, requests, terms)
             return
-        for sequence, most in requests:
-            draft = self._simulated(name).draft(sequence, most)
+        for request in requests:
+            sequence = request.sequence
+            draft = self._simulated(name).draft(sequence, request.max_tokens)
             if draft:
                 offer = self._found(sequence, name, draft)
-                candidate = offer.candidate._replace(start_s=terms.drafting.sequence_s)
-                yield offer._replace(candidate=candidate)
+                candidate = replace(offer.candidate, start_s=terms.drafting.sequence_s)
+                yield replace(offer, candidate=candidate)
             else:
                 self._scores.learn_nothing_found(sequence, name)
 
@@ -133,14 +134,14 @@ class InformedDrafting(Drafting):
             return offer
         assert offer.draft is not None
         right = self._simulated(source).accepted(sequence, offer.draft)
-        candidate = offer.candidate._replace(survivals=(1.0,) * len(right))
-        return offer._replace(draft=right, candidate=candidate)
+        candidate = replace(offer.candidate, survivals=(1.0,) * len(right))
+        return replace(offer, draft=right, candidate=candidate)
 
     def _uncomputed(
         self, request: DraftRequest, source: str, depth_s: float, call_s: float
     ) -> DraftOffer:
         offer = super()._uncomputed(request, source, depth_s, call_s)
-        sequence, most = request
+        sequence, most = request.sequence, request.max_tokens
         if Knowledge.ACCEPTANCE in self.known:
             survivals = (1.0,) * self._simulated(source).agreed(sequence, most)
         elif Knowledge.DRAFTS in self.known:
@@ -148,7 +149,7 @@ class InformedDrafting(Drafting):
             survivals = self._scores.found(sequence, source, draft)[1]
         else:
             return offer
-        return offer._replace(candidate=offer.candidate._replace(survivals=survivals))
+        return replace(offer, candidate=replace(offer.candidate, survivals=survivals))
 
     def _simulated(self, name: str) -> SimProposer:
         return cast(SimProposer, self._proposers[name])

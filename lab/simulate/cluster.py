@@ -231,7 +231,7 @@ async def _run(
         BackendFailed: a worker failed.
     """
     last: Delta | None = None
-    deliveries = Deliveries()
+    deliveries, now_s = Deliveries(), asyncio.get_running_loop().time
 
     def record(delta: Delta) -> None:
         nonlocal last
@@ -239,7 +239,7 @@ async def _run(
         if delta.phases is not None and deliveries.scheduled_s is None:
             deliveries.scheduled_s = delta.phases.scheduled_s
         if pop_deliveries is None and delta.token_ids:
-            deliveries.at_s.append(loop_time_s() - start_s)
+            deliveries.at_s.append(now_s() - start_s)
             deliveries.tokens.append(len(delta.token_ids))
 
     with dispatcher.counted():

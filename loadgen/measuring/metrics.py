@@ -111,7 +111,10 @@ def itls_s(record: Record) -> list[float]:
     chunk were that many chunks of one token.
     """
     itls: list[float] = []
-    for gap_s, tokens in zip(chunk_gaps_s(record), tokens_per_chunk(record)[1:], strict=False):
+    gaps_s, sizes = chunk_gaps_s(record), tokens_per_chunk(record)[1:]
+    if sizes.count(1.0) == len(gaps_s):  # the usual case without drafts
+        return gaps_s
+    for gap_s, tokens in zip(gaps_s, sizes, strict=False):
         if tokens > 0:
             itls.extend([gap_s / tokens] * max(1, round(tokens)))
     return itls

@@ -85,7 +85,7 @@ class NonNegativeRegression:
         noise = np.clip(self.relative_error / _MEDIAN_OF_NORMAL, LEAST_NOISE, MOST_NOISE)
         towards = rows @ self._covariance
         expected = towards @ rows.T
-        expected[np.diag_indices_from(expected)] += noise**2
+        expected.flat[:: len(expected) + 1] += noise**2  # the diagonal
         bound = MOST_DEVIATIONS * np.sqrt(np.diagonal(expected))
         clipped = np.clip(innovations, -bound, bound)
         gain = np.linalg.solve(expected, np.column_stack((clipped, towards)))

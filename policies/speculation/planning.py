@@ -111,5 +111,5 @@ def unweighted(step: StepView) -> StepView:
     """Return the step with a weight of 1 for every token (`weights`)."""
     if step.weight is None and all(candidate.weight == 1.0 for candidate in step.candidates):
         return step
-    equal_weights = tuple([candidate._replace(weight=1.0) for candidate in step.candidates])
+    equal_weights = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
     return replace(step, candidates=equal_weights, weight=None)

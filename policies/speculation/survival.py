@@ -25,12 +25,13 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftgate.policies.speculation.table_counts import TableCounts
+from draftgate.policies.values import immutable
 
 PRIOR_ACCEPTANCE: Final = 0.5
 """Running acceptance of a worker before its first draft. Plans of requests depend on it, but no
@@ -172,7 +173,8 @@ def outcome_row(accepted: int, *, rejected: bool) -> int:
     return 1 + LONG_RUN + (not rejected)
 
 
-class Row(NamedTuple):
+@immutable
+class Row:
     """The estimates for a draft at a request's shift.
 
     Attributes:
@@ -215,12 +217,11 @@ class RequestShift:
 
     def add_draft(self, row: Row, accepted: int, *, rejected: bool) -> None:
         """Learn from a draft with the expected acceptance of `row`."""
-        chances, _, surprises, information = row
         tested = accepted + rejected
         if tested > POSITIONS:
             tested, accepted = POSITIONS, min(accepted, POSITIONS)
-        gradient = surprises[accepted] - (chances[accepted] if tested > accepted else 0.0)
-        self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + information[tested]
+        gradient = row.surprises[accepted] - (row.chances[accepted] if tested > accepted else 0.0)
+        self.information = SHIFT_MEMORY * self.information + _FORGOTTEN + row.information[tested]
         shift = self.shift + gradient / self.information
         if not -MOST_SHIFT <= shift <= MOST_SHIFT:
             shift = math.copysign(MOST_SHIFT, shift)
@@ -423,15 +424,15 @@ def _offsets(
 
     An offset has a normal prior with the information of `weight` tokens of probability 1/2.
     """
-    information = weight / 4.0
-    right = accepted.sum(axes, keepdims=True)
+    information, right = weight / 4.0, accepted.sum(axes, keepdims=True)
     offsets: NDArray[np.float64] = np.zeros(right.shape)
     for _ in range(OFFSET_STEPS):
         chances = 1.0 / (1.0 + np.exp(-(logits + offsets)))
-        expected = (tested * chances).sum(axes, keepdims=True)
-        variance = (tested * chances * (1.0 - chances)).sum(axes, keepdims=True)
-        step = (right - expected - information * offsets) / (variance + information)
-        offsets += np.clip(step, -MOST_OFFSET_STEP, MOST_OFFSET_STEP)
+        expected = tested * chances
+        variance = (expected * (1.0 - chances)).sum(axes, keepdims=True)
+        missing = right - expected.sum(axes, keepdims=True)
+        step = (missing - information * offsets) / (variance + information)
+        offsets += np.minimum(np.maximum(step, -MOST_OFFSET_STEP), MOST_OFFSET_STEP)
     return offsets
 
 

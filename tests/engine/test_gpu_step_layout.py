@@ -105,10 +105,10 @@ def test_sampling_parameters_are_those_of_the_step() -> None:
         ]
         work.append(SequenceWork(sequences[0], 3, (1, 2), rng.random() < 0.5))
         expected = [
-            (s.request.sampling, s.choice, start + len(fed) + depth)
-            for s, start, fed, samples, draft in work
-            if samples
-            for depth in (0, *draft.depths)
+            (part.sequence.request.sampling, part.sequence.choice, part.confirmed_end + depth)
+            for part in work
+            if part.samples
+            for depth in (0, *part.draft.depths)
         ]
         found = columns.of_plan(StepPlan(tuple(work)))
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):

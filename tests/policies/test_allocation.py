@@ -185,7 +185,7 @@ def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
     """With start costs, the allocation gains at least as much as no new drafts, and is close to the
     optimum."""
     begun = [
-        c._replace(start_s=start_s if c.depth_s else 0.0)
+        replace(c, start_s=start_s if c.depth_s else 0.0)
         for c, start_s in zip(offered, starts, strict=False)
     ]
     many = len(begun)
@@ -205,7 +205,7 @@ def test_start_costs_count_against_new_drafts(offered, starts, cost) -> None:
 def test_expensive_start_is_left_out() -> None:
     """A long catch-up excludes only its own sequence from drafting."""
     ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
-    behind = ready._replace(start_s=1.0)
+    behind = replace(ready, start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
     assert allocate(step, H100_8B) == [3, 0]
 

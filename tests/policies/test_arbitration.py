@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, product
 from operator import mul
 
@@ -59,7 +60,7 @@ def test_choice_is_optimal_at_a_price(options, price, call_s) -> None:
     """If one proposer computes its drafts, no other choice of proposers is worth more at this
     price."""
     options = [
-        tuple(c._replace(call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
+        tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
     ]
     chosen = arbitrate(options, price, RATE)
     best = max(value(options, other, price) for other in product(*map(range, map(len, options))))

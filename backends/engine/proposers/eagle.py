@@ -147,14 +147,15 @@ class EagleProposer:
         ready: list[int] = []
         catching_up: list[tuple[Sequence, int]] = []
         left = self._catch_up_tokens
-        for place, (sequence, most) in enumerate(requests):
+        for place, request in enumerate(requests):
+            sequence = request.sequence
             first, end = self._first_missing(sequence), self._end(sequence)
             rows = min(end - first, left)
             if rows < 1:
                 continue
             # The tokens before a pending prompt chunk have features, and the others have none yet.
             drafts = first + rows == len(sequence.token_ids) - 1
-            if not self._reserve(sequence, first + rows + (most if drafts else 0)):
+            if not self._reserve(sequence, first + rows + (request.max_tokens if drafts else 0)):
                 continue
             left -= rows
             sequence.draft_table.valid_tokens = first

@@ -86,7 +86,8 @@ class NgramProposer:
         """
         texts: list[tuple[IndexedText, ...]] = []
         known = self._live
-        for sequence, _ in requests:
+        for request in requests:
+            sequence = request.sequence
             live = known.get(sequence.key)
             if live is None or live.text.tokens is not sequence.token_ids:
                 live = known[sequence.key] = self._begin(sequence)
