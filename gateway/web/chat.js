@@ -3,7 +3,7 @@
 import { read } from "/web/attachments.js";
 import * as conversations from "/web/conversations.js";
 import { add, path, removeFrom, ROOT, versions } from "/web/conversations.js";
-import { button, byId, duration } from "/web/dom.js";
+import { button, byId, duration, isAtEnd } from "/web/dom.js";
 import { Answer, endingOf, entersText, Question, versionButtons } from "/web/messages.js";
 import { Run } from "/web/run.js";
 import { model, settings } from "/web/settings.js";
@@ -70,9 +70,10 @@ async function answer({ question, first = conversation.messages.length, continue
   keepNow = () => keep("stopped");
   begin(true);
   let end = "failed";
+  let follows = true; // known before an error makes the box smaller
   await task.perform(async (signal) => {
     signal.addEventListener("abort", () => (end = "stopped"));
-    await run.stream("/v1/chat/completions", body, signal, () => view.updateSoon());
+    await run.stream("/v1/chat/completions", body, signal, () => view.updateSoon()).finally(() => (follows = isAtEnd(byId("turns"))));
     end = run.wasCut ? (isFull(run.usage) ? "full" : "length") : "stop";
     return run.wasCut ? "" : run.ending;
   });
@@ -83,7 +84,7 @@ async function answer({ question, first = conversation.messages.length, continue
   const isEmpty = text.length === length && !reasoning;
   if (!isEmpty || (continued !== null && end === "stop")) keep(end);
   else if (continued === null) withdraw(asked, first, at, end);
-  if (asked === conversation) conclude(view, text.slice(length), isEmpty);
+  if (asked === conversation) conclude(view, text.slice(length), { isEmpty, follows });
   else leaveBehind();
   if (run.id) ended(run.requestId);
 }
@@ -135,11 +136,15 @@ function withdraw(asked, first, at, end) {
   else if (end === "stop") task.fail("The answer is empty.");
 }
 
-/** Show the end of an answer, and let screen readers read the answer once, as a whole. */
-function conclude(view, added, isEmpty) {
+/** Show the end of an answer and its figures, and let screen readers read the answer once, as a whole. */
+function conclude(view, added, { isEmpty, follows }) {
   show();
-  if (isEmpty) return;
-  const ending = endingOf(view.message);
+  if (!isEmpty) sayEnd(view.message, added);
+  if (follows) byId("turns").scrollTop = byId("turns").scrollHeight;
+}
+
+function sayEnd(message, added) {
+  const ending = endingOf(message);
   if (ending && !byId("state-chat").textContent) task.say(ending);
   byId("spoken").textContent = added.slice(0, MOST_SPOKEN);
 }
