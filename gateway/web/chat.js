@@ -6,7 +6,7 @@ import { add, path, removeFrom, ROOT, versions } from "/web/conversations.js";
 import { button, byId, duration, isAtEnd } from "/web/dom.js";
 import { Answer, endingOf, entersText, Question, versionButtons } from "/web/messages.js";
 import { Run } from "/web/run.js";
-import { model, settings } from "/web/settings.js";
+import { modelOf, settings } from "/web/settings.js";
 import * as sidebar from "/web/sidebar.js";
 import { Task } from "/web/task.js";
 
@@ -74,7 +74,7 @@ async function answer({ question, first = conversation.messages.length, continue
   await task.perform(async (signal) => {
     signal.addEventListener("abort", () => (end = "stopped"));
     await run.stream("/v1/chat/completions", body, signal, () => view.updateSoon()).finally(() => (follows = isAtEnd(byId("turns"))));
-    end = run.wasCut ? (isFull(run.usage) ? "full" : "length") : "stop";
+    end = run.wasCut ? (isFull(run.usage, body.model) ? "full" : "length") : "stop";
     return run.wasCut ? "" : run.ending;
   });
   keepNow = () => {};
@@ -93,13 +93,15 @@ async function answer({ question, first = conversation.messages.length, continue
 function bodyOf(asked, end, isContinued) {
   const system = asked.system ? [{ role: "system", content: asked.system }] : [];
   const said = path(asked, end).map((at) => ({ role: asked.messages[at].role, content: asked.messages[at].content }));
-  const rest = isContinued ? { continue_final_message: true, add_generation_prompt: false } : {};
-  return { ...settings(), messages: [...system, ...said], ...rest };
+  const body = { ...settings(), messages: [...system, ...said] };
+  if (!isContinued) return body;
+  const { id = body.model } = modelOf(asked.messages[end].model); // the model that began, if it still exists
+  return { ...body, model: id, continue_final_message: true, add_generation_prompt: false };
 }
 
 /** Whether an answer has filled the context, so that nothing can continue it. */
-function isFull(usage) {
-  const { max_model_len: most } = model();
+function isFull(usage, name) {
+  const { max_model_len: most } = modelOf(name);
   return Boolean(usage && most) && usage.prompt_tokens + usage.completion_tokens >= most;
 }
 
