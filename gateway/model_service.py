@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from random import Random
 from typing import cast
 
-from draftgate.backends.checkpoints import is_shipped_model
 from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.types import Task
 from draftgate.gateway.assembly import (
@@ -181,16 +180,6 @@ class ModelService:
     def forwards(self) -> bool:
         """Whether the workers, once started, take whole requests, as upstreams do."""
         return not self.fleet.token_ids
-
-    @property
-    def chats(self) -> bool:
-        """Whether the known model follows instructions, as far as its chat template shows.
-
-        The shipped model has a template for tools, but completes code.
-        """
-        card = self.fleet.card
-        completes_code = is_shipped_model(card.root) and not card.is_simulated
-        return self.served.tokenizer.tool_template is not None and not completes_code
 
     def may_forward(self, name: str) -> bool:
         """Return whether an upstream lists a model, or has not sent its list yet."""
