@@ -64,8 +64,7 @@ def _completes_code(node: Node) -> bool:
 def _chats(node: Node) -> bool:
     """Return whether the first model follows instructions, as far as its chat template shows."""
     first = node.models[0]
-    known = first.is_known and not (first.forwards or _completes_code(node))
-    return known and first.served.tokenizer.tool_template is not None
+    return first.is_known and not first.forwards and first.served.chats(first.fleet.card)
 
 
 def _about(model: ModelService, node: Node, *, several: bool) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from draftgate.backends.adapter_card import AdapterCard
+from draftgate.backends.checkpoints import is_shipped_model
 from draftgate.backends.generation_defaults import GenerationDefaults
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import ModelCard
 from draftgate.gateway.config.schema import MAX_REQUEST_TOKENS
 from draftgate.gateway.errors import ModelNotFound, invalid
 from draftgate.gateway.tools.dialects import Dialect, dialect_for
@@ -43,6 +45,14 @@ class ServedModel:
         """The format in which the model gets tools and calls them, or None if it gets none."""
         template = self.tokenizer.tool_template
         return dialect_for(template, describes_tools=self.describes_tools)
+
+    def chats(self, card: ModelCard) -> bool:
+        """Return whether the model follows instructions, as far as its chat template shows.
+
+        The shipped model has a template for tools, but completes code.
+        """
+        completes_code = is_shipped_model(card.root) and not card.is_simulated
+        return self.tokenizer.tool_template is not None and not completes_code
 
     def named(self, requested: str | None) -> ServedModel:
         """Return the model, with its adapter if the client names an adapter.

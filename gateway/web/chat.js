@@ -3,10 +3,10 @@
 import { read } from "/web/attachments.js";
 import * as conversations from "/web/conversations.js";
 import { add, path, removeFrom, ROOT, versions } from "/web/conversations.js";
-import { button, byId, duration } from "/web/dom.js";
+import { button, byId, duration, isAtEnd } from "/web/dom.js";
 import { Answer, endingOf, entersText, Question, versionButtons } from "/web/messages.js";
 import { Run } from "/web/run.js";
-import { model, settings } from "/web/settings.js";
+import { modelOf, settings } from "/web/settings.js";
 import * as sidebar from "/web/sidebar.js";
 import { Task } from "/web/task.js";
 
@@ -70,10 +70,11 @@ async function answer({ question, first = conversation.messages.length, continue
   keepNow = () => keep("stopped");
   begin(true);
   let end = "failed";
+  let follows = true; // known before an error makes the box smaller
   await task.perform(async (signal) => {
     signal.addEventListener("abort", () => (end = "stopped"));
-    await run.stream("/v1/chat/completions", body, signal, () => view.updateSoon());
-    end = run.wasCut ? (isFull(run.usage) ? "full" : "length") : "stop";
+    await run.stream("/v1/chat/completions", body, signal, () => view.updateSoon()).finally(() => (follows = isAtEnd(byId("turns"))));
+    end = run.wasCut ? (isFull(run.usage, body.model) ? "full" : "length") : "stop";
     return run.wasCut ? "" : run.ending;
   });
   keepNow = () => {};
@@ -83,7 +84,7 @@ async function answer({ question, first = conversation.messages.length, continue
   const isEmpty = text.length === length && !reasoning;
   if (!isEmpty || (continued !== null && end === "stop")) keep(end);
   else if (continued === null) withdraw(asked, first, at, end);
-  if (asked === conversation) conclude(view, text.slice(length), isEmpty);
+  if (asked === conversation) conclude(view, text.slice(length), { isEmpty, follows });
   else leaveBehind();
   if (run.id) ended(run.requestId);
 }
@@ -92,13 +93,15 @@ async function answer({ question, first = conversation.messages.length, continue
 function bodyOf(asked, end, isContinued) {
   const system = asked.system ? [{ role: "system", content: asked.system }] : [];
   const said = path(asked, end).map((at) => ({ role: asked.messages[at].role, content: asked.messages[at].content }));
-  const rest = isContinued ? { continue_final_message: true, add_generation_prompt: false } : {};
-  return { ...settings(), messages: [...system, ...said], ...rest };
+  const body = { ...settings(), messages: [...system, ...said] };
+  if (!isContinued) return body;
+  const { id = body.model } = modelOf(asked.messages[end].model); // the model that began, if it still exists
+  return { ...body, model: id, continue_final_message: true, add_generation_prompt: false };
 }
 
 /** Whether an answer has filled the context, so that nothing can continue it. */
-function isFull(usage) {
-  const { max_model_len: most } = model();
+function isFull(usage, name) {
+  const { max_model_len: most } = modelOf(name);
   return Boolean(usage && most) && usage.prompt_tokens + usage.completion_tokens >= most;
 }
 
@@ -135,11 +138,15 @@ function withdraw(asked, first, at, end) {
   else if (end === "stop") task.fail("The answer is empty.");
 }
 
-/** Show the end of an answer, and let screen readers read the answer once, as a whole. */
-function conclude(view, added, isEmpty) {
+/** Show the end of an answer and its figures, and let screen readers read the answer once, as a whole. */
+function conclude(view, added, { isEmpty, follows }) {
   show();
-  if (isEmpty) return;
-  const ending = endingOf(view.message);
+  if (!isEmpty) sayEnd(view.message, added);
+  if (follows) byId("turns").scrollTop = byId("turns").scrollHeight;
+}
+
+function sayEnd(message, added) {
+  const ending = endingOf(message);
   if (ending && !byId("state-chat").textContent) task.say(ending);
   byId("spoken").textContent = added.slice(0, MOST_SPOKEN);
 }

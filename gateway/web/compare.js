@@ -48,6 +48,7 @@ async function compare(signal) {
     return "Done.";
   } finally {
     replay?.end();
+    if (!plain.isComplete) verdict("–", `no speed-up: the run ${drafted.isComplete ? "without" : "with"} speculation did not end`, "");
     const ids = [drafted, plain].flatMap(({ last }) => (last?.id ? [last.requestId] : []));
     if (ids.length) ended(...ids);
   }
@@ -83,6 +84,7 @@ class Column {
     this.note = byId(`loop-${side}`);
     this.loops = false;
     this.last = null; // the Run
+    this.isComplete = false; // whether the run has ended by itself
   }
 
   clear() {
@@ -103,6 +105,7 @@ class Column {
     try {
       const speculation = { ...body.speculation, mode: this.mode };
       await run.stream("/v1/completions", { ...body, speculation }, signal, note);
+      this.isComplete = true;
     } finally {
       this.box.setAttribute("aria-busy", "false");
     }

@@ -32,11 +32,13 @@ async function stream(prompt, output, signal) {
   const run = new Run(output, byId("output"));
   for (const part of ["empty", "stats", "reason", "continue-completion"]) byId(part).hidden = true;
   byId("output").setAttribute("aria-busy", "true");
+  let isComplete = false;
   try {
     await run.stream("/v1/completions", { ...settings(), prompt }, signal);
-    byId("continue-completion").hidden = !run.wasCut;
+    isComplete = !run.wasCut;
     return run.ending;
   } finally {
+    byId("continue-completion").hidden = isComplete || !output.text;
     byId("output").setAttribute("aria-busy", "false");
     finish(run);
   }

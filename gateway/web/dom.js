@@ -62,9 +62,12 @@ export const count = (number, thing) => `${number.toLocaleString("en")} ${thing}
 
 export const percent = (share) => `${Math.round(share * 100)}%`;
 
+/** Whether a box shows its end, because the user has not scrolled up. */
+export const isAtEnd = (box) => box.scrollTop + box.clientHeight >= box.scrollHeight - 24;
+
 /** Change the content of a box, and scroll to its end unless the user has scrolled up. */
 export function followEnd(box, change) {
-  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24;
+  const follows = isAtEnd(box);
   change();
   if (follows) box.scrollTop = box.scrollHeight;
 }

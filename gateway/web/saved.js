@@ -23,7 +23,8 @@ export function headline({ period_s: period, tenant, drafted_tokens: drafted, sa
   return `Drafts changed ${own ? "your " : ""}decoding time by less than 1% ${when}`;
 }
 
+/** The seconds in words. Requests that run together each count, so their sum exceeds the time that passes. */
 function seconds({ saved_s: saved, decode_s: decode }) {
   const change = saved ? `${duration(Math.abs(saved))} ${saved > 0 ? "saved" : "lost"}, ` : "";
-  return `${change}${duration(decode)} spent on decoding`;
+  return `Summed over requests: ${change}${duration(decode)} spent on decoding`;
 }

@@ -10,6 +10,7 @@ const MODES = ["ngram", "eagle", "draft_model", "sparse_self"]; // the modes tha
 const COMPLETION_TOKENS = 96;
 
 let models = [];
+let wanted = ""; // the model that the user chose last, which not every tab offers
 
 const number = (id) => (byId(id).value === "" ? undefined : byId(id).valueAsNumber);
 const canChat = ({ chat }) => chat !== false; // models of other servers do not report it
@@ -17,7 +18,10 @@ const canChat = ({ chat }) => chat !== false; // models of other servers do not 
 /** Set up the menu, the drawer and the tabs. */
 export function setUp() {
   tabs.setUp(fitTab);
-  byId("model").addEventListener("change", fitModel);
+  byId("model").addEventListener("change", () => {
+    wanted = byId("model").value;
+    fitModel();
+  });
   const drawer = byId("settings");
   byId("open-settings").addEventListener("click", () => drawer.showModal());
   byId("close-settings").addEventListener("click", () => drawer.close());
@@ -36,8 +40,8 @@ export function offer(found) {
   offerTabs();
 }
 
-/** The chosen entry of `/v1/models`, or an empty object while none is known. */
-export const model = () => models.find(({ id }) => id === byId("model").value) ?? {};
+/** The entry of `/v1/models` with a name, or an empty object while it is unknown. */
+export const modelOf = (name) => models.find(({ id }) => id === name) ?? {};
 
 /** Offer the tabs of the models. The first tab is the chat of a model with a chat template. */
 function offerTabs() {
@@ -52,13 +56,14 @@ function fitTab() {
     return tabs.kind !== "compare" || one.proposers?.length !== 0;
   });
   choices("model", fitting.map(({ id }) => [id, id]));
+  if (fitting.some(({ id }) => id === wanted)) byId("model").value = wanted;
   byId("system-field").hidden = tabs.kind !== "chat";
   fitModel();
 }
 
 /** Offer what the chosen model supports. Models of other servers do not report it. */
 function fitModel() {
-  const { proposers, simulated = false, default_parameters: usual } = model();
+  const { proposers, simulated = false, default_parameters: usual } = modelOf(byId("model").value);
   // An empty field is not sent. A checkpoint without a default has that of the API.
   byId("temperature").placeholder = usual ? `${usual.temperature ?? 1} by default` : "the server's default";
   byId("top-p").placeholder = usual ? `${usual.top_p ?? 1} by default` : "the server's default";

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
 
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from draftgate.backends.types import GenerationRequest, StepTrace
 from draftgate.gateway.app import Listening
@@ -110,6 +110,28 @@ async def begin(scene: Scene, message: str) -> GenerationRequest:
     scene.deliver(request, in_steps(scene.backend.tokenizer, "one two")[0])
     await expect(scene.page.locator(".answer .markdown")).to_have_text("one")
     return request
+
+
+FAILURES: Final = {"busy": 429, "unavailable": 503, "network": 0}
+"""The status of failed responses by name, or 0 for a connection that breaks."""
+
+
+@asynccontextmanager
+async def failing(scene: Scene, path: str, status: int) -> AsyncIterator[None]:
+    """Let the requests of the page to a path fail, and ignore what browsers log about it."""
+
+    async def fail(route: Route) -> None:
+        if not status:
+            return await route.abort()
+        body = {"error": {"message": f"refused with {status}"}}
+        return await route.fulfill(status=status, json=body)
+
+    await scene.page.route(f"**{path}", fail)
+    yield
+    reason = f"refused with {status}" if status else "The server does not respond."
+    await expect(scene.page.get_by_role("alert")).to_have_text(reason)
+    await scene.page.unroute(f"**{path}")
+    scene.visit.problems.clear()
 
 
 async def adjust(page: Page, **settings: str) -> None:

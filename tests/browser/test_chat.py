@@ -11,7 +11,17 @@ from playwright.async_api import Locator, Page, Route, expect
 from draftgate.backends.types import Delta, FinishReason
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
-from tests.browser.states import ANSWER, adjust, begin, paste, reply, say, send
+from tests.browser.states import (
+    ANSWER,
+    FAILURES,
+    adjust,
+    begin,
+    failing,
+    paste,
+    reply,
+    say,
+    send,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -118,6 +128,25 @@ async def test_cut_answer_says_so_and_continues(chat_scene: Scene) -> None:
     await expect(page.locator(".answer .markdown")).to_have_text("Once upon a time.")
     await expect(page.locator(".answer")).to_have_count(1)
     await expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+
+
+@pytest.mark.parametrize("status", FAILURES.values(), ids=FAILURES)
+async def test_failed_continuation_keeps_the_answer_and_can_be_repeated(
+    chat_scene: Scene, status: int
+) -> None:
+    """If the continuation of an answer fails, the page shows the reason, the text stays, and the
+    button continues it later."""
+    page = chat_scene.page
+    answer, more = page.locator(".answer .markdown"), page.get_by_role("button", name="Continue")
+    await send(page, "tell me")
+    await chat_scene.answer_cut("Once upon a")
+    async with failing(chat_scene, "/v1/chat/completions", status):
+        await more.click()
+    await expect(answer).to_have_text("Once upon a")
+    await more.click()
+    assert (await reply(chat_scene, " time.")).endswith("Once upon a")
+    await expect(answer).to_have_text("Once upon a time.")
+    await expect(page.get_by_role("alert")).to_be_hidden()
 
 
 async def test_answer_that_is_already_complete_does_not_continue(chat_scene: Scene) -> None:

@@ -14,7 +14,7 @@ from playwright.async_api import Locator, Page, expect
 from draftgate.backends.types import GenerationRequest, StepTrace
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import in_steps
-from tests.browser.states import adjust
+from tests.browser.states import FAILURES, adjust, failing
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -117,6 +117,26 @@ async def test_stopped_comparison_shows_the_whole_first_run(still_scene: Scene) 
     await expect(page.locator("#state-compare")).to_have_text("Stopped.")
     assert await visible_text(page.locator(WITH)) == TEXT
     assert not re.search(r"\d", await page.locator("#speed-up").text_content())
+
+
+@pytest.mark.parametrize("status", FAILURES.values(), ids=FAILURES)
+async def test_failed_comparison_keeps_its_text_and_can_be_repeated(
+    still_scene: Scene, status: int
+) -> None:
+    """If the second run fails, the page shows the reason and the whole first run, says which run
+    did not end, and the button compares again."""
+    scene, page = still_scene, still_scene.page
+    drafted = await start(scene)
+    async with failing(scene, "/v1/completions", status):
+        await stream(scene, drafted, TWO_TOKENS)
+    assert await visible_text(page.locator(WITH)) == TEXT
+    words = "no speed-up: the run without speculation did not end"
+    await expect(page.locator("#speed-up")).to_contain_text(words)
+    await stream(scene, await start(scene), TWO_TOKENS)
+    await stream(scene, await scene.backend.submitted.get(), ONE_TOKEN)
+    await page.clock.run_for(5000)
+    await expect(page.locator("#state-compare")).to_have_text("Done.")
+    await expect(page.get_by_role("alert")).to_be_hidden()
 
 
 @pytest.mark.parametrize(

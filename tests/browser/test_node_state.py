@@ -14,7 +14,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from tests.browser.browse import visiting
 from tests.browser.conftest import Scene
-from tests.browser.states import adjust, generate
+from tests.browser.states import adjust, generate, reply, send
 from tests.gateway.harness import ScriptedBackend, port_of, running
 from tests.gateway.upstreams import forwarding, upstream
 
@@ -109,7 +109,8 @@ async def test_page_opens_with_the_chat_of_a_model_that_can_chat(browser) -> Non
 
 
 async def test_each_tab_offers_the_models_that_can_do_it(browser, tmp_path: Path) -> None:
-    """The menu of the chat has only models with a chat template, and the others have all models."""
+    """The menu of the chat has only models with a chat template, and the others have all models. A
+    tab that offers the chosen model has it chosen again after a tab that does not."""
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", tmp_path)
     plain = ScriptedBackend()
     plain.tokenizer = Tokenizer(tmp_path)
@@ -123,6 +124,30 @@ async def test_each_tab_offers_the_models_that_can_do_it(browser, tmp_path: Path
         await expect(options).to_have_text([first, "other"])
         await visit.page.get_by_role("tab", name="Completion").click()
         await expect(options).to_have_text([first, "plain", "other"])
+        menu = visit.page.get_by_label("Model")
+        await menu.select_option("plain")
+        await visit.page.get_by_role("tab", name="Chat").click()
+        await expect(menu).to_have_value(first)
+        await visit.page.get_by_role("tab", name="Completion").click()
+        await expect(menu).to_have_value("plain")
+        visit.check()
+
+
+async def test_answer_is_continued_by_the_model_that_began_it(browser) -> None:
+    """The button of a cut answer asks the model that wrote it, whichever the menu shows."""
+    backend, other = ScriptedBackend(), ScriptedBackend()
+    async with (
+        running(backends=[backend], further={"other": other}) as gateway,
+        visiting(browser, gateway.url) as visit,
+    ):
+        scene = Scene(visit, gateway, backend)
+        await send(visit.page, "tell me")
+        await scene.answer_cut("Once upon a")
+        await expect(visit.page.get_by_role("button", name="Continue")).to_be_visible()
+        await visit.page.get_by_label("Model").select_option("other")
+        await visit.page.get_by_role("button", name="Continue").click()
+        assert (await reply(scene, " time.")).endswith("Once upon a")
+        assert other.submitted.empty()
         visit.check()
 
 

@@ -11,7 +11,7 @@ from playwright.async_api import expect
 from draftgate.backends.types import Delta
 from tests.browser.conftest import Scene
 from tests.browser.draft_steps import TEXT, in_steps
-from tests.browser.states import adjust
+from tests.browser.states import FAILURES, adjust, failing
 from tests.gateway.harness import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -269,6 +269,46 @@ async def test_worker_failure_is_shown(scene: Scene) -> None:
     await expect(output_of(scene)).to_have_js_property("textContent", first.text)
     scene.backend.crash("the device is gone")
     await expect(scene.page.get_by_role("alert")).to_contain_text("the device is gone")
+
+
+@pytest.mark.parametrize("status", FAILURES.values(), ids=FAILURES)
+async def test_failed_continuation_keeps_the_text_and_can_be_repeated(
+    scene: Scene, status: int
+) -> None:
+    """If the continuation of a completion fails, the page shows the reason, the text stays, and
+    the button continues it later."""
+    more = scene.page.get_by_role("button", name="Continue")
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.answer_cut("def area")
+    async with failing(scene, "/v1/completions", status):
+        await more.click()
+    await expect(output_of(scene)).to_have_js_property("textContent", "def area")
+    await more.click()
+    prompts = [request.prompt_ids, (again := await scene.backend.submitted.get()).prompt_ids]
+    before, after = map(scene.backend.tokenizer.decode, prompts)
+    assert after == f"{before}def area"
+    scene.deliver(again, *in_steps(scene.backend.tokenizer, "(self)"))
+    await expect(output_of(scene)).to_have_js_property("textContent", "def area(self)")
+    await expect(more).to_be_hidden()
+    await expect(scene.page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_completion_that_breaks_off_can_be_continued(scene: Scene) -> None:
+    """A completion that breaks off, or that the user stops, has a button that continues it."""
+    more = scene.page.get_by_role("button", name="Continue")
+    event = {"choices": [{"index": 0, "text": "def", "finish_reason": None}]}
+    body, headers = f"data: {json.dumps(event)}\n\n", {"content-type": "text/event-stream"}
+    answer = {"body": body, "headers": headers}
+    await scene.page.route("**/v1/completions", lambda route: route.fulfill(**answer))
+    await scene.page.get_by_role("button", name="Generate").click()
+    await expect(scene.page.get_by_role("alert")).to_have_text("The stream ended early.")
+    await scene.page.unroute("**/v1/completions")
+    await more.click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, in_steps(scene.backend.tokenizer, " area(self)")[0])
+    await expect(output_of(scene)).not_to_have_js_property("textContent", "def")
+    await scene.page.get_by_role("button", name="Stop").click()
+    await expect(more).to_be_visible()
 
 
 async def test_missing_key_is_explained(scene: Scene) -> None:

@@ -9,7 +9,8 @@ from playwright.async_api import Browser, Page, expect
 
 from tests.browser.browse import visiting
 from tests.browser.conftest import Scene
-from tests.browser.states import DOCUMENT, chat, generate, say
+from tests.browser.draft_steps import in_steps
+from tests.browser.states import DOCUMENT, chat, generate, say, send
 from tests.gateway.harness import running
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
@@ -98,7 +99,8 @@ async def test_decisions_are_cards_on_a_phone(scene: Scene) -> None:
 
 
 async def test_tables_of_a_chat_keep_words_whole_on_a_phone(browser: Browser) -> None:
-    """On a phone, the words of a table stay whole and its box scrolls, but not the page."""
+    """On a phone, the words of a table stay whole and its box scrolls, but not the page. The edges
+    of a box that scrolls have shades, which its content covers at the end."""
     async with chat(browser) as page:
         await page.set_viewport_size({"width": 390, "height": 844})
         words = page.locator(".markdown td", has_text="1,000,000")
@@ -106,7 +108,30 @@ async def test_tables_of_a_chat_keep_words_whole_on_a_phone(browser: Browser) ->
         assert round(await words.evaluate(lines)) == 1
         box = page.locator(".markdown .wide")
         assert await box.evaluate("(box) => box.scrollWidth >= box.clientWidth")
+        shades = "(box) => getComputedStyle(box).backgroundAttachment"
+        assert await box.evaluate(shades) == "local, local, scroll, scroll, scroll"
         assert await page.evaluate("() => document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_figures_of_a_new_answer_are_on_a_phones_screen(
+    chat_scene: Scene, fails: bool
+) -> None:
+    """The box scrolls to the figures below a new answer, also if an error makes the box smaller."""
+    page = chat_scene.page
+    await page.set_viewport_size({"width": 390, "height": 844})
+    await send(page, "What is binary search?")
+    request = await chat_scene.backend.submitted.get()
+    steps = in_steps(chat_scene.backend.tokenizer, DOCUMENT * 2)
+    chat_scene.deliver(request, *(steps[:-1] if fails else steps))
+    if fails:
+        await expect(page.locator(".answer table")).to_have_count(2)
+        chat_scene.backend.crash("the device is gone")
+        await expect(page.get_by_role("alert")).to_be_visible()
+    facts = page.locator(".facts")
+    await expect(facts).to_contain_text("TTFT")
+    turns, box = await page.locator("#turns").bounding_box(), await facts.bounding_box()
+    assert box["y"] + box["height"] <= turns["y"] + turns["height"] + 1  # rounded by the browser
 
 
 async def test_composer_is_on_the_screen_at_every_size(chat_scene: Scene) -> None:

@@ -45,6 +45,16 @@ async def test_page_shows_the_response_and_updates_charts(browser, settings) -> 
         visit.check()
 
 
+async def test_code_model_offers_no_chat(browser) -> None:
+    """The shipped model has a chat template for tools, but completes code, so the page opens with
+    the completion and has no chat."""
+    async with running(**ENGINE) as gateway, visiting(browser, gateway.url) as visit:
+        tabs = visit.page.get_by_role("tab")
+        await expect(tabs).to_have_text(["Completion", "Compare"])
+        await expect(tabs.first).to_have_attribute("aria-selected", "true")
+        visit.check()
+
+
 @pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
 async def test_drafted_tokens_are_marked(browser, settings) -> None:
     """The number of marked tokens equals the accepted tokens in the response's metrics."""

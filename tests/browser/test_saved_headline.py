@@ -48,7 +48,9 @@ async def test_the_headline_appears_with_the_first_request(scene: Scene) -> None
     scene.gateway.node.metrics.recent.draft_times.add("", 2.45, 4.0, 60)
     scene.gateway.node.take_sample()
     words = "Drafts saved 38% of decoding time in the last 5 minutes"
-    await expect(headline).to_have_text(f"{words} 2.45 s saved, 4 s spent on decoding")
+    await expect(headline).to_have_text(
+        f"{words} Summed over requests: 2.45 s saved, 4 s spent on decoding"
+    )
 
 
 async def test_nodes_that_cannot_know_the_time_show_no_headline(browser: Browser) -> None:

@@ -159,7 +159,7 @@ def _described(model: ModelService) -> list[ModelReply]:
         card.root,
         card.max_model_len,
         tasks=card.capabilities.tasks,
-        chat=served.tokenizer.tool_template is not None,
+        chat=served.chats(card),
         proposers=model.fleet.proposers,
         simulated=card.is_simulated,
         default_parameters=served.defaults().given(),
