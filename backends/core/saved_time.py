@@ -10,7 +10,7 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.policies.costs.drafting_cost import DraftingMeter
 from draftgate.policies.costs.step_cost import StepCost, StepSize
-from draftgate.policies.speculation.savings import MOST_TIMES, DraftSavings
+from draftgate.policies.speculation.savings import MOST_TIMES, PLAIN_STEPS, DraftSavings
 from draftgate.policies.types import SpeculationMode
 
 
@@ -46,6 +46,8 @@ class SavedTime:
         self._meter = meter
         self._savings = DraftSavings()
         self._last: DecodeWork | None = None  # the last step, if it fed no prompt
+        self._plain_steps = 0
+        self._host_s = 0.0  # mean of the time of steps without drafts beside that of the device
 
     @property
     def drafts_lose(self) -> bool:
@@ -122,8 +124,11 @@ class SavedTime:
         )
         # A step that the machine disturbs says little about its drafts.
         slot_tokens = min(extra_s / plain_s, MOST_TIMES) * decodes / slots if plain_s else 0.0
+        # The time without drafts contains the rest of a step on the host. That of this step is not
+        # over yet, so it is assumed to be as long.
+        host_s = 0.0 if plan.chunks else self._host_s
         for sequence, accepted, drafts in decoded:
-            sequence.saved_s += accepted * plain_s - extra_s
+            sequence.saved_s += accepted * plain_s - extra_s - host_s
             sequence.lost_tokens += drafts * slot_tokens - accepted
 
     def end_step(self, whole_s: float | None, cost: StepCost) -> DecodeWork | None:
@@ -146,6 +151,8 @@ class SavedTime:
             # Lookups that find nothing are no part of a step without drafts.
             without_s = max(whole_s - self._looking_up_s(work.looked_up), work.step_s)
             self._savings.add_plain_step(predicted_s, without_s)
+            self._plain_steps = min(self._plain_steps + 1, PLAIN_STEPS)
+            self._host_s += (without_s - work.step_s - self._host_s) / self._plain_steps
         return work
 
     def interrupt(self) -> None:

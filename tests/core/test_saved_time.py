@@ -33,12 +33,13 @@ class TimedHarness(SchedulerHarness):
     Attributes:
         ended_s: time at which each sequence ended.
         prompt_token_s: seconds that a prompt token takes longer than the costs say.
+        host_s: seconds between two steps in which the device is idle.
     """
 
-    def __init__(self, costs: Costs, policy: str) -> None:
+    def __init__(self, costs: Costs, policy: str, host_s: float = 0.0) -> None:
         super().__init__(2000, max_step_tokens=32, policy=speculation_policy(policy), wrong=0.0)
         self._cost = StepCost((1, 4, 8, 16, 32), costs[0], sample_s=costs[1])
-        self.prompt_token_s = 0.0
+        self.prompt_token_s, self.host_s = 0.0, host_s
         self.ended_s: dict[int, float] = {}
 
     def apply(self, plan: StepPlan) -> None:
@@ -50,15 +51,18 @@ class TimedHarness(SchedulerHarness):
         for sequence, _, _, _, _ in self.scheduler.apply(plan, replace(result, step_s=step_s)):
             if sequence.finish_reason is not None:
                 self.ended_s[sequence.key] = self.now_s
+        self.now_s += self.host_s
+        self.scheduler._now_s += self.host_s
 
 
-def warm_harness(costs: Costs, policy: str, wrong: float) -> TimedHarness:
+def warm_harness(costs: Costs, policy: str, wrong: float, host_s: float = 0.0) -> TimedHarness:
     """Return a scheduler that has learned the costs of the device from steps without drafts.
 
     Args:
         wrong: probability that a draft token is wrong.
+        host_s: seconds between two steps in which the device is idle.
     """
-    harness = TimedHarness(costs, policy)
+    harness = TimedHarness(costs, policy, host_s)
     harness.proposer._is_wrong = lambda _key, position: Random(position).random() < wrong
     for count in (1, 2, 4):
         for _ in range(count):
@@ -92,12 +96,13 @@ def seconds_of(harness: TimedHarness, drafts: int) -> float:
 
 @pytest.mark.parametrize("costs", [CHEAP_SLOTS, DEAR_SLOTS], ids=["cheap", "dear"])
 @pytest.mark.parametrize("wrong", [0.1, 0.5, 0.95])
+@pytest.mark.parametrize("host_s", [0.0, 3e-3])
 def test_saved_seconds_are_the_difference_to_a_run_without_drafts(
-    costs: Costs, wrong: float
+    costs: Costs, wrong: float, host_s: float
 ) -> None:
     """The reported seconds are within 10% of the measured ones, or 3% of the duration, and negative
     if drafts cost time."""
-    harness = warm_harness(costs, "fixed:4", wrong)
+    harness = warm_harness(costs, "fixed:4", wrong, host_s)
     plain_s, drafted_s = (seconds_of(harness, drafts) for drafts in (0, 4))
     saved_s = harness.sequences[-1].outcome().saved_s
     assert saved_s == pytest.approx(plain_s - drafted_s, rel=0.1, abs=0.03 * plain_s)
