@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Callable
 from copy import copy
@@ -14,6 +13,8 @@ from typing import Annotated, Any, Final, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from draftgate.loadgen.outputs import check_output_file, check_output_folder
 
 C = TypeVar("C", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -38,7 +39,7 @@ def output_file(path: Path | None) -> Path | None:
         BadParameter: the path is a folder, its folder does not exist, or it may not be written.
     """
     if path is not None:
-        _check_output(_check_output_file, path)
+        _check_output(check_output_file, path)
     return path
 
 
@@ -51,28 +52,6 @@ def output_folder(path: Path | None) -> Path | None:
     if path is not None:
         _check_output(check_output_folder, path)
     return path
-
-
-def _check_output_file(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"the folder {path.parent} does not exist")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} may not be written")
-
-
-def check_output_folder(path: Path) -> None:
-    """Check that a folder can be made and written to, without making it.
-
-    Raises:
-        ValueError: the path or one of its folders is a file, or may not be written.
-    """
-    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{nearest} is not a folder")
-    if not os.access(nearest, os.W_OK):
-        raise ValueError(f"the folder {nearest} may not be written")
 
 
 def _check_output(check: Callable[[Path], None], path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftgate import __version__
-from draftgate.loadgen.command_line import check_output_folder
+from draftgate.loadgen.outputs import check_output_folder
 
 if TYPE_CHECKING:
     import torch

@@ -134,6 +134,7 @@ LONG = {
     "GET /usage/history": Count(100, 50),
     "POST /keys": Count(100, 100),
     "GET /keys/{name}": Count(50, 50),
+    "PATCH /keys/{name}": Count(100, 100),
     "DELETE /keys/{name}": Count(50, 50),
     "POST /keys/{name}/rotate": Count(100, 50),
     "GET /audit": Count(50, 50),

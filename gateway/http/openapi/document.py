@@ -235,7 +235,8 @@ def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
         found["503"] = _response("The same body if the check fails.", content)
     error = {JSON: {"schema": refs[operation.error]}}
     for status in operation.errors if operation.open else sorted({401, 403, *operation.errors}):
-        found[str(status)] = _response(_ERRORS[status], error)
+        page = content if status == 404 and "text/html" in content else {}
+        found[str(status)] = _response(_ERRORS[status], {**error, **page})
         if status in {429, 503}:
             found[str(status)]["headers"] |= _RETRY_HEADERS
     return found

@@ -123,8 +123,11 @@ _IMPLIED: Final[Mapping[str, tuple[tuple[str, Mapping[str, Schema]], ...]]] = {
 """Fields that need others unless they are empty, by struct."""
 
 
-_CLOSED: Final = {"KeyBody", "RotationBody"}
+_CLOSED: Final = {"KeyBody", "KeyChangesBody", "RotationBody"}
 """Bodies whose unknown fields are errors, because they could be misspelt limits."""
+
+_NOT_EMPTY: Final = {"KeyChangesBody"}
+"""Bodies that must have a field."""
 
 
 def _implication(field: str, others: Mapping[str, Schema]) -> Schema:
@@ -151,6 +154,8 @@ def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[S
         if name in lists:
             _add_unlisted(schema["properties"], lists[name])
         _require(name, schema)
+        if name in _NOT_EMPTY:
+            schema["minProperties"] = 1
         if name in _TYPE_IS_OPTIONAL:
             schema["required"].remove("type")
         if name in _ALTERNATIVES:
