@@ -55,7 +55,7 @@ COMMANDS = {
     "plan pools": Long(
         ("plan", "pools", *PLANNED, "--rate", "20"),
         "decided",
-        lambda plan: plan["search"]["interrupted"] and len(plan["search"]["measured"]) > 0,
+        lambda plan: plan["search"]["interrupted"] and len(plan["search"]["unmeasured"]) > 0,
     ),
     "plan mix": Long(
         (
