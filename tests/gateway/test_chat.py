@@ -7,7 +7,7 @@ import os
 import pty
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,14 @@ class Terminal:
                 self._arrived.clear()
                 await self._arrived.wait()
 
+    async def discard_line(self) -> None:
+        """Press Ctrl-C until there is a new prompt. One may have no effect (`interrupted`)."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.screen.endswith(">>> "):
+                self.type("\x03")
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.until(">>> "), PATIENCE_S / 10)
+
     def type(self, keys: str) -> None:
         """Press keys."""
         os.write(self._descriptor, keys.encode())
@@ -243,8 +251,7 @@ async def test_keys_of_a_terminal_stop_an_answer_and_leave(tmp_path: Path) -> No
         await user.until(">>> ")
         user.type("discarded")
         await user.until("discarded")
-        user.type("\x03")
-        await user.until(">>> ")
+        await user.discard_line()
         user.type("more\r")
         request = await request_of(backend)
         assert "discarded" not in prompt_of(backend, request)
