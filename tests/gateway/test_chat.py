@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -213,10 +214,14 @@ async def terminal(gateway: Listening, home: Path) -> AsyncIterator[Terminal]:
 
 
 def controlling(descriptor: int) -> None:
-    """Make a terminal the one whose keys send signals to this process."""
+    """Make a terminal the one whose keys send signals to this process, which must not ignore them.
+
+    A shell without job control lets commands in its background ignore Ctrl-C.
+    """
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
