@@ -17,6 +17,7 @@ from draftgate.gateway.dispatch.run import Fallback
 from draftgate.gateway.dispatch.upstreams.fallbacks import (
     FALLBACK_HEADER,
     MODEL_HEADER,
+    FallbackReason,
     Turn,
     reason_of,
 )
@@ -57,18 +58,20 @@ class Chain:
         model: what serves the first step.
     """
 
-    def __init__(self, requested: str, steps: Sequence[Step], error: GatewayError | None) -> None:
+    def __init__(
+        self, requested: str, steps: Sequence[Step], reason: FallbackReason | None
+    ) -> None:
         """Begin a chain.
 
         Args:
             requested: the name of the model that the client has asked for, or that it gets without
                 a name.
             steps: at least one step.
-            error: why the requested model is none of them, or None if it is the first one.
+            reason: why the requested model is none of them, or None if it is the first one.
         """
         self._requested = requested
         self._steps = steps
-        self._error: Exception | None = error
+        self._reason = reason
         self.model = steps[0].model
 
     async def respond(self, request: Request, watch: RequestWatch, attempt: Attempt) -> Response:
@@ -77,19 +80,17 @@ class Chain:
         Raises:
             GatewayError, BackendFailed, RequestRejected: the error of the last model.
         """
-        error = self._error
+        reason = self._reason
         for step in self._steps[:-1]:
-            request[PASSES_ON] = True
-            turn = await self._next(request, watch, step, error, is_last=False)
+            turn = await self._next(request, watch, step, reason)
             try:
                 return await attempt(request, step.model, watch, turn)
-            except (GatewayError, BackendFailed, RequestRejected) as raised:
-                if reason_of(raised) is None:
+            except (GatewayError, BackendFailed, RequestRejected) as error:
+                reason = reason_of(error)
+                if reason is None:
                     raise
-                error = raised
         step = self._steps[-1]
-        turn = await self._next(request, watch, step, error, is_last=True)
-        request[PASSES_ON] = False
+        turn = await self._next(request, watch, step, reason)
         events = begun_stream(request)
         if events is None:
             return await attempt(request, step.model, watch, turn)
@@ -103,13 +104,17 @@ class Chain:
         request: Request,
         watch: RequestWatch,
         step: Step,
-        error: Exception | None,
-        *,
-        is_last: bool,
+        reason: FallbackReason | None,
     ) -> Turn:
-        """Turn to a step after the error of the one before, or None for the first one."""
+        """Turn to a step, and return its models.
+
+        Args:
+            reason: why the step before did not respond, or None for the model of the client.
+        """
+        is_last = step is self._steps[-1]
+        request[PASSES_ON] = not is_last
         fallback = None
-        if error is not None and (reason := reason_of(error)) is not None:
+        if reason is not None:
             before = self._requested if watch.fallback is None else watch.fallback.model
             fallback = Fallback(before, step.names[0], reason)
             watch.model = watch.model or self._requested
@@ -142,7 +147,7 @@ async def find_chain(request: Request, node: Node, task: Task) -> Chain:
             _add(node, name, steps)
     if error is not None and not steps:
         raise error
-    return Chain(requested, steps, error)
+    return Chain(requested, steps, None if error is None else reason_of(error))
 
 
 def _fallbacks(node: Node, requested: str, steps: Sequence[Step]) -> Sequence[str]:
