@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from draftgate.gateway.accounts import Account, Accounts, digest_of_key, read_accounts, similar_name
@@ -163,14 +164,18 @@ class Keys:
         return key, secret
 
     async def change(
-        self, name: str, settings: Mapping[str, Any], by: Actor, **life: float | None
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        by: Actor,
+        expires_in_s: float | UnsetType | None = UNSET,
     ) -> CreatedKey:
         """Change the settings of a key, whose secrets stay, and return it.
 
         Args:
             settings: the new values of settings (`KeySettings`), by name.
-            life: `expires_in_s`, the seconds from now on after which it expires, or None for never.
-                Without it, the expiry stays.
+            expires_in_s: seconds from now on after which it expires, or None for never. Without it,
+                the expiry stays.
 
         Raises:
             KeyNotFound, KeyConflict: the key does not exist, or is in the file.
@@ -183,10 +188,12 @@ class Keys:
             if old is None:
                 raise KeyNotFound(name)
             self._check(account := replace(old.account, **settings))
-            ends = {one: _end_s(seconds, now_s) for one, seconds in life.items()}
-            return replace(old, account=account, expires_s=ends.get("expires_in_s", old.expires_s))
+            expires_s = old.expires_s
+            if expires_in_s is not UNSET:
+                expires_s = _end_s(expires_in_s, now_s)
+            return replace(old, account=account, expires_s=expires_s)
 
-        names = (*settings, *life)
+        names = (*settings, *(() if expires_in_s is UNSET else ("expires_in_s",)))
         return await self._change(Action.CHANGED, name, changed, by, settings=names)
 
     async def rotate(self, name: str, grace_s: float, by: Actor) -> tuple[CreatedKey, str]:

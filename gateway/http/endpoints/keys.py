@@ -152,8 +152,8 @@ async def change_key(request: web.Request) -> web.Response:
     given = {one: value for one, value in structs.asdict(body).items() if value is not UNSET}
     if not given:
         raise InvalidRequest("the body names no setting of a key")
-    life = {one: given.pop(one) for one in ("expires_in_s",) if one in given}
-    changed = await node.keys.change(name, given, _actor(request), **life)
+    expires_in_s = given.pop("expires_in_s", UNSET)
+    changed = await node.keys.change(name, given, _actor(request), expires_in_s)
     return json_response(ListedKey(**_fields_of_created(changed)))
 
 
