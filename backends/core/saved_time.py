@@ -10,7 +10,7 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.policies.costs.drafting_cost import DraftingMeter
 from draftgate.policies.costs.step_cost import StepCost, StepSize
-from draftgate.policies.speculation.savings import MOST_TIMES, PLAIN_STEPS, DraftSavings
+from draftgate.policies.speculation.savings import MOST_TIMES, DraftSavings
 from draftgate.policies.types import SpeculationMode
 
 
@@ -46,7 +46,6 @@ class SavedTime:
         self._meter = meter
         self._savings = DraftSavings()
         self._last: DecodeWork | None = None  # the last step, if it fed no prompt
-        self._plain_steps = 0
         self._host_s = 0.0  # mean of the time of steps without drafts beside that of the device
 
     @property
@@ -151,8 +150,8 @@ class SavedTime:
             # Lookups that find nothing are no part of a step without drafts.
             without_s = max(whole_s - self._looking_up_s(work.looked_up), work.step_s)
             self._savings.add_plain_step(predicted_s, without_s)
-            self._plain_steps = min(self._plain_steps + 1, PLAIN_STEPS)
-            self._host_s += (without_s - work.step_s - self._host_s) / self._plain_steps
+            host_s, steps = without_s - work.step_s, max(self._savings.plain_steps, 1)
+            self._host_s += (host_s - self._host_s) / steps
         return work
 
     def interrupt(self) -> None:

@@ -68,13 +68,17 @@ too early in less than 1% of the sequences. (Computed for a random walk, 2026-11
 
 
 class DraftSavings:
-    """The account of a worker."""
+    """The account of a worker.
+
+    Attributes:
+        plain_steps: number of steps without drafts so far, at most `PLAIN_STEPS`.
+    """
 
     def __init__(self) -> None:
         self._credit = 1.0
         self._overdrawn = False
         self._ratio = 1.0  # measured / predicted seconds of steps without drafts
-        self._plain_steps = 0
+        self.plain_steps = 0
         self._drafted_steps = 0  # since the last step without drafts
         self._gain = 0.0  # mean number of steps that a step with drafts saves
         self._times = 1.0  # mean duration of a step with drafts, in steps without drafts
@@ -88,9 +92,9 @@ class DraftSavings:
     def omits_drafts(self) -> bool:
         """Whether the next step has no drafts, to measure a step without them."""
         steps: float = LEAST_DRAFTED
-        if self._plain_steps < FIRST_PLAIN_STEPS:
+        if self.plain_steps < FIRST_PLAIN_STEPS:
             steps = FIRST_DRAFTED
-        elif self._plain_steps >= PLAIN_STEPS:
+        elif self.plain_steps >= PLAIN_STEPS:
             steps = min(max(steps, self._gain / (PLAIN_COST * self._times)), MOST_DRAFTED)
         return self._drafted_steps >= steps
 
@@ -108,8 +112,8 @@ class DraftSavings:
         if predicted_s <= 0.0:
             return
         ratio = min(measured_s / predicted_s, MOST_TIMES * self._ratio)
-        self._plain_steps = min(self._plain_steps + 1, PLAIN_STEPS)
-        self._ratio += (ratio - self._ratio) / self._plain_steps
+        self.plain_steps = min(self.plain_steps + 1, PLAIN_STEPS)
+        self._ratio += (ratio - self._ratio) / self.plain_steps
         self._add(0.0, measured_s / max(self.plain_s(predicted_s), 1e-9), predicted_s)
 
     def add_drafted_step(
@@ -124,7 +128,7 @@ class DraftSavings:
         """
         self._drafted_steps += 1
         plain_s = self.plain_s(predicted_s)
-        if plain_s > 0.0 and self._plain_steps >= FIRST_PLAIN_STEPS:
+        if plain_s > 0.0 and self.plain_steps >= FIRST_PLAIN_STEPS:
             times = min(measured_s / plain_s, MOST_TIMES)
             self._gain += (tokens_per_sequence - times - self._gain) / GAIN_STEPS
             self._times += (times - self._times) / GAIN_STEPS
