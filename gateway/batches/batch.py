@@ -273,27 +273,3 @@ def distinct_results(lines: Iterable[bytes]) -> Iterator[tuple[Result, bytes]]:
         if found.custom_id not in seen:
             seen.add(found.custom_id)
             yield found, data
-
-
-class ResponseError(msgspec.Struct):
-    """The error in the body of a response."""
-
-    message: str = ""
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    """The body of a response that is an error."""
-
-    error: ResponseError = msgspec.field(default_factory=ResponseError)
-
-
-_error_body: Final = msgspec.json.Decoder(_ErrorBody)
-
-
-def error_of(body: bytes) -> ResponseError:
-    """Return the error in the body of a response, as far as it has one."""
-    try:
-        return _error_body.decode(body).error
-    except (ValueError, RecursionError):
-        return ResponseError()

@@ -34,10 +34,10 @@ from draftgate.gateway.batches.batch import (
     Status,
     distinct_results,
     encode_result,
-    error_of,
     read_line,
 )
 from draftgate.gateway.batches.files import OUTPUT_PURPOSE, Files, NotFound, result_file_id
+from draftgate.gateway.dispatch.upstreams.error_bodies import read_error
 from draftgate.gateway.logs import log
 
 PART_BYTES: Final = 8 << 20
@@ -370,7 +370,7 @@ class BatchRun:
                 return answer
             wait_s = min(max(answer.retry_after_s or 0.0, delay_s), LONGEST_WAIT_S)
             if answer.status in _BUSY:
-                error = error_of(answer.body)
+                error = read_error(answer.body)
                 until = self._now() + math.ceil(wait_s)
                 self._batch.waits = BatchWait(error.code or "", error.message, until)
             early = await self._runner.pause(wait_s)
