@@ -30,8 +30,8 @@ class Draft:
     """Proposed tokens with the proposer's evidence for them. Nothing changes a draft.
 
     The class is not frozen, because a frozen one takes four times as long to construct, and a step
-    constructs several per sequence. It is no struct of msgspec, which GPU tests of kernels lack.
-    The hash lets a draft be the default of a field.
+    constructs several per sequence. It does without msgspec, because the GPU tests of kernels run
+    without that package. It is hashable, so that it can be the default of a field.
 
     Attributes:
         token_ids: proposed tokens. The children of one parent are all different.

@@ -67,6 +67,19 @@ async def end_of(api: AsyncOpenAI, batch: Batch) -> Batch:
     return batch
 
 
+async def waiting(api: AsyncOpenAI, batch: Batch) -> Any:
+    """Return a batch once it says what it waits for."""
+    found = batch
+
+    async def waits() -> bool:
+        nonlocal found
+        found = await api.batches.retrieve(batch.id)
+        return getattr(found, "waits", None) is not None
+
+    await eventually(waits)
+    return found
+
+
 async def content(api: AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
     """Return the lines of a file by their custom ids, each of which occurs once."""
     assert file_id is not None
@@ -87,13 +100,7 @@ async def test_a_batch_says_that_it_waits_for_the_budget_of_its_key(tmp_path: Pa
     settings = {**files, "api_keys_file": str(keys)}
     async with running(**settings) as gateway, client_of(gateway, "sk-a") as api:
         batch = await begin(api, [chat(f"line-{number}") for number in range(4)])
-
-        async def waits() -> bool:
-            found = await api.batches.retrieve(batch.id)
-            return getattr(found, "waits", None) is not None
-
-        await eventually(waits)
-        found = await api.batches.retrieve(batch.id)
+        found = await waiting(api, batch)
         assert found.status == "in_progress"
         assert found.waits["code"] == "rate_limit_exceeded"
         assert found.waits["message"].startswith("the budget of the key a of 0.1 USD per month")
@@ -117,13 +124,7 @@ async def test_a_waiting_batch_continues_at_once_when_its_budget_is_raised(tmp_p
     settings = {**files, "api_keys_file": str(keys)}
     async with running(**settings) as gateway, client_of(gateway, "sk-a") as api:
         batch = await begin(api, [chat(f"line-{number}") for number in range(4)])
-
-        async def waits() -> bool:
-            found = await api.batches.retrieve(batch.id)
-            return getattr(found, "waits", None) is not None
-
-        await eventually(waits)
-        found = await api.batches.retrieve(batch.id)
+        found = await waiting(api, batch)
         assert found.waits["until"] - time.time() > PATIENCE_S
         keys.write_text(text.replace("0.1", "100000"))
         gateway.reload()
